@@ -45,7 +45,7 @@ from trainer.amounts import micro_batch_count
 from trainer.data import TokenData
 from trainer.engine import Engine, make_engine
 from trainer.errors import UserError
-from trainer.evaluate import validation_loss
+from trainer.evaluation import validation_loss
 from trainer.families import modern_module
 from trainer.families.modern_module import Modern
 from trainer.families.rotary import RotaryAttention, waves

@@ -2,18 +2,17 @@
 
 import codecs
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import fetch, read_manifest
-from pipelines.recipe import Recipe
-from pipelines.text.encode import encode
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.runs import Run, key_of, read_run
 from trainer.commits import Commit, DamagedCommit, committed_folders, step_of
 from trainer.errors import NotAFile, UserError
+from trainer.model_config import ModelConfig
 from trainer.store import Store
 from trainer.weights import open_weights
 
@@ -23,36 +22,17 @@ if TYPE_CHECKING:
 
     from trainer.model import LanguageModel
     from trainer.sample import Decoder, Sampling
-
-
-def continue_text(
-    model: "LanguageModel",
-    encoding: "tiktoken.Encoding",
-    prompt: str,
-    tokens: int,
-    seed: int,
-    check: Callable[[], None] = lambda: None,
-) -> str:
-    """`prompt` and `tokens` generated tokens after it. The model sees the prompt as the start of a document. `check` is
-    called after each token; it may raise to end the generation."""
-    from trainer.sample import generate
-
-    ids = [encoding.eot_token, *encoding.encode_ordinary(prompt)]
-    return prompt + encoding.decode(generate(model, ids, tokens, seed, ids=encoding.n_vocab, check=check))
-
-
-# --- text
+    from trainer.weights import WeightsFile
 
 
 @dataclass(frozen=True)
 class Fragment:
     """The next part of a text, and why the text ends: `stop` (end of text, or a stop string), or `length`."""
 
-    number: int  # of the text in its batch
+    number: int  # of the text
     text: str
     finish: str | None = None
     tokens: int = 0  # of the whole text so far
-    ids: tuple[int, ...] = ()  # of the whole text, once it ends
 
 
 class GrowingText:
@@ -62,19 +42,15 @@ class GrowingText:
         self.encoding, self.stop = encoding, [text for text in stop if text]
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.held = ""
-        self.ids: list[int] = []
+        self.tokens = 0
         self.finish: str | None = None
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ids)
 
     def add(self, token: int) -> bool:
         """Add a token. Returns whether the text ends here."""
         if token == self.encoding.eot_token:
             self.finish = "stop"
             return True
-        self.ids.append(token)
+        self.tokens += 1
         self.held += self.decoder.decode(self.encoding.decode_single_token_bytes(token))
         ends = [at for text in self.stop if (at := self.held.find(text)) >= 0]
         if ends:
@@ -93,10 +69,6 @@ class GrowingText:
         text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return text
 
-    def fragment(self, number: int) -> Fragment:
-        text = self.take()
-        return Fragment(number, text, self.finish, self.tokens, tuple(self.ids) if self.finish else ())
-
 
 @dataclass(frozen=True)
 class TextModel:
@@ -114,41 +86,29 @@ class TextModel:
 
     def ids_of(self, prompt: str) -> list[int]:
         """The ids of a prompt as the start of a document."""
-        return [self.encoding.eot_token, *encode(self.encoding, prompt).tolist()]
+        return [self.encoding.eot_token, *self.encoding.encode_ordinary(prompt)]
 
-    def token_text(self, token: int) -> str:
-        """A token in OpenAI's notation: its text, or its bytes if they are no whole characters."""
-        if token == self.encoding.eot_token:
-            return self.encoding.decode([token])
-        content = self.encoding.decode_single_token_bytes(token)
-        try:
-            return content.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
-
-    def continue_all(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tokens: int,
-        seeds: Sequence[int],
-        sampling: "Sampling",
-        stop: Sequence[str] = (),
+    def continue_prompt(
+        self, prompt: Sequence[int], tokens: int, seeds: Sequence[int], sampling: "Sampling", stop: Sequence[str] = ()
     ) -> Iterator[list[Fragment]]:
-        """Continue prompts as one batch, step by step. Each text ends with exactly one fragment that has `finish`."""
+        """Continue a prompt once for each seed, step by step. Each text ends with exactly one fragment that has
+        `finish`."""
         from trainer.sample import stream
 
-        texts = [GrowingText(self.encoding, stop) for _ in prompts]
-        growing = set(range(len(prompts)))
+        texts = [GrowingText(self.encoding, stop) for _ in seeds]
+        growing = dict(enumerate(texts))
 
         def fragments() -> list[Fragment]:
-            made = [texts[n].fragment(n) for n in sorted(growing)]
-            growing.difference_update(one.number for one in made if one.finish)
+            made = [Fragment(n, text.take(), text.finish, text.tokens) for n, text in growing.items()]
+            for one in made:
+                if one.finish:
+                    del growing[one.number]
             return [one for one in made if one.text or one.finish]
 
-        for _ in stream(self.decoder, prompts, tokens, seeds, sampling, lambda n, token: texts[n].add(token)):
+        for _ in stream(self.decoder, prompt, tokens, seeds, sampling, lambda n, token: texts[n].add(token)):
             yield fragments()
-        for n in growing:
-            texts[n].finish = "length"
+        for text in growing.values():
+            text.finish = "length"
         yield fragments()
 
 
@@ -163,82 +123,74 @@ def load_text_model(
     `precision` is one of trainer.sample.PRECISIONS; None: the best one of this machine. UserError without such weights.
     """
     from trainer.config import RuntimeConfig
-    from trainer.family import plain_model
     from trainer.parallel import World
     from trainer.sample import Decoder, best_precision
 
     run = read_run(store, name)
     device = World.alone(RuntimeConfig()).device
-    if precision in ("int8", "int4") and device.type != "cpu":
-        raise UserError(f"--precision {precision}: for CPUs alone, and this machine has {device.type}; use bf16")
+    if precision == "int8" and device.type != "cpu":
+        raise UserError(f"--precision {precision}: is for CPUs, and this machine has {device.type}; use bf16")
     encoding = tokenizer_of(run.recipe.tokens, store, run.record.prefixes["tokenize"])
-    model = plain_model(run.recipe.model)
-    step = read_weights(store, cache, run, model, at)
+    model, step = read_weights(store, cache, run, at)
     decoder = Decoder(model.to(device), precision or best_precision(device), encoding.n_vocab)
     return TextModel(run.name, step, decoder, encoding)
 
 
-def read_weights(store: Store, cache: Path, run: Run, model: "LanguageModel", at: int | None) -> int | None:
-    """Fill the model with weights of a run. Returns the step of the commit that they are from; None for final ones."""
+def read_weights(store: Store, cache: Path, run: Run, at: int | None) -> "tuple[LanguageModel, int | None]":
+    """A model with weights of a run, and the step of the commit that they are from; None for final ones."""
+    import torch
+
     prefix = run.record.prefixes.get("train")
     manifest = read_manifest(store, prefix) if prefix else None
     if manifest and at in (None, run.recipe.train.max_steps):
-        from safetensors.torch import load_file
-
         path = fetch(store, manifest.prefix, manifest.file("model.safetensors"), cache)
         try:
-            open_weights(path).check(model.config)
+            return load_weights(open_weights(path), run.recipe.model, torch.device("cpu")), None
         except UserError as error:
             where = f"{store.uri}/{key_of(run.name)}"
             raise UserError(f"{where}: has another model ({error}); run its recipe to write it again") from error
-        model.load_state_dict(load_file(path))
-        return None
-    folders = committed_folders(store, prefix) if prefix else []
+    folders = {step_of(folder): folder for folder in committed_folders(store, prefix)} if prefix else {}
     if not folders and manifest:
         raise UserError(f"--at {at}: {run.name} has no commit any more, only its final weights; leave out --at")
     if not folders:
         raise UserError(f"{run.name}: the run has no trained weights yet, and no commit; `skytrain run` trains it")
-    steps = sorted({step_of(folder) for folder in folders})
-    step = steps[-1] if at is None else at
-    if step not in steps:
-        raise UserError(f"--at {at}: {run.name} has no such commit; it has {', '.join(map(str, steps))}")
-    load_commit(store, next(folder for folder in folders if step_of(folder) == step), cache, model)
-    return step
+    step = max(folders) if at is None else at
+    if step not in folders:
+        raise UserError(f"--at {at}: {run.name} has no such commit; it has {', '.join(map(str, sorted(folders)))}")
+    return load_commit(store, folders[step], cache, run.recipe.model), step
 
 
-def load_commit(store: Store, folder: str, cache: Path, model: "LanguageModel") -> None:
-    """Fill the model with the weights of a commit. UserError if it is damaged, or was removed meanwhile."""
+def load_commit(store: Store, folder: str, cache: Path, config: ModelConfig) -> "LanguageModel":
+    """A model with the weights of a commit. UserError if it is damaged, or was removed meanwhile."""
     import torch
 
+    from trainer.family import plain_model
     from trainer.loading import load_files
     from trainer.parallel import World
     from trainer.pieces import Piece
 
+    model = plain_model(config)
     pieces = {f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}
-    where, alone = f"{store.uri}/{folder}", World(0, 0, 1, torch.device("cpu"))
+    alone, damage = World(0, 0, 1, torch.device("cpu")), None
     cache.mkdir(parents=True, exist_ok=True)
     try:
-        body = store.get(f"{folder}/COMMIT.json")
-        if body is None:
-            raise UserError(f"{where}: removed meanwhile; run the same command again")
-        files = Commit.decode(body, folder).files
-        with tempfile.TemporaryDirectory(dir=cache) as local:
-            damage: object = load_files(store, folder, files, pieces, alone, Path(local))
+        if body := store.get(f"{folder}/COMMIT.json"):
+            with tempfile.TemporaryDirectory(dir=cache) as local:
+                damage = load_files(store, folder, Commit.decode(body, folder).files, pieces, alone, Path(local))
     except (DamagedCommit, NotAFile) as error:
-        damage = error
-    if damage and store.get(f"{folder}/COMMIT.json") is None:
-        raise UserError(f"{where}: removed meanwhile; run the same command again")
+        damage = str(error)
+    if store.get(f"{folder}/COMMIT.json") is None:
+        raise UserError(f"{store.uri}/{folder}: was removed meanwhile; run the same command again")
     if damage:
-        raise UserError(f"{where}: damaged: {damage}; choose another commit with --at")
+        raise UserError(f"{store.uri}/{folder}: is damaged: {damage}; choose another commit with --at")
+    return model
 
 
-def load_weights(recipe: Recipe, path: Path, device: "torch.device | None" = None) -> "LanguageModel":
-    """The model with a run's weights in float32, on a device, or on the best one of this machine."""
-    from safetensors.torch import load_file
-
+def load_weights(weights: "WeightsFile", config: ModelConfig, device: "torch.device") -> "LanguageModel":
+    """A model with weights in float32, on a device. UserError if they are of another model, or not finite."""
     from trainer.family import plain_model
-    from trainer.parallel import World
+    from trainer.pieces import Piece
 
-    model = plain_model(recipe.model)
-    model.load_state_dict(load_file(path))
-    return model.to(device or World.alone(recipe.runtime).device)
+    model = plain_model(config)
+    weights.fill({f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}, config)
+    return model.to(device)

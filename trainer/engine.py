@@ -24,7 +24,7 @@ from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.family import plain_model
 from trainer.fused import gemm
-from trainer.model import Branches, LanguageModel
+from trainer.model import LanguageModel
 from trainer.model_config import ModelConfig
 from trainer.optim import Rates, optimizer_for
 from trainer.parallel import FlatGradients, World, autocast_on, precision_on
@@ -47,7 +47,6 @@ class Engine(Protocol):
     why: str  # name of the engine, its device, and the reason for the choice
     precision: str
     config: ModelConfig
-    branching: bool  # `hidden` takes branches
     tokens_at_once: int | None  # for which there is memory beside the training, once that is known
     guarded: bool  # `update` itself leaves out an update whose numbers are not finite
 
@@ -76,7 +75,7 @@ class Engine(Protocol):
         makes the logits in chunks."""
         ...
 
-    def hidden(self, tokens: Tensor, branches: Branches | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
         """The input of the head, without gradients: (B, T) token ids -> (B, T, n_embd)."""
         ...
 
@@ -116,7 +115,7 @@ class PlainEngine:
     """The plain module of a family with autocast, an optimizer of `trainer/optim.py` and one all-reduce; compiled
     or not."""
 
-    guarded, branching = False, True
+    guarded = False
     tokens_at_once: int | None = None
 
     def __init__(
@@ -179,10 +178,10 @@ class PlainEngine:
             return self.model.loss(tokens, targets)
 
     @torch.no_grad()
-    def hidden(self, tokens: Tensor, branches: Branches | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
         self.model.eval()
         with autocast_on(self.world.device, self.precision):
-            return self.model.hidden(tokens, branches)
+            return self.model.hidden(tokens)
 
     @torch.no_grad()
     def head(self, x: Tensor) -> Tensor:
@@ -221,7 +220,6 @@ class FusedEngine:
     """The step of `trainer/fused/step.py` over the flat buffers of `trainer/fused/flat.py`."""
 
     guarded, overflow_allowed = True, False
-    branching = False  # its attention kernels are causal
     tokens_at_once: int | None = None
 
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, why: str) -> None:
@@ -267,8 +265,7 @@ class FusedEngine:
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.step.loss(tokens, targets)
 
-    def hidden(self, tokens: Tensor, branches: Branches | None = None) -> Tensor:
-        assert branches is None
+    def hidden(self, tokens: Tensor) -> Tensor:
         return self.step.hidden(tokens)
 
     def head(self, x: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data import PendingNumbers, TokenData
 from trainer.engine import Batches, Engine, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
-from trainer.evaluate import validation_loss
-from trainer.evaluation import Evaluation
+from trainer.evaluation import Evaluation, validation_loss
 from trainer.events import EventLog, Skipped, Slow, Started
 from trainer.fit import Fit, choose_micro_batch, devices_of, memory_settings
 from trainer.health import Health, Watchdog, diagnosis

@@ -39,45 +39,6 @@ class Context(Protocol):
         ...
 
 
-class Branches:
-    """Rows of several sequences that share their beginning: the beginning once, then the rest of each, one after the
-    other. A rest sees the beginning and itself, so all get the numbers that they get alone.
-
-    `positions` and `branch` are (B, T): the position of each token in its own sequence, and 0 in a beginning, 1, 2, …
-    in the rests, -1 in padding. The first `causal` tokens of every row belong to beginnings: they need no mask.
-    """
-
-    def __init__(self, positions: Tensor, branch: Tensor, causal: int) -> None:
-        self.positions, self.branch, self.causal = positions, branch, causal
-        self.masks: dict[int | None, Tensor] = {}  # by window; (B, 1, T - causal, T)
-
-    def mask(self, window: int | None) -> Tensor:
-        """Which tokens each one behind the first `causal` sees."""
-        if window not in self.masks:
-            n, order = self.causal, torch.arange(self.branch.size(1), device=self.branch.device)
-            own = (self.branch[:, None] == 0) | (self.branch[:, None] == self.branch[:, n:, None])
-            own &= order <= order[n:, None]
-            if window is not None:
-                own &= self.positions[:, n:, None] - self.positions[:, None] < window
-            self.masks[window] = own[:, None]
-        return self.masks[window]
-
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        n = self.causal
-        rest = attention(q[:, :, n:], k, v, mask=self.mask(window))
-        if not n:
-            return rest
-        near = None if window is None else band(n, window, q.device)
-        return torch.cat((attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], near, causal=near is None), rest), 2)
-
-    def previous(self, x: Tensor) -> Tensor:
-        order = torch.arange(x.size(1), device=x.device)
-        last = (self.branch == 0).sum(1, keepdim=True) - 1  # of each beginning
-        goes_on = F.pad(self.branch[:, 1:] == self.branch[:, :-1], (1, 0))
-        at = torch.where(goes_on, order - 1, last).clamp(min=0)
-        return x.gather(1, at[..., None].expand_as(x)) * (self.positions > 0)[..., None]
-
-
 def band(length: int, window: int, device: torch.device) -> Tensor:
     """The mask (length, length) of causal attention in a window of so many tokens, the last of which is the query's
     own: sliding windows (Beltagy et al. 2020)."""
@@ -113,7 +74,6 @@ class LanguageModel(nn.Module):
     `initial`; it may change `logits`.
     """
 
-    branching = True  # `hidden` takes branches
     tokens_at_once: int | None = None  # as many as the device has memory for
     wte: Embedding
 

@@ -13,9 +13,8 @@ from pipelines.cloud.tasks import CLUSTERS, ManagedJob
 from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import LLMC, Recipe, TokensConfig
 from pipelines.stages.export import NEEDS
-from pipelines.stages.measures import read_source
+from pipelines.stages.measures import read_source, verify_items
 from pipelines.text.adopted import is_remote, shards_found
-from pipelines.text.core_bundle import verify_items
 from pipelines.text.hub import HUB
 from pipelines.text.library import STDLIB
 from pipelines.text.sources import documents

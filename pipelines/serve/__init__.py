@@ -1,1 +1,1 @@
-"""The completions endpoint of `skytrain serve`: requests, their turns, and the application."""
+"""The completions endpoint of `skytrain serve`, and its page."""

@@ -1,8 +1,11 @@
 """The application of `skytrain serve`: OpenAI's completions for one model, and a page to type into.
 
-It is made for a look at a run on one's own machine. It answers only requests that name it in their Host header, and
-none that a foreign page sends: a page whose name resolves to 127.0.0.1 gets nothing. There is no CORS, and no account.
-Everything is bounded: bytes, tokens, texts, waiting requests, and seconds.
+It is made for a look at a run on one's own machine: one generation at a time, and a short queue. It answers only
+requests that name it in their Host header, and none that a foreign page sends: a page whose name resolves to 127.0.0.1
+gets nothing. There is no CORS, and no account. Bytes, tokens, texts, waiting requests and seconds are bounded.
+
+Source of the shapes: OpenAI's API reference, "Completions" (legacy). Arguments that this endpoint does not have are
+refused by name, never silently ignored.
 """
 
 import asyncio
@@ -10,32 +13,27 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, MutableMapping
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from importlib import resources
-from itertools import product
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from starlette.concurrency import iterate_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.sample import Fragment, TextModel
-from pipelines.serve.requests import MAX_BYTES, CompletionRequest, Refused, parse
-from pipelines.serve.turns import Turns
-from trainer.errors import UserError
+from trainer.errors import UserError, cut
 
-if TYPE_CHECKING:
-    import tiktoken
-
-    from trainer.sample import Sampling
-
-T = TypeVar("T")
-Say = Callable[[Any], Coroutine[Any, Any, None]]
-
-BODY_SECONDS = 10.0  # for a request to arrive
+MAX_BYTES = 1 << 20  # of a request
+MAX_TEXTS = 16  # prompts times n
+WAITING = 8  # requests at most, besides the one that is served
+WAIT_SECONDS = 120.0  # then a waiting request is refused
+GENERATION_SECONDS = 600.0  # of one request, with the time that its client takes to read
 PAGE = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -51,133 +49,127 @@ HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
-@dataclass
-class Completion:
-    """The answer to a request while it grows."""
 
-    model: str
-    asked: CompletionRequest
-    ids: list[list[int]]  # of each text's prompt: n times the first prompt, then the second
-    seeds: list[int]
-    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
-    texts: list[str] = field(init=False)
-    ends: list[Fragment | None] = field(init=False)
-    logprobs: dict[int, dict[str, list[Any]]] = field(default_factory=dict)  # by text, if asked for
+class Refused(Exception):
+    """A request that is not served, as OpenAI's clients read it."""
 
-    def __post_init__(self) -> None:
-        self.texts, self.ends = ["" for _ in self.ids], [None for _ in self.ids]
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
 
     @property
-    def unseen(self) -> int:
-        """The tokens in front of a prompt that its client did not send: a text begins its document."""
-        return int(isinstance(self.asked.prompts[0], str))
+    def body(self) -> dict[str, Any]:
+        """The JSON of the error."""
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def prompt_text(self, number: int, encoding: "tiktoken.Encoding") -> str:
-        prompt = self.asked.prompts[number // self.asked.n]
-        return prompt if isinstance(prompt, str) else encoding.decode(prompt)
 
-    def add(self, fragments: list[Fragment]) -> None:
-        for one in fragments:
-            self.texts[one.number] += one.text
-            if one.finish:
-                self.ends[one.number] = one
+class StreamOptions(BaseModel):
+    """What a stream has besides text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+
+
+class CompletionRequest(BaseModel):
+    """The arguments of a request that this endpoint serves; unknown ones are errors. `top_k` is our addition."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    model: str | None = None
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)] = ""
+    max_tokens: int = Field(default=16, ge=1, le=1 << 20)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=1)
+    n: int = Field(default=1, ge=1, le=MAX_TEXTS)
+    seed: int | None = Field(default=None, ge=0, lt=1 << 62)
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # accepted and not used
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        """OpenAI's clients may send null for "not given"."""
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
 
     @property
-    def usage(self) -> dict[str, int]:
-        """Tokens of the prompts, without the one that begins each document, and of the texts."""
-        prompts = sum(len(ids) - self.unseen for ids in self.ids[:: self.asked.n])
-        texts = sum(end.tokens for end in self.ends if end)
-        return {"prompt_tokens": prompts, "completion_tokens": texts, "total_tokens": prompts + texts}
-
-    def to_json(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        about = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
-        return {**about, "choices": choices, **more}
-
-    def whole(self) -> dict[str, Any]:
-        """The answer without streaming."""
-        choices = [
-            choice(number, text, end.finish if end else None, self.logprobs.get(number))
-            for number, (text, end) in enumerate(zip(self.texts, self.ends, strict=True))
-        ]
-        return self.to_json(choices, usage=self.usage)
-
-    def events(self, fragments: list[Fragment]) -> Iterator[dict[str, Any]]:
-        """What a stream says about these fragments."""
-        more = {"usage": None} if self.with_usage else {}
-        for one in fragments:
-            yield self.to_json([choice(one.number, one.text, one.finish)], **more)
+    def prompts(self) -> list[str]:
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
     @property
-    def with_usage(self) -> bool:
-        return bool(self.asked.stream_options and self.asked.stream_options.include_usage)
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-def choice(number: int, text: str, finish: str | None, logprobs: dict[str, list[Any]] | None = None) -> dict[str, Any]:
-    return {"text": text, "index": number, "logprobs": logprobs, "finish_reason": finish}
+class Queue:
+    """One generation at a time, and a short line of requests that wait for it."""
 
+    def __init__(self, limit: int, wait_seconds: float) -> None:
+        self.limit, self.wait_seconds, self.waiting = limit, wait_seconds, 0
+        self.turn = asyncio.Lock()
 
-def logprobs_of(model: TextModel, completion: Completion, number: int) -> dict[str, list[Any]]:
-    """The log probabilities of a text's tokens, with `echo` after those of its prompt, as OpenAI writes them."""
-    asked, end = completion.asked, completion.ends[number]
-    prompt = completion.ids[number]
-    ids = [*prompt, *(end.ids if end else ())]
-    scores = [(None, None), *model.decoder.score(ids, asked.logprobs or 0)]
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    offset = 0
-    first = completion.unseen if asked.echo else len(prompt)
-    for token, (logprob, top) in list(zip(ids, scores, strict=True))[first:]:
-        text = model.token_text(token)
-        likeliest: dict[str, float] = {}
-        for other, value in top or ():
-            likeliest.setdefault(model.token_text(other), value)
-        found["tokens"].append(text)
-        found["token_logprobs"].append(logprob)
-        found["top_logprobs"].append(None if top is None else likeliest)
-        found["text_offset"].append(offset)
-        offset += len(model.encoding.decode([token]))
-    return found
-
-
-def make_app(model: TextModel, hosts: set[str] | None, turns: Turns | None = None) -> ASGIApp:
-    """The application for one model. `hosts`: the Host headers that it answers to; None: any."""
-    made, line = int(time.time()), turns or Turns()
+    def check(self) -> None:
+        """Refused if too many requests wait."""
+        if self.turn.locked() and self.waiting >= self.limit:
+            raise Refused(429, f"{self.waiting} requests wait already; try again later", code="queue_full")
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        line.close()
+    async def wait(self) -> AsyncIterator[None]:
+        """Wait for the turn, and have it. Refused if too many wait, and after a long wait."""
+        self.check()
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(self.wait_seconds):
+                await self.turn.acquire()
+        except TimeoutError as error:
+            message = f"not served within {self.wait_seconds:g} s, because other requests take long; try again later"
+            raise Refused(503, message, code="queue_timeout") from error
+        finally:
+            self.waiting -= 1
+        try:
+            yield
+        finally:
+            self.turn.release()
 
+
+def make_app(
+    model: TextModel,
+    hosts: set[str] | None,
+    waiting: int = WAITING,
+    wait_seconds: float = WAIT_SECONDS,
+    seconds: float = GENERATION_SECONDS,
+) -> ASGIApp:
+    """The application for one model. `hosts`: the Host headers that it answers to; None: any."""
     # The pages of FastAPI's own documentation load scripts from elsewhere.
-    app = FastAPI(title="skytrain", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    about = {"id": model.run, "object": "model", "created": made, "owned_by": "skytrain"}
+    app = FastAPI(title="skytrain", docs_url=None, redoc_url=None, openapi_url=None)
+    queue = Queue(waiting, wait_seconds)
+    about = {"id": model.run, "object": "model", "created": int(time.time()), "owned_by": "skytrain"}
 
-    async def answer_refusal(_: Request, error: Exception) -> Response:
-        assert isinstance(error, Refused)
-        headers = {"Retry-After": "5"} if error.status in (429, 503) else {}
-        return JSONResponse(error.body, error.status, headers)
+    async def refusal(_: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            error = refused(error)
+        elif isinstance(error, HTTPException):
+            error = Refused(error.status_code, f"{error.detail}; see /v1/models, /v1/completions and /health")
+        elif not isinstance(error, Refused):
+            message = str(error) if isinstance(error, UserError) else "an internal error; the server's terminal has it"
+            error = Refused(500, message)
+        return JSONResponse(error.body, error.status)
 
-    async def answer_http_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        refused = Refused(error.status_code, f"{error.detail}; see /v1/models, /v1/completions and /health")
-        return JSONResponse(refused.body, error.status_code, error.headers)
-
-    async def answer_fault(_: Request, error: Exception) -> Response:
-        message = str(error) if isinstance(error, UserError) else "a fault of this server; its terminal shows more"
-        return JSONResponse(Refused(500, message).body, 500)
-
-    app.add_exception_handler(Exception, answer_fault)
-    app.add_exception_handler(UserError, answer_fault)
-    app.add_exception_handler(Refused, answer_refusal)
-    app.add_exception_handler(HTTPException, answer_http_error)
-
-    for path, (name, kind) in PAGE.items():
-        app.add_api_route(path, page(name, kind), methods=["GET"], include_in_schema=False)
+    for kind in (Exception, UserError, Refused, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, refusal)
+    for path, (name, media_type) in PAGE.items():
+        app.add_api_route(path, page(name, media_type), methods=["GET"])
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "model": model.run, "busy": line.busy, "waiting": line.waiting}
+        return {"status": "ok", "model": model.run, "busy": queue.turn.locked(), "waiting": queue.waiting}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -190,144 +182,113 @@ def make_app(model: TextModel, hosts: set[str] | None, turns: Turns | None = Non
         return about
 
     @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        asked = parse(await body_of(request), model.run)
-        completion = begin(model, asked)
-        line.check()
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
+        prompts = checked_prompts(model, asked)
+        queue.check()
+        base = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        base["model"] = model.run
         if asked.stream:
-            return Events(lambda send: stream(completion, send))
-        found = await until_gone(request.receive, whole(completion))
-        return JSONResponse(found) if found else Response(status_code=499)  # nobody reads it
+            return StreamingResponse(events(asked, prompts, base), media_type="text/event-stream")
+        texts, ends = [""] * len(prompts) * asked.n, [Fragment(0, "")] * len(prompts) * asked.n
+        async for one in fragments(asked, prompts):
+            texts[one.number] += one.text
+            ends[one.number] = one
+            if await request.is_disconnected():
+                return Response(status_code=499)
+        choices = [choice(n, text, end) for n, (text, end) in enumerate(zip(texts, ends, strict=True))]
+        usage = usage_of(prompts, [end.tokens for end in ends])
+        return JSONResponse(base | {"choices": choices, "usage": usage})
 
-    def steps(completion: Completion) -> AsyncIterator[list[Fragment]]:
-        asked = completion.asked
-        texts = model.continue_all(completion.ids, asked.max_tokens, completion.seeds, sampling_of(asked), asked.stops)
-        return line.steps(texts)
+    async def fragments(asked: CompletionRequest, prompts: list[list[int]]) -> AsyncIterator[Fragment]:
+        """Wait for the turn, and generate: n texts for each prompt, one prompt after the other, in a thread."""
+        from trainer.sample import Sampling
 
-    async def whole(completion: Completion) -> dict[str, Any]:
-        async with line.turn():
-            async with aclosing(steps(completion)) as found:  # type: ignore[type-var]
-                async for fragments in found:
-                    completion.add(fragments)
-            if completion.asked.logprobs is not None:
-                async with aclosing(line.steps(scores(completion))) as made:  # type: ignore[type-var]
-                    async for number, logprobs in made:
-                        completion.logprobs[number] = logprobs
-        if completion.asked.echo:
-            texts = enumerate(completion.texts)
-            completion.texts = [completion.prompt_text(number, model.encoding) + text for number, text in texts]
-        return completion.whole()
+        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
+        seed = random.SystemRandom().randrange(1 << 62) if asked.seed is None else asked.seed
+        seeds = [seed + n for n in range(asked.n)]
+        async with queue.wait():
+            late = time.monotonic() + seconds
+            for first, prompt in enumerate(prompts):
+                steps = model.continue_prompt(prompt, asked.max_tokens, seeds, sampling, asked.stops)
+                async for step in iterate_in_threadpool(steps):
+                    if time.monotonic() > late:
+                        raise Refused(503, f"the generation took more than {seconds:g} s", code="timeout")
+                    for one in step:
+                        yield Fragment(first * asked.n + one.number, one.text, one.finish, one.tokens)
 
-    def scores(completion: Completion) -> Iterator[tuple[int, dict[str, list[Any]]]]:
-        for number in range(len(completion.ids)):
-            yield number, logprobs_of(model, completion, number)
-
-    async def stream(completion: Completion, send: Say) -> None:
+    async def events(asked: CompletionRequest, prompts: list[list[int]], base: dict[str, Any]) -> AsyncIterator[str]:
+        """Server-sent events, to the last one, "[DONE]"."""
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        more, tokens = ({"usage": None} if usage else {}), [0] * len(prompts) * asked.n
         try:
-            async with line.turn(), aclosing(steps(completion)) as found:  # type: ignore[type-var]
-                async for fragments in found:
-                    completion.add(fragments)
-                    for event in completion.events(fragments):
-                        await send(event)
-            if completion.with_usage:
-                await send(completion.to_json([], usage=completion.usage))
-        except Refused as error:
-            await send(error.body)
-        except UserError as error:
-            await send(Refused(500, str(error)).body)
+            async for one in fragments(asked, prompts):
+                tokens[one.number] = one.tokens
+                yield event(base | {"choices": [choice(one.number, one.text, one)]} | more)
+            if usage:
+                yield event(base | {"choices": [], "usage": usage_of(prompts, tokens)})
+        except (Refused, UserError) as error:
+            yield event((error if isinstance(error, Refused) else Refused(500, str(error))).body)
+        yield "data: [DONE]\n\n"
 
     return Guard(app, hosts)
 
 
-def page(name: str, kind: str) -> Callable[[], Coroutine[Any, Any, Response]]:
+def choice(number: int, text: str, end: Fragment) -> dict[str, Any]:
+    return {"text": text, "index": number, "logprobs": None, "finish_reason": end.finish}
+
+
+def event(values: dict[str, Any]) -> str:
+    return f"data: {json.dumps(values)}\n\n"
+
+
+def usage_of(prompts: Sequence[list[int]], texts: list[int]) -> dict[str, int]:
+    """Tokens of the prompts, without the one that begins each document, and of the texts."""
+    given, made = sum(len(prompt) - 1 for prompt in prompts), sum(texts)
+    return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+
+
+def checked_prompts(model: TextModel, asked: CompletionRequest) -> list[list[int]]:
+    """The token ids of the prompts. Refused if the request is for another model or too large."""
+    if asked.model not in (None, model.run):
+        message = f"the model '{cut(asked.model)}' does not exist; this endpoint serves {model.run}"
+        raise Refused(404, message, "model", "model_not_found")
+    if len(asked.prompts) * asked.n > MAX_TEXTS:
+        raise Refused(400, f"n: {len(asked.prompts)} prompts x {asked.n} are more than {MAX_TEXTS} texts", "n")
+    prompts = [model.ids_of(prompt) for prompt in asked.prompts]
+    longest = max(map(len, prompts))
+    if longest + asked.max_tokens > model.context:
+        message = (
+            f"this model's maximum context length is {model.context} tokens; a prompt has {longest} (one begins the "
+            f"document) and max_tokens is {asked.max_tokens}; shorten the prompt, or ask for less"
+        )
+        raise Refused(400, message, "prompt", "context_length_exceeded")
+    return prompts
+
+
+def refused(error: RequestValidationError) -> Refused:
+    """The first problem of a request."""
+    problem = error.errors()[0]
+    if problem["type"] == "json_invalid" or len(problem["loc"]) < 2:
+        return Refused(400, "the body must be a JSON object, with the Content-Type application/json")
+    field = cut(str(problem["loc"][1]))
+    if problem["type"] == "extra_forbidden":
+        return Refused(400, f"unrecognized request argument: {field}", field)
+    return Refused(400, cut(f"{field}: {problem['msg']}"), field)
+
+
+def page(name: str, media_type: str) -> Callable[[], Coroutine[Any, Any, Response]]:
     """The route of a file of the page."""
     body = resources.files("pipelines.serve").joinpath("page", name).read_bytes()
 
     async def read() -> Response:
-        return Response(body, media_type=f"{kind}; charset=utf-8")
+        return Response(body, media_type=f"{media_type}; charset=utf-8")
 
     return read
 
 
-def begin(model: TextModel, asked: CompletionRequest) -> Completion:
-    """The completion of a request. Refused if a prompt and its text don't fit into the context."""
-    ids = [model.ids_of(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
-    one = " (one begins the document)" if isinstance(asked.prompts[0], str) else ""
-    for number, prompt in enumerate(ids):
-        if max(prompt) >= model.encoding.n_vocab:
-            raise Refused(400, f"prompt: {max(prompt)} is no token id; there are {model.encoding.n_vocab}", "prompt")
-        if len(prompt) + asked.max_tokens > model.context:
-            raise Refused(
-                400,
-                f"this model's maximum context length is {model.context} tokens; prompt {number} has "
-                f"{len(prompt)}{one} and max_tokens is {asked.max_tokens}; shorten the prompt, or ask for less",
-                "prompt",
-                "context_length_exceeded",
-            )
-    seed = random.SystemRandom().randrange(1 << 62) if asked.seed is None else asked.seed
-    rows = list(product(ids, range(asked.n)))
-    return Completion(model.run, asked, [prompt for prompt, _ in rows], [seed + n for _, n in rows])
-
-
-def sampling_of(asked: CompletionRequest) -> "Sampling":
-    from trainer.sample import Sampling
-
-    return Sampling(asked.temperature, asked.top_k, asked.top_p)
-
-
-async def body_of(request: Request) -> bytes:
-    """The JSON of a request. Refused if it is no JSON, too large, or does not arrive."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refused(415, "the Content-Type is application/json")  # a foreign page can't send that unasked
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BYTES:
-                    raise Refused(413, f"a request has at most {MAX_BYTES:,} bytes")
-    except TimeoutError as error:
-        raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} s") from error
-    return bytes(body)
-
-
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, for a request that has arrived; None if its client has gone meanwhile. Then it is given
-    up."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(receive())
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return None
-    finally:
-        gone.cancel()
-        task.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-class Events(Response):
-    """Server-sent events, which `write` sends one by one, until their reader has gone."""
-
-    def __init__(self, write: Callable[[Say], Coroutine[Any, Any, None]]) -> None:
-        super().__init__(media_type="text/event-stream")
-        self.write = write
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_part(text: str, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-        async def everything() -> None:
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self.write(lambda event: send_part(f"data: {json.dumps(event)}\n\n"))
-            await send_part("data: [DONE]\n\n", more=False)
-
-        await until_gone(receive, everything())
-
-
 class Guard:
-    """Answers requests to this server's own name, from its own page or from none, with headers that keep both apart."""
+    """Answers short requests to this server's own name, from its own page or from none, with headers that keep both
+    apart."""
 
     def __init__(self, app: ASGIApp, hosts: set[str] | None) -> None:
         self.app, self.hosts = app, hosts
@@ -339,16 +300,21 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", []), *more]}
             await send(message)
 
-        if scope["type"] == "http" and (reason := self.refusal(dict(scope["headers"]))):
-            await JSONResponse(Refused(403, reason).body, 403)(scope, receive, send_with_headers)
+        if scope["type"] == "http" and (refusal := self.refusal(scope)):
+            await JSONResponse(refusal.body, refusal.status)(scope, receive, send_with_headers)
         elif scope["type"] != "websocket":  # there are none
             await self.app(scope, receive, send_with_headers)
 
-    def refusal(self, headers: MutableMapping[bytes, bytes]) -> str | None:
+    def refusal(self, scope: Scope) -> Refused | None:
         """Why a request is refused."""
-        host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin", b"").decode("latin-1")
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
         if self.hosts is not None and host not in self.hosts:
-            return "this server answers on its own address only"
+            return Refused(403, "this server answers on its own address only")
         if origin and origin != f"http://{host}":
-            return "this server answers no page but its own"
+            return Refused(403, "this server answers no page but its own")
+        if b"transfer-encoding" in headers or int(headers.get(b"content-length", "0")) > MAX_BYTES:
+            return Refused(413, f"a request has a Content-Length of at most {MAX_BYTES:,} bytes")
+        if scope["method"] == "POST" and headers.get(b"content-type", "").partition(";")[0] != "application/json":
+            return Refused(415, "the Content-Type is application/json")  # a foreign page can't send that unasked
         return None

@@ -6,9 +6,8 @@ this node share the work: one process is the pipeline's own, several are ranks t
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,37 +16,27 @@ from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
 from pipelines.nodes.ranks import RankSpec, start_torchrun, wait_for_orphans
 from pipelines.recipe import Recipe
-from pipelines.sample import continue_text, load_weights
-from pipelines.screen import Screen
+from pipelines.sample import load_weights
+from pipelines.screen import Bar, Screen
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow_events, held, pass_on_stop, raise_error_of_ranks
-from pipelines.stages.harness import harness_facts, harness_identity, verify_tasks
-from pipelines.stages.measures import (
-    core_facts,
-    encoder,
-    fetch_inputs,
-    hellaswag_facts,
-    hellaswag_identity,
-    hellaswag_items,
-)
-from pipelines.text.core_bundle import core_identity, core_tasks
+from pipelines.stages.harness import harness_facts, verify_tasks
+from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_identity, measures_of
 from pipelines.text.tokenizer import token_bytes, tokenizer_of
 from pipelines.weight_sources import bring, brought, check_baseline, content_identity, name_of
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
+from trainer.errors import UserError
 from trainer.events import EVENTS_FILE, PhaseChanged, Progressed, Row
 from trainer.metrics import PhaseClock
 from trainer.process import failpoint
 from trainer.store import Store
+from trainer.weights import open_weights
 
 if TYPE_CHECKING:
-    import tiktoken
-    import torch
-
-    from trainer.data import TokenData
     from trainer.model import LanguageModel
     from trainer.parallel import World
 
-SAMPLE_TOKENS = 200
+SAMPLE_TOKENS = 100
 VAL_BATCH = 8  # sequences
 FACTS_FILE = "facts.json"  # that rank 0 writes
 
@@ -65,7 +54,12 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     if recipe.evaluate.baselines:
         identity["baselines"] = [content_identity(source) for source in recipe.evaluate.baselines]
     if recipe.evaluate.lm_eval:
-        identity["lm_eval"] = harness_identity(recipe.evaluate.lm_eval)
+        if files := [task for task in recipe.evaluate.lm_eval if task.endswith(".yaml")]:
+            raise UserError(
+                f"evaluate.lm_eval: {files[0]}: tasks of .yaml files were removed in version 0.2: name "
+                "tasks of lm-eval, or run lm-eval on the export"
+            )
+        identity["lm_eval"] = sorted({*recipe.evaluate.lm_eval})
     return ArtifactPlan("evaluate", recipe.name, identity)
 
 
@@ -101,13 +95,11 @@ def measured_here(work: Work, weights: Path) -> dict[str, Any]:
     work.import_torch()
     from trainer.parallel import World
 
-    val = validation_data(work.recipe, work.inputs["tokenize"], work.store, work.home / "cache")
-    encoding = tokenizer_of(work.recipe.tokens, work.store, work.inputs["tokenize"].prefix)
-    with Bars(work.screen) as bars:
-        measurement = Measurement(
-            work.recipe, encoding, weights, val, work.home / "cache", work.clock, work.check, work.report, bars.update
+    world, tokens, cache = World.alone(work.recipe.runtime), work.inputs["tokenize"], work.home / "cache"
+    with bars(work.screen) as progress:
+        return measure(
+            work.recipe, work.store, tokens, weights, cache, work.clock, world, work.check, work.report, progress
         )
-        return measurement.facts(World.alone(work.recipe.runtime))
 
 
 def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, Any]:
@@ -127,13 +119,13 @@ def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, An
     work.clock.enter("ranks")
     torchrun = start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, NodeAddress(), port=0)
     stopping = False
-    with held(work, torchrun), Bars(work.screen) as bars:
+    with held(work, torchrun), bars(work.screen) as progress:
         for event in follow_events(work.folder / EVENTS_FILE, torchrun):
             match event:
                 case PhaseChanged(phases, phase):
                     work.rank_phases = phases, phase
                 case Progressed(what, done, whole):
-                    bars.update(what, done, whole)
+                    progress(what, done, whole)
                 case Row():
                     work.report(event.metrics)
             stopping = stopping or pass_on_stop(work, torchrun, nothing_to_lose=True)
@@ -149,153 +141,83 @@ def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, An
     return measured
 
 
-class Bars:
-    """A bar on the screen for each measurement, one after the other."""
+@contextmanager
+def bars(screen: Screen) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar for each measurement, one after the other: the context takes a name, the work done and the whole."""
+    shown: dict[str, Bar] = {}
+    with ExitStack() as stack:
 
-    def __init__(self, screen: Screen) -> None:
-        self.screen, self.what = screen, ""
-        self.stack = ExitStack()
+        def update(what: str, done: int, whole: int) -> None:
+            if what not in shown:
+                stack.close()
+                shown.clear()
+                shown[what] = stack.enter_context(screen.bar(what, whole))
+            shown[what].update(done, f"{done:,} of {whole:,}")
 
-    def __enter__(self) -> "Bars":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
-
-    def update(self, what: str, done: int, whole: int) -> None:
-        if what != self.what:
-            self.stack.close()
-            self.what, self.bar = what, self.stack.enter_context(self.screen.bar(what, whole))
-        self.bar.update(done, f"{done:,} of {whole:,}")
+        yield update
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """The work of one rank. `check` is called before each batch, equally often on every rank; it may raise to end the
-    measurement. `report` gets metrics as they are known, `progress` a name, the work done and the whole."""
+def measure(
+    recipe: Recipe,
+    store: Store,
+    tokens: Manifest,
+    weights: Path,
+    cache: Path,
+    clock: PhaseClock,
+    world: "World",
+    check: Callable[[], None],
+    report: Callable[[Mapping[str, float]], None],
+    progress: Callable[[str, int, int], None],
+) -> dict[str, Any]:
+    """The measures of the weights and of the baselines, and a sample of text. A collective call.
 
-    recipe: Recipe
-    encoding: "tiktoken.Encoding"
-    weights: Path
-    val: "TokenData"
-    cache: Path
-    clock: PhaseClock
-    check: Callable[[], None]
-    report: Callable[[Mapping[str, float]], None]
-    progress: Callable[[str, int, int], None]
+    `check` is called before each batch, equally often on every rank; it may raise to end the measurement. `report` gets
+    metrics as they are known, `progress` a name, the work done and the whole.
+    """
 
-    def facts(self, world: "World") -> dict[str, Any]:
-        """The measures of the weights, and on rank 0 a sample of text. A collective call."""
-
-        import torch
-
-        from trainer.parallel import autocast_on
-
-        recipe = self.recipe
-        precision = evaluation_precision(world.device, recipe.train)
-        torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it, for products in fp32
-        encoding = self.encoding
-        model = load_weights(recipe, self.weights, world.device)
-        self.clock.enter("evaluate")
-        with autocast_on(world.device, precision):
-            facts: dict[str, Any] = self.loss(model, encoding, world)
-        self.report(facts)
-        facts["precision"] = precision
-        failpoint("evaluate")
-        self.check()
-        with autocast_on(world.device, precision):
-            facts |= self.benchmarks(model, encoding, world)
-        self.check()
-        # Every rank makes as many tokens, so that all of them hear a stop before the next one.
-        sample = continue_text(model, encoding, "", SAMPLE_TOKENS, recipe.train.seed, self.check)
-        if world.rank == 0:
-            facts["sample"] = sample
-        del model  # a baseline may be larger
-        with autocast_on(world.device, precision):
-            for source in recipe.evaluate.baselines:
-                baseline = baseline_model(source, recipe, world.device)
-                measured = self.loss(baseline, encoding, world) | self.benchmarks(baseline, encoding, world)
-                facts.setdefault("baselines", {})[name_of(source)] = measured
-        return facts
-
-    def loss(self, model: "LanguageModel", encoding: "tiktoken.Encoding", world: "World") -> dict[str, float]:
-        """The validation loss in nats per token, and in bits per byte."""
-
-        import torch
-
-        from trainer.evaluate import validation
-
-        sizes, most = torch.tensor(token_bytes(encoding)), self.recipe.evaluate.val_tokens
-        loss, bits = validation(model.losses, self.val, most, VAL_BATCH, world, sizes, on_batch=self.check)
-        return {"val/loss": loss, "val/bits_per_byte": bits}
-
-    def benchmarks(self, model: "LanguageModel", encoding: "tiktoken.Encoding", world: "World") -> dict[str, Any]:
-        """HellaSwag and CORE, as far as the recipe has them."""
-        facts: dict[str, Any] = {}
-        if source := self.recipe.evaluate.hellaswag:
-            facts |= self.hellaswag(source, model, encoding, world)
-        self.check()
-        if source := self.recipe.evaluate.core:
-            facts |= self.core(source, model, encoding, world)
-        return facts
-
-    def hellaswag(
-        self, source: str, model: "LanguageModel", encoding: "tiktoken.Encoding", world: "World"
-    ) -> dict[str, float]:
-        """The HellaSwag scores as facts of the artifact."""
-
-        from trainer.hellaswag import hellaswag
-
-        items = hellaswag_items(source, self.cache)
-
-        def progress(done: int) -> None:
-            self.progress("hellaswag", done, len(items))
-
-        encode = encoder(encoding, world, self.check)
-        score = hellaswag(model, items, encode, world, before_batch=self.check, progress=progress)
-        return hellaswag_facts(score) | {"hellaswag_items": score.items}
-
-    def core(
-        self, source: str, model: "LanguageModel", encoding: "tiktoken.Encoding", world: "World"
-    ) -> dict[str, float | dict[str, float]]:
-        """CORE as facts of the artifact: the centred accuracies by task, their mean, and the accuracies themselves."""
-
-        from trainer.core import core
-
-        tasks = core_tasks(source)
-
-        def progress(task: str, done: int) -> None:
-            self.progress("CORE", done, len(tasks))
-
-        encode = encoder(encoding, world)  # a thread encodes ahead, so without `check`
-        score = core(model, tasks, encode, encoding.eot_token, world, None, self.check, progress)
-        return core_facts(score) | {"core_accuracy": dict(score.accuracy)}
-
-
-def baseline_model(source: str, recipe: Recipe, device: "torch.device") -> "LanguageModel":
-    """The model of a baseline in float32, on a device. UserError for weights that are not finite."""
-    from trainer.family import plain_model
-    from trainer.pieces import Piece
-    from trainer.weights import open_weights
-
-    weights = open_weights(brought(source, "evaluate.baselines"), f"evaluate.baselines: {name_of(source)}")
-    model = plain_model(config := check_baseline(weights, recipe))
-    weights.fill({f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}, config)
-    return model.to(device)
-
-
-def evaluation_precision(device: "torch.device", train: TrainConfig) -> str:
-    """The format of the matrix products: as in training, but bf16 in place of fp8."""
-    from trainer.parallel import precision_on
-
-    return "bf16" if train.precision.startswith("fp8") else precision_on(device, train)
-
-
-def validation_data(recipe: Recipe, tokens: Manifest, store: Store, home_cache: Path) -> "TokenData":
-    """The held-out shards, fetched on demand."""
+    import torch
 
     from trainer.data import TokenData
+    from trainer.evaluation import Sampling, validation
+    from trainer.parallel import autocast_on, precision_on
 
-    cache, model = ShardCache(store, tokens, home_cache, recipe.runtime.data_cache_gb), recipe.model
-    shards, weights = shards_in(tokens, "val"), recipe.tokens.weights
-    return TokenData(shards, cache.fetch, model.block_size, recipe.train.seed, model.vocab_size, weights)
+    encoding = tokenizer_of(recipe.tokens, store, tokens.prefix)
+    shards = ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb)
+    train = recipe.train
+    val = TokenData(
+        shards_in(tokens, "val"),
+        shards.fetch,
+        recipe.model.block_size,
+        train.seed,
+        recipe.model.vocab_size,
+        recipe.tokens.weights,
+    )
+    measures, sizes = measures_of(recipe, encoding, cache, world, progress), torch.tensor(token_bytes(encoding))
+
+    def losses_of(model: "LanguageModel") -> dict[str, float]:
+        most = recipe.evaluate.val_tokens
+        loss, bits = validation(model.losses, val, most, VAL_BATCH, world, sizes, on_batch=check)
+        return {"val/loss": loss, "val/bits_per_byte": bits}
+
+    def scores_of(model: "LanguageModel") -> dict[str, float]:
+        return {name: value for measure in measures for name, value in measure(model, world, check).items()}
+
+    # As in training, but bf16 in place of fp8; and TF32, if the GPU has it, for products in fp32.
+    precision = "bf16" if train.precision.startswith("fp8") else precision_on(world.device, train)
+    torch.set_float32_matmul_precision("high")
+    model = load_weights(open_weights(weights), recipe.model, world.device)
+    clock.enter("evaluate")
+    with autocast_on(world.device, precision):
+        facts: dict[str, Any] = losses_of(model)
+        report(facts)
+        failpoint("evaluate")
+        check()
+        facts |= {"precision": precision, **scores_of(model)}
+        sampling = Sampling(encoding.eot_token, encoding.decode, train.seed, texts=1, tokens=SAMPLE_TOKENS)
+        (facts["sample"],) = sampling.texts_of(model, world, check)
+        del model  # a baseline may be larger
+        for source in recipe.evaluate.baselines:
+            other = open_weights(brought(source, "evaluate.baselines"), f"evaluate.baselines: {name_of(source)}")
+            baseline = load_weights(other, check_baseline(other, recipe), world.device)
+            facts.setdefault("baselines", {})[name_of(source)] = losses_of(baseline) | scores_of(baseline)
+    return facts

@@ -1,17 +1,20 @@
 """The measures of an evaluation and their inputs: for the stage evaluate, and for a run while it trains.
 
-Inputs come to this machine once, before ranks start; each rank reads them from its disk.
+Inputs come to this machine once, before ranks start; each rank reads them from its disk. CORE's bundle is there as
+soon as a recipe is planned: long before a GPU is rented.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from pipelines.recipe import Recipe
-from pipelines.text.core_bundle import core_tasks, verify_items
 from pipelines.text.encode import several_encoder
 from pipelines.text.hub import HUB
 from pipelines.text.retry import LOOK_SECONDS, with_retries
@@ -19,14 +22,14 @@ from trainer.errors import UserError
 from trainer.store import sha256_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import tiktoken
 
-    from trainer.core import CoreScore
-    from trainer.evaluation import Evaluation
-    from trainer.hellaswag import Encode, HellaSwagItem, HellaSwagScore
+    from trainer.core import Task
+    from trainer.evaluation import Evaluation, Measure
+    from trainer.hellaswag import HellaSwagItem
     from trainer.parallel import World
-    from trainer.scoring import Scored
+
+BUNDLE = f"{HUB}ORG/NAME@COMMIT or {HUB}ORG/NAME/FOLDER@COMMIT, with the 40 hex digits of a commit"
 
 
 def hellaswag_identity(source: str | None) -> str | None:
@@ -38,6 +41,13 @@ def hellaswag_identity(source: str | None) -> str | None:
     return f"sha256:{sha256_of(Path(source))}"
 
 
+def core_identity(source: str | None) -> str | None:
+    """sha256 of the tasks, wherever the bundle lies; None for none. UserErrors as in `core_tasks`."""
+    from trainer.core import bundle_digest
+
+    return source and f"sha256:{bundle_digest(core_tasks(source))}"
+
+
 def fetch_inputs(recipe: Recipe, cache: Path) -> None:
     """Bring the inputs of the recipe's measures to this machine, and check them. UserError if that fails."""
     if recipe.evaluate.hellaswag:
@@ -46,101 +56,117 @@ def fetch_inputs(recipe: Recipe, cache: Path) -> None:
         verify_items(recipe.evaluate.core)
 
 
-def hellaswag_items(source: str, cache: Path) -> "list[HellaSwagItem]":
+def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "list[HellaSwagItem]":
     """The items of a jsonl file, or of the validation split on the Hub (`hf://datasets/ORG/NAME[@commit]`), of which
-    `cache` then has a copy."""
-    from trainer.hellaswag import read_hellaswag, read_hellaswag_file
+    `cache` then has a copy. UserError if they cannot be had, from the Hub within so many seconds."""
+    from trainer.hellaswag import read_hellaswag
 
     if not source.startswith(HUB):
-        return read_hellaswag_file(Path(source))
+        return read_hellaswag(Path(source))
     copy = cache / f"hellaswag-{hashlib.sha256(source.encode()).hexdigest()[:16]}.jsonl"
-    if copy.exists():
-        return read_hellaswag_file(copy)
-    rows = [{name: row.get(name) for name in ("ctx", "endings", "label")} for row in hub_rows(source)]
-    items = read_hellaswag(iter(rows), source)
-    cache.mkdir(parents=True, exist_ok=True)
-    partial = copy.with_suffix(f".{os.getpid()}")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
-    partial.replace(copy)
-    return items
+    if not copy.exists():
+        import datasets
+
+        name, _, revision = source.removeprefix(HUB).partition("@")
+        load = partial(datasets.load_dataset, name, split="validation", revision=revision or None)
+        try:
+            rows = [
+                {field: row.get(field) for field in ("ctx", "endings", "label")} for row in with_retries(load, seconds)
+            ]
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"evaluate.hellaswag: {source}: cannot be loaded ({str(error).splitlines()[0]}); "
+                "name a jsonl file, or null to skip it"
+            ) from error
+        cache.mkdir(parents=True, exist_ok=True)
+        partial_copy = copy.with_suffix(f".{os.getpid()}")
+        partial_copy.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
+        partial_copy.replace(copy)
+    return read_hellaswag(copy)
 
 
 def read_source(source: str) -> int:
-    """The number of items of a source, which are read here and now. UserError if that fails."""
-    from trainer.hellaswag import read_hellaswag, read_hellaswag_file
+    """The number of HellaSwag's items in a source, which are read here and now. UserError if that fails."""
+    with TemporaryDirectory() as cache:
+        return len(hellaswag_items(source, Path(cache), LOOK_SECONDS))
+
+
+def core_tasks(source: str) -> "list[Task]":
+    """The tasks of CORE's bundle: a folder, or a dataset on the Hub at one commit, which is then on this machine.
+    UserError if it cannot be had, or lacks a task."""
+    from trainer.core import read_bundle
 
     if not source.startswith(HUB):
-        return len(read_hellaswag_file(Path(source)))
-    import huggingface_hub.utils.logging as hub_log
+        if not Path(source).is_dir():
+            raise UserError(
+                f"evaluate.core: {source}: no such folder; use a folder with a CORE bundle, {BUNDLE}, or null"
+            )
+        return read_bundle(Path(source))
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+))?@([0-9a-f]{40})", source.removeprefix(HUB))
+    if not match or ".." in source:
+        raise UserError(f"evaluate.core: {source}: use {BUNDLE}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
-    hub_log.set_verbosity_error()  # it warns of each repetition
-    return len(read_hellaswag(hub_rows(source, LOOK_SECONDS), source))
-
-
-def hub_rows(source: str, seconds: float | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of the validation split on the Hub. UserError if it cannot be loaded within so many seconds."""
-    import datasets
-
-    name, _, revision = source.removeprefix(HUB).partition("@")
+    disable_progress_bars()
+    repository, folder, commit = match[1], match[2] or "", match[3]
+    patterns = [f"{folder}/*" if folder else "*"]
+    fetch = partial(snapshot_download, repository, repo_type="dataset", revision=commit, allow_patterns=patterns)
     try:
-        yield from with_retries(
-            lambda: datasets.load_dataset(name, split="validation", revision=revision or None), seconds
-        )
+        return read_bundle(Path(fetch(local_files_only=True)) / folder)
+    except (OSError, ValueError):  # not here, or not all of it
+        pass
+    try:
+        return read_bundle(Path(with_retries(fetch)) / folder)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(
-            f"evaluate.hellaswag: {source}: cannot be loaded ({str(error).splitlines()[0]}); "
-            "name a jsonl file, or null to skip it"
+            f"evaluate.core: {source}: is not on this machine and cannot be fetched ({str(error).splitlines()[0]}); "
+            "name the folder of a CORE bundle, or null to leave CORE out"
         ) from error
 
 
-CHECKED_CHARACTERS = 500_000  # tiktoken encodes them in about 0.2 s on a core
+def verify_items(source: str) -> int:
+    """The number of items of all of CORE's tasks. UserError for a damaged one."""
+    from trainer.core import read_items
+
+    return sum(len(read_items(task)) for task in core_tasks(source))
 
 
-def encoder(encoding: "tiktoken.Encoding", world: "World", check: Callable[[], None] = lambda: None) -> "Encode":
-    """Texts to token ids, on this rank's share of the cores.
+def measures_of(
+    recipe: Recipe,
+    encoding: "tiktoken.Encoding",
+    cache: Path,
+    world: "World",
+    progress: Callable[[str, int, int], None] = lambda what, done, whole: None,
+) -> "tuple[Measure, ...]":
+    """HellaSwag and CORE, as far as the recipe has them. `progress` gets a name, the work done and the whole."""
+    from trainer.core import core
+    from trainer.hellaswag import hellaswag
 
-    `check` is called after every CHECKED_CHARACTERS, over all calls: equally often on all ranks, which encode the same
-    texts. So a stop does not wait for the texts of a whole benchmark. A `check` that communicates needs calls from one
-    thread alone: beside the communication of another thread, the ranks would mix both up.
-    """
-    threads = max(1, (os.cpu_count() or 1) // world.world_size)
-    encode_some = several_encoder(encoding, threads)
-    unchecked = 0
-
-    def encode(texts: list[str]) -> "list[np.ndarray]":
-        nonlocal unchecked
-        encoded: list[np.ndarray] = []
-        begin = 0
-        for end, text in enumerate(texts, 1):
-            unchecked += len(text)
-            if unchecked >= CHECKED_CHARACTERS or end == len(texts):
-                encoded += encode_some(texts[begin:end])
-                begin = end
-            if unchecked >= CHECKED_CHARACTERS:
-                unchecked = 0
-                check()
-        return encoded
-
-    return encode
+    encode = several_encoder(encoding, max(1, (os.cpu_count() or 1) // world.world_size))
+    measures: list[Measure] = []
+    if source := recipe.evaluate.hellaswag:
+        items = hellaswag_items(source, cache)
+        done = partial(_done, progress, "hellaswag", len(items))
+        measures.append(partial(hellaswag, items=items, encode=encode, progress=done))
+    if source := recipe.evaluate.core:
+        tasks = core_tasks(source)
+        done = partial(_done, progress, "CORE", len(tasks))
+        measures.append(partial(core, tasks=tasks, encode=encode, end_of_text=encoding.eot_token, progress=done))
+    return tuple(measures)
 
 
-def hellaswag_facts(score: "HellaSwagScore") -> dict[str, float]:
-    """The scores by metric."""
-    return {"eval/hellaswag_acc_norm": score.acc_norm, "eval/hellaswag_acc": score.acc}
-
-
-def core_facts(score: "CoreScore") -> dict[str, float]:
-    """CORE, and the centred accuracy of each of its tasks, by metric."""
-    return {"eval/core": score.core} | {f"core/{task}": value for task, value in score.centred.items()}
+def _done(progress: Callable[[str, int, int], None], what: str, whole: int, done: int) -> None:
+    progress(what, done, whole)
 
 
 def evaluation_in_training(
     recipe: Recipe, tokenizer: "Callable[[], tiktoken.Encoding]", cache: Path, world: "World"
 ) -> "Evaluation | None":
     """The evaluation of a run while it trains, on this rank; None if the recipe has none. A collective call."""
-    from trainer.core import core
     from trainer.evaluation import Evaluation, Sampling
-    from trainer.hellaswag import hellaswag
 
     if recipe.evaluate.every is None:
         return None
@@ -148,21 +174,5 @@ def evaluation_in_training(
         fetch_inputs(recipe, cache)
     world.gather(None)
     encoding = tokenizer()
-    measures = []
-    if source := recipe.evaluate.hellaswag:
-        items = hellaswag_items(source, cache)
-
-        def measure(model: "Scored", world: "World", check: Callable[[], None]) -> dict[str, float]:
-            return hellaswag_facts(hellaswag(model, items, encoder(encoding, world, check), world, before_batch=check))
-
-        measures.append(measure)
-    if source := recipe.evaluate.core:
-        tasks = core_tasks(source)
-
-        def measure_core(model: "Scored", world: "World", check: Callable[[], None]) -> dict[str, float]:
-            encode = encoder(encoding, world)  # a thread encodes ahead, so without `check`
-            return core_facts(core(model, tasks, encode, encoding.eot_token, world, before_batch=check))
-
-        measures.append(measure_core)
     sampling = Sampling(encoding.eot_token, encoding.decode, recipe.train.seed)
-    return Evaluation(recipe.evaluate.every, tuple(measures), sampling)
+    return Evaluation(recipe.evaluate.every, measures_of(recipe, encoding, cache, world), sampling)

@@ -18,7 +18,7 @@ from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.artifacts.store import open_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
-from pipelines.stages.evaluate import FACTS_FILE, Measurement, validation_data
+from pipelines.stages.evaluate import FACTS_FILE, measure
 from pipelines.stages.measures import evaluation_in_training
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.ledger import latest_number
@@ -143,20 +143,19 @@ def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, s
             if world.sum(stop.asked)[0]:
                 raise Interrupted
 
-        val = validation_data(spec.recipe, tokens, store, cache)
-        measurement = Measurement(
-            spec.recipe,
-            tokenizer_of(spec.recipe.tokens, store, spec.tokens),
-            Path(spec.weights),
-            val,
-            cache,
-            clock,
-            check,
-            report=lambda metrics: log.row(spec.reached, **metrics),
-            progress=lambda what, done, whole: log.write(Progressed(what, done, whole)),
-        )
         with suppress(Interrupted):
-            facts = measurement.facts(world)
+            facts = measure(
+                spec.recipe,
+                store,
+                tokens,
+                Path(spec.weights),
+                cache,
+                clock,
+                world,
+                check,
+                report=lambda metrics: log.row(spec.reached, **metrics),
+                progress=lambda what, done, whole: log.write(Progressed(what, done, whole)),
+            )
             if world.rank == 0:
                 (folder / FACTS_FILE).write_text(json.dumps(facts))
             world.gather(None)  # rank 0 is the last to finish

@@ -16,9 +16,8 @@ from pipelines.nodes.ranks import RankSpec, start_torchrun
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow, held
-from pipelines.stages.measures import fetch_inputs, hellaswag_identity
+from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_identity
 from pipelines.text.amounts import sources_planned
-from pipelines.text.core_bundle import core_identity
 from pipelines.tracking.ledger import (
     attempts,
     prior_seconds_between_failures,

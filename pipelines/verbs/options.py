@@ -74,8 +74,8 @@ Step = Annotated[
 Precision = Annotated[
     str | None,
     typer.Option(
-        metavar="fp32|bf16|int8|int4",
-        help="Precision of the matrix products; int8 and int4: fastest, on CPUs alone [bf16 where the machine has it]",
+        metavar="fp32|bf16|int8",
+        help="Precision of the matrix products; int8: on CPUs only [bf16 where the machine has it]",
         show_default=False,
     ),
 ]

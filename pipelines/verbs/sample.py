@@ -2,20 +2,15 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pipelines.verbs.options import Json, Precision, RunName, Step, StoreUri, home, open_text_model, store_uri
 from trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from pipelines.sample import TextModel
-    from trainer.sample import Sampling
 
 BATCH = 16  # texts at a time: 124M keeps 37 MB of keys and values for each in bf16, 1558M 315 MB
 PROMPTS_BYTES = 1 << 20
@@ -60,22 +55,42 @@ def sample(
 ) -> None:
     """Generate text with a trained run, or with the newest commit of a run that still trains.
 
-    A text ends with its document. One that outgrows the context goes on from the last half of it.
+    A text ends with its document. One that outgrows the context goes on from the last half of it. For speed on a CPU,
+    export gguf (export.formats) and run it in llama.cpp.
     """
     asked = [*(prompt or ()), *(prompts_in(prompts) if prompts else ())] or [""]
+    from pipelines.show.console import printable
     from trainer.sample import Sampling
 
     model = open_text_model(store_uri(store), home() / "cache", run, at, precision)
     sampling = Sampling(temperature, top_k or None, top_p)
-    texts = [Sample(text, (seed + i) % (LAST_SEED + 1)) for text, i in product(asked, range(number))]
-    for text in texts:
-        check_length(model, text.prompt)
-    at_once = sys.stdout.isatty() if stream is None else stream
-    show = show_json if as_json else show_streams if at_once else show_texts
-    show(texts, lambda some, said: generate(model, some, tokens, sampling, said))
-
-
-Generate = Callable[[list[Sample], Callable[[str], None]], None]
+    for text in asked:
+        if (size := len(model.ids_of(text))) > model.context:
+            raise UserError(
+                f"--prompt: {size - 1:,} tokens, and {model.run} takes {model.context - 1:,} (block_size "
+                f"{model.context}, of which the start of the document is one); shorten {text[:40]!r}"
+            )
+    at_once = not as_json and (sys.stdout.isatty() if stream is None else stream)
+    batch = 1 if at_once else BATCH
+    made: list[Sample] = []
+    for text, first in product(asked, range(0, number, batch)):
+        some = [Sample(text, (seed + i) % (LAST_SEED + 1)) for i in range(first, min(number, first + batch))]
+        if at_once:
+            print(printable(heading(len(made), len(asked) * number, some[0]) + text), end="", flush=True)
+        for step in model.continue_prompt(model.ids_of(text), tokens, [one.seed for one in some], sampling):
+            for part in step:
+                one = some[part.number]
+                one.text, one.finish, one.tokens = one.text + part.text, part.finish or "", part.tokens
+                if at_once:
+                    print(printable(part.text), end="", flush=True)
+        if at_once:
+            print(printable(""))
+        made += some
+    if as_json:
+        print(json.dumps([asdict(one) for one in made]))
+    elif not at_once:
+        for i, one in enumerate(made):
+            print(printable(heading(i, len(made), one) + one.prompt + one.text))
 
 
 def prompts_in(path: Path) -> list[str]:
@@ -85,62 +100,14 @@ def prompts_in(path: Path) -> list[str]:
             body = file.read(PROMPTS_BYTES + 1)
         lines = [line for line in body.decode().splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {path}: no text file in UTF-8 ({error})") from error
+        raise UserError(f"--prompts {path}: not a text file in UTF-8 ({error})") from error
     if len(body) > PROMPTS_BYTES:
         raise UserError(f"--prompts {path}: larger than {PROMPTS_BYTES:,} bytes; divide it")
     if not lines:
-        raise UserError(f"--prompts {path}: holds no line; write a prompt on each")
+        raise UserError(f"--prompts {path}: has no lines; write a prompt on each")
     return lines
 
 
-def check_length(model: "TextModel", prompt: str) -> None:
-    """UserError for a prompt that does not fit into the context."""
-    if (size := len(model.ids_of(prompt))) > model.context:
-        raise UserError(
-            f"--prompt: {size - 1:,} tokens, and {model.run} takes {model.context - 1:,} (block_size "
-            f"{model.context}, of which the start of the document is one); shorten {prompt[:40]!r}"
-        )
-
-
-def generate(
-    model: "TextModel", texts: list[Sample], tokens: int, sampling: "Sampling", said: Callable[[str], None]
-) -> None:
-    """Fill texts with what the model says, in batches. `said` gets each part of it."""
-    for first in range(0, len(texts), BATCH):
-        some = texts[first : first + BATCH]
-        ids = [model.ids_of(text.prompt) for text in some]
-        for step in model.continue_all(ids, tokens, [text.seed for text in some], sampling):
-            for part in step:
-                text = some[part.number]
-                text.text, text.finish, text.tokens = text.text + part.text, part.finish or "", part.tokens
-                said(part.text)
-
-
-def show_texts(texts: list[Sample], generate: Generate) -> None:
-    """Print the texts when all are complete."""
-    from pipelines.show.console import printable
-
-    generate(texts, lambda _: None)
-    for text, heading in with_headings(texts):
-        print(printable(heading + text.prompt + text.text))
-
-
-def show_streams(texts: list[Sample], generate: Generate) -> None:
-    """Print one text after the other, token by token."""
-    from pipelines.show.console import printable
-
-    for text, heading in with_headings(texts):
-        print(printable(heading + text.prompt), end="", flush=True)
-        generate([text], lambda part: print(printable(part), end="", flush=True))
-        print(printable(""))
-
-
-def show_json(texts: list[Sample], generate: Generate) -> None:
-    generate(texts, lambda _: None)
-    print(json.dumps([asdict(text) for text in texts]))
-
-
-def with_headings(texts: list[Sample]) -> Iterator[tuple[Sample, str]]:
-    """Texts, each with a line above it if there are several."""
-    for i, text in enumerate(texts, 1):
-        yield text, f"--- {i} of {len(texts)}, seed {text.seed}\n" if len(texts) > 1 else ""
+def heading(number: int, of: int, text: Sample) -> str:
+    """The line above a text, if there are several."""
+    return f"--- {number + 1} of {of}, seed {text.seed}\n" if of > 1 else ""

@@ -125,7 +125,7 @@ def test_benchmark_items_that_no_run_could_score_are_refused(tmp_path: Path) -> 
     changes = (f"evaluate.hellaswag={items}", "evaluate.every=null", f"evaluate.core={bundle}")
     found = problems(LocalStore(tmp_path), changes=changes, infra="slurm/here")
     assert "item 1: label 2 is not the index of one of the 2 endings" in found["hellaswag"].seen
-    assert "squad.jsonl: line 1: is not an item of kind" in found["core"].seen
+    assert "squad.jsonl: line 1: must be an item of kind" in found["core"].seen
 
 
 def test_what_the_image_cannot_do_is_refused(tmp_path: Path) -> None:

@@ -160,7 +160,9 @@ def engines(train: TrainConfig = TRAIN, **family: Any) -> tuple[FusedEngine, Pla
 def test_both_engines_score_rows_of_any_length_with_their_weights_in_place() -> None:
     noise = torch.Generator().manual_seed(3)
     rows = [Row(torch.randint(0, 140, (n,), generator=noise).tolist(), n // 2) for n in (2, 9, 17, 17, 5)]
-    fused_scores, eager_scores = (score_rows(engine, rows, ALONE, 40) for engine in engines())
+    one, other = engines()
+    one.tokens_at_once = other.tokens_at_once = 40
+    fused_scores, eager_scores = (score_rows(engine, rows, ALONE) for engine in (one, other))
     assert [s.loss for s in fused_scores] == pytest.approx([s.loss for s in eager_scores], rel=0.02)
     assert [s.tokens for s in fused_scores] == [1, 5, 9, 9, 3]
 

@@ -2,20 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from pipeline_runs import FOLDER_NAME, TINY, Project, ranks, sums
+from pipeline_runs import FOLDER_NAME, TINY, Project
 
-from pipelines.nodes.ranks import RANK_MODULE
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import plans_of
 from pipelines.tracking.runs import read_runs
 from trainer.errors import UserError
-from trainer.process import FAILPOINTS
 
 SCORE = "eval/hellaswag_acc_norm"
 ITEMS = [
@@ -99,32 +96,6 @@ def test_ranks_that_evaluate_leave_when_the_command_is_asked_to_stop(finished: P
     assert process.returncode == 75, err
     assert not project.artifacts("evaluate") and not project.alive()
     assert project.result()["state"] == "done"
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_in_an_evaluation_changes_no_loss_and_no_step_is_evaluated_twice(
-    undisturbed: Callable[[int], Project], tmp_path: Path
-) -> None:
-    project = Project(tmp_path / FOLDER_NAME, evaluating())
-    write_items(project.folder / "items.jsonl")
-    (failpoints := tmp_path / "failpoints").mkdir()
-    project.environment[FAILPOINTS] = str(failpoints)
-    with project.started("run", "tiny.yaml", *ranks(2)) as process:
-        project.wait_until(lambda: project.rows_logged() > 15, process)
-        (failpoints / "scores").touch()
-        project.wait_until((failpoints / "scores.here").exists, process)
-        words = [(one, one.cmdline()) for one in project.alive()]
-        [one for one, line in words if RANK_MODULE in line and "pipelines.nodes.torchrun" not in line][-1].kill()
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 75 and " was killed by SIGKILL" in err, err
-    (failpoints / "scores.here").unlink()
-    assert project.result(*ranks(2))["attempts"] == 2
-    assert project.series() == undisturbed(2).series()
-    assert sums(project.artifact("train")) == sums(undisturbed(2).artifact("train"))
-    rows = [json.loads(line) for line in project.path("train", "metrics.jsonl").read_text().splitlines()]
-    (run,) = read_runs(project.store)
-    for series in (rows, run.series):
-        assert [row["step"] for row in series if SCORE in row] == [15, 30, 45, 60]
 
 
 @pytest.mark.usefixtures("items")

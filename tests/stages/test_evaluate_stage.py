@@ -28,7 +28,7 @@ def test_an_evaluation_stops_between_two_batches(work: Callable[[str], Work], mo
             mine.stop.asked = batch == 3
         return 1.0, 1.0
 
-    monkeypatch.setattr("trainer.evaluate.validation", validation)
+    monkeypatch.setattr("trainer.evaluation.validation", validation)
     with pytest.raises(Interrupted):
         evaluate.build(mine)
     assert done == [0, 1, 2, 3]
@@ -56,28 +56,11 @@ def test_an_evaluation_computes_in_the_precision_of_the_training_and_names_it(
         return head(model, x)
 
     monkeypatch.setattr(GPT, "head", noted)
-    monkeypatch.setattr("trainer.evaluate.validation", validation)
-    monkeypatch.setattr(evaluate, "continue_text", lambda *arguments, **options: "")
+    monkeypatch.setattr("trainer.evaluation.validation", validation)
+    monkeypatch.setattr("trainer.evaluation.Sampling.texts_of", lambda *arguments: [""])
     built = evaluate.build(mine)
     assert logits == [torch.bfloat16 if computed == "bf16" else torch.float32]
     assert json.loads((mine.folder / "report.json").read_text())["precision"] == built.facts["precision"] == computed
-
-
-def test_an_evaluation_hears_a_stop_between_two_tokens_of_its_sample(
-    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine, drawn = work("evaluate"), []
-
-    def draw(*arguments: Any) -> int:
-        drawn.append(1)
-        mine.stop.asked = len(drawn) == 3
-        return 65
-
-    monkeypatch.setattr("trainer.evaluate.validation", lambda *arguments, on_batch: (1.0, 1.0))
-    monkeypatch.setattr("trainer.sample.draw", draw)
-    with pytest.raises(Interrupted):
-        evaluate.build(mine)
-    assert len(drawn) == 3
 
 
 @pytest.mark.parametrize("place", ["evaluate", "export"])
@@ -90,9 +73,9 @@ def test_a_stop_takes_effect_before_the_next_long_operation(
     def stop_here(name: str) -> None:
         mine.stop.asked = True
 
-    monkeypatch.setattr("trainer.evaluate.validation", lambda *arguments, on_batch: (1.0, 1.0))
+    monkeypatch.setattr("trainer.evaluation.validation", lambda *arguments, on_batch: (1.0, 1.0))
     monkeypatch.setattr(module, "failpoint", stop_here)
-    for name in ("pipelines.stages.evaluate.continue_text", "pipelines.formats.hf.verify"):
+    for name in ("trainer.evaluation.Sampling.texts_of", "pipelines.formats.hf.verify"):
         monkeypatch.setattr(name, lambda *arguments, **options: begun.append(1))
     with pytest.raises(Interrupted):
         module.build(mine)
@@ -111,7 +94,7 @@ def test_a_baseline_is_measured_with_the_same_code(
     (folder / "config.json").write_text(json.dumps(hf_config(model, "float32", 0)))
     evaluated = mine.recipe.evaluate.model_copy(update={"baselines": [str(folder)]})
     mine.recipe = pinned(mine.recipe.model_copy(update={"evaluate": evaluated}), mine.store)
-    monkeypatch.setattr(evaluate, "continue_text", lambda *arguments, **options: "")
+    monkeypatch.setattr("trainer.evaluation.Sampling.texts_of", lambda *arguments: [""])
     facts = evaluate.build(mine).facts
     report = json.loads((mine.folder / "report.json").read_text())
     scores = {name: facts[name] for name in ("val/loss", "val/bits_per_byte")}

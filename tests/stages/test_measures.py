@@ -1,6 +1,6 @@
 """The measures of an evaluation while a run trains."""
 
-import threading
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,17 +9,16 @@ from core_bundle import make_bundle
 from tiny_models import model_of
 
 from pipelines.recipe import load_recipe
-from pipelines.stages.measures import CHECKED_CHARACTERS, encoder, evaluation_in_training
+from pipelines.stages.measures import core_identity, core_tasks, evaluation_in_training, verify_items
 from pipelines.text.tokenizer import token_bytes, tokenizer
 from trainer.core import TASKS
-from trainer.errors import Interrupted
+from trainer.errors import UserError
 from trainer.parallel import World
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
-def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.stages.measures.CHECKED_CHARACTERS", 100)
+def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path) -> None:
     changes = [f"evaluate.core={make_bundle(tmp_path / 'bundle')}", "evaluate.every=10", "tokens.tokenizer=bytes"]
     recipe = load_recipe("smoke", changes)
     assert recipe.benchmark_tokens > 10 * load_recipe("gpt2-124m").benchmark_tokens > 0  # so the plan counts it
@@ -27,25 +26,9 @@ def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path, m
     assert evaluation
     model = model_of(recipe.model.model_copy(update={"n_layer": 1, "vocab_size": 257}))
     checks: list[int] = []
-    scores = evaluation.scores(model, ALONE, lambda: checks.append(threading.get_ident()))
+    scores = evaluation.scores(model, ALONE, lambda: checks.append(1))
     assert set(scores) == {"eval/core", *(f"core/{task}" for task in TASKS)} and len(checks) >= 22
-    assert set(checks) == {threading.get_ident()}  # a check communicates: only one thread of a rank may
     assert scores["eval/core"] == pytest.approx(sum(scores[f"core/{task}"] for task in TASKS) / 22)
-
-
-def test_a_stop_is_heard_while_a_benchmark_is_encoded() -> None:
-    encoding, texts = tokenizer("bytes"), [f"text {i} " * 2000 for i in range(200)]  # 3.6 million characters
-    checks: list[int] = []
-    encode = encoder(encoding, ALONE, lambda: checks.append(1))
-    assert [list(ids) for ids in encode(texts)] == encoding.encode_ordinary_batch(texts)
-    assert len(checks) == sum(map(len, texts)) // CHECKED_CHARACTERS
-    assert [list(ids) for ids in encode(["a"])] == [[97]] and len(encode([])) == 0
-
-    def leave() -> None:
-        raise Interrupted
-
-    with pytest.raises(Interrupted):
-        encoder(encoding, ALONE, leave)(texts)
 
 
 def test_tokens_have_the_bytes_of_their_text_and_end_of_text_has_none(shared_data: Path) -> None:
@@ -54,3 +37,47 @@ def test_tokens_have_the_bytes_of_their_text_and_end_of_text_has_none(shared_dat
         sizes, text = token_bytes(encoding), "don't Größe 東京 \n\n 12"
         assert sum(sizes[i] for i in encoding.encode_ordinary(text)) == len(text.encode())
         assert sizes[encoding.eot_token] == 0 and len(sizes) == encoding.n_vocab and sizes.count(0) == 1
+
+
+# --- CORE's bundle
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SOURCE = f"hf://datasets/org/bundle@{COMMIT}"
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hub's cache in a folder, without network."""
+    pytest.importorskip("huggingface_hub", reason="needs huggingface_hub (pip)")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path / "cache"
+
+
+def test_a_dataset_that_was_fetched_once_is_used_without_network(tmp_path: Path, hub_cache: Path) -> None:
+    bundle = make_bundle(tmp_path / "bundle")
+    snapshot = hub_cache / "datasets--org--bundle" / "snapshots" / COMMIT
+    shutil.copytree(bundle, snapshot)
+    shutil.copytree(bundle, snapshot / "inside")
+    assert (
+        core_identity(SOURCE)
+        == core_identity(str(bundle))
+        == core_identity(f"hf://datasets/org/bundle/inside@{COMMIT}")
+    )
+    assert verify_items(SOURCE) == 22 * 5
+
+
+def test_a_dataset_that_is_not_here_is_named_without_network(hub_cache: Path) -> None:
+    with pytest.raises(
+        UserError, match=rf"^evaluate\.core: {SOURCE}: is not on this machine and cannot be fet"
+    ) as error:
+        core_tasks(SOURCE)
+    assert "\n" not in str(error.value) and "or null to leave CORE out" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "source", ["hf://datasets/org/bundle", "hf://datasets/org/bundle@main", f"hf://datasets/org/b/../..@{COMMIT}"]
+)
+def test_a_dataset_without_a_commit_is_refused(source: str) -> None:
+    with pytest.raises(UserError, match=r"^evaluate\.core: .*: use hf://datasets/ORG/NAME@COMMIT or "):
+        core_tasks(source)

@@ -270,9 +270,9 @@ def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3_and_transformers_r
         remote = read_manifest(s3_store, there["uri"].removeprefix(f"{s3_store.uri}/"))
         assert local and remote and sums(local) == sums(remote), stage
     facts = project.artifact("evaluate").facts
-    assert facts["hellaswag_items"] == 60 and 0 < facts["eval/hellaswag_acc_norm"] < 1
+    assert 0 < facts["eval/hellaswag_acc_norm"] < 1
     centred = [facts[f"core/{task}"] for task in TASKS]
-    assert facts["eval/core"] == pytest.approx(sum(centred) / 22) and len(facts["core_accuracy"]) == 22
+    assert facts["eval/core"] == pytest.approx(sum(centred) / 22)
     assert 1 < facts["val/bits_per_byte"] < 10
     assert project.artifact("tokenize").facts["tokens"] == 300_000
     again = project.result("--store", s3_store.uri)

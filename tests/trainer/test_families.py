@@ -21,9 +21,7 @@ from trainer.families.modern import ModernConfig
 from trainer.family import ANY_MODEL, from_hf, plain_model, section_of_hf, to_hf
 from trainer.model import LanguageModel
 from trainer.model_config import ModelConfig, identity_of_model
-from trainer.parallel import World
-from trainer.sample import Decoder, generate
-from trainer.scoring import Row, score_rows
+from trainer.sample import Decoder, Sampling, stream
 
 _one_thread = trainer_runs._one_thread
 
@@ -192,18 +190,13 @@ def test_bf16_on_a_cpu_trains_with_about_the_same_loss(config: ModelConfig) -> N
 @ALL
 def test_the_cached_decoder_gives_the_logits_of_the_module(config: ModelConfig) -> None:
     model = made(config).eval()
-    tokens = some_tokens(3, 30, config)
-    decoder, lengths = Decoder(model), [30, 7, 19]
-    rows = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+    decoder, rows = Decoder(model), some_tokens(2, 30, config).tolist()
     logits = decoder.begin(rows, room=4)
     for step in range(4):
         with torch.no_grad():
             for row, got in zip(rows, logits, strict=True):
                 expected = model(torch.tensor([row]))[0, -1, : config.vocab_size]
                 torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
-        if step == 1:  # one row has its own way through attention
-            rows = rows[2:]
-            decoder.keep([2])
         for row in rows:
             row.append(7 * step + len(row))
         logits = decoder.step([row[-1] for row in rows])
@@ -224,20 +217,11 @@ def test_the_decoder_rounds_at_odd_widths_as_little_as_its_precision_says(config
 def test_transformers_says_the_same_greedy_text(config: ModelConfig) -> None:
     model = made(config).eval()
     prompt = some_tokens(1, 5, config)
-    found = generate(model, prompt[0].tolist(), 30, temperature=0.0)
+    steps = stream(Decoder(model), prompt[0].tolist(), 30, [0], Sampling(0.0))
+    found = [token for step in steps for _, token in step]
     theirs = theirs_of(config, model.state_dict())
     said = theirs.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert found == said[0, 5:].tolist()
-
-
-@ALL
-def test_choices_that_share_their_beginning_score_as_they_do_alone(config: ModelConfig) -> None:
-    model, world = made(config).eval(), World.alone(RuntimeConfig(device="cpu"))
-    start = some_tokens(1, 33, config)[0].tolist()
-    rows = [Row(start + some_tokens(1, n, config, n)[0].tolist(), 33) for n in (3, 8, 5)]
-    together, alone = score_rows(model, rows, world), [score_rows(model, [row], world)[0] for row in rows]
-    for one, other in zip(together, alone, strict=True):
-        assert one.loss == pytest.approx(other.loss, rel=1e-5) and one.greedy == other.greedy
 
 
 def test_the_fused_engine_has_no_step_for_backout_in_two_layers_and_says_so() -> None:

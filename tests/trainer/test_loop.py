@@ -26,7 +26,7 @@ from trainer.config import RuntimeConfig
 from trainer.data import TokenData
 from trainer.engine import PlainEngine
 from trainer.errors import StoreUnavailable
-from trainer.evaluate import validation_loss
+from trainer.evaluation import validation_loss
 from trainer.events import (
     Started,
 )

@@ -74,7 +74,7 @@ def test_a_prompt_must_fit_into_the_context(sample: Command) -> None:
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [(None, "no text file"), (b"\xff\xfe", "no text file"), (b"\n\n", "holds no line"), (b"x" * 2_000_000, "larger")],
+    [(None, "not a text file"), (b"\xff\xfe", "not a text file"), (b"\n\n", "no lines"), (b"x" * 2_000_000, "larger")],
 )
 def test_a_file_without_prompts_is_named(sample: Command, tmp_path: Path, body: bytes | None, reason: str) -> None:
     if body is not None:
@@ -124,7 +124,7 @@ def test_a_run_without_weights_and_a_damaged_commit_are_named(
     path = store.path_of(f"{folder}/rank-00000-of-00001.safetensors")
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(UserError, match="damaged: .* do not have the sha256"):
+    with pytest.raises(UserError, match="is damaged: .* do not have the sha256"):
         load_text_model(store, tmp_path / "cache", RUN)
     read_into = store.read_into
 
@@ -133,7 +133,7 @@ def test_a_run_without_weights_and_a_damaged_commit_are_named(
         return read_into(key, start, buffer)
 
     monkeypatch.setattr(store, "read_into", read_too_late)
-    with pytest.raises(UserError, match="removed meanwhile"):
+    with pytest.raises(UserError, match="was removed meanwhile"):
         load_text_model(store, tmp_path / "cache", RUN)
 
 
@@ -178,20 +178,19 @@ def test_a_stop_string_ends_a_text_before_it_and_is_never_shown() -> None:
     assert growing.add(encoding.eot_token) and growing.take() == "" and growing.tokens == 0
 
 
-def test_each_text_of_a_batch_ends_with_one_fragment_that_says_why(store: LocalStore, tmp_path: Path) -> None:
+def test_each_text_ends_with_one_fragment_that_says_why(store: LocalStore, tmp_path: Path) -> None:
     text_runs.finish(store, tmp_path, text_runs.speaking_model())
     model = load_text_model(store, tmp_path / "cache", RUN, precision="fp32")
     assert model.decoder.begin([[0]]).shape == (1, 257)  # the tokenizer's ids; the model has 300
-    ids = [model.ids_of(text) for text in ("a", "b c d", "")]
     whole: list[list[Fragment]] = [[], [], []]
-    for step in model.continue_all(ids, 40, [1, 2, 3], Sampling()):
+    for step in model.continue_prompt(model.ids_of("b c d"), 40, [1, 2, 3], Sampling()):
         for one in step:
             whole[one.number].append(one)
     for fragments in whole:
         assert [bool(one.finish) for one in fragments] == [False] * (len(fragments) - 1) + [True]
     stop = "".join(one.text for one in whole[1])[3:5]
     ended = ["", "", ""]
-    for step in model.continue_all(ids, 40, [1, 2, 3], Sampling(), [stop]):
+    for step in model.continue_prompt(model.ids_of("b c d"), 40, [1, 2, 3], Sampling(), [stop]):
         for one in step:
             ended[one.number] += one.text
     assert ended == ["".join(one.text for one in fragments).partition(stop)[0] for fragments in whole]

@@ -3,8 +3,6 @@
 // Text arrives as server-sent events, and enters the page as text only, never as markup.
 
 const at = (id) => document.getElementById(id);
-const numbers = ["max_tokens", "temperature", "top_k", "top_p", "seed"];
-let model = null;
 let running = null;
 
 function note(text, bad = false) {
@@ -12,10 +10,9 @@ function note(text, bad = false) {
   at("note").className = bad ? "bad" : "";
 }
 
-function question() {
-  const asked = { model, prompt: at("prompt").value, stream: true, stream_options: { include_usage: true } };
-  for (const name of numbers) if (at(name).value !== "") asked[name] = Number(at(name).value);
-  return asked;
+function busy(is) {
+  at("go").disabled = is;
+  at("stop").disabled = !is;
 }
 
 // The JSON of each event of a response, until "[DONE]".
@@ -25,71 +22,44 @@ async function* events(response) {
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
+    const lines = (rest + value).split("\n\n");
+    rest = lines.pop();
+    for (const line of lines) if (line !== "data: [DONE]") yield JSON.parse(line.replace(/^data: /, ""));
   }
 }
 
-async function say(asked, signal) {
+async function say(signal) {
+  const asked = { prompt: at("prompt").value, stream: true, stream_options: { include_usage: true } };
+  for (const { id, value } of document.querySelectorAll("input")) if (value !== "") asked[id] = Number(value);
   const headers = { "Content-Type": "application/json" };
   const response = await fetch("/v1/completions", { method: "POST", headers, body: JSON.stringify(asked), signal });
   if (!response.ok) throw new Error((await response.json()).error.message);
   const began = performance.now();
-  let finish = "";
   for await (const event of events(response)) {
     if (event.error) throw new Error(event.error.message);
-    for (const choice of event.choices) {
-      at("text").append(choice.text);
-      finish = choice.finish_reason || finish;
-    }
+    for (const choice of event.choices) at("text").append(choice.text);
     if (event.usage) {
       const tokens = event.usage.completion_tokens, seconds = (performance.now() - began) / 1000;
-      const end = finish === "stop" ? "the document ends here" : "more tokens would go on";
-      note(`${tokens} tokens, ${(tokens / seconds).toFixed(0)} a second; ${end}`);
+      note(`${tokens} tokens, ${(tokens / seconds).toFixed(0)} a second`);
     }
   }
 }
 
-async function go() {
-  if (running || !at("form").reportValidity()) return;
+at("form").addEventListener("submit", async (event) => {
+  event.preventDefault();
   running = new AbortController();
-  at("go").disabled = true;
-  at("stop").disabled = false;
+  busy(true);
   at("asked").textContent = at("prompt").value;
   at("text").textContent = "";
   note("…");
   try {
-    await say(question(), running.signal);
+    await say(running.signal);
   } catch (error) {
-    if (error.name === "AbortError") note("stopped");
-    else note(error.message, true);
+    note(error.name === "AbortError" ? "stopped" : error.message, error.name !== "AbortError");
   }
-  running = null;
-  at("go").disabled = false;
-  at("stop").disabled = true;
-}
-
-async function begin() {
-  try {
-    const { data } = await (await fetch("/v1/models")).json();
-    model = data[0].id;
-    at("model").textContent = document.title = model;
-  } catch {
-    note("the server does not answer", true);
-  }
-}
-
-at("form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  go();
+  busy(false);
 });
-at("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) go();
-});
-at("stop").addEventListener("click", () => running?.abort());
-begin();
+at("stop").addEventListener("click", () => running.abort());
+fetch("/v1/models").then((response) => response.json()).then(({ data }) => {
+  at("model").textContent = document.title = data[0].id;
+}, () => note("the server does not answer", true));
