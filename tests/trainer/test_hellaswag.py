@@ -60,7 +60,7 @@ def naive_hellaswag(theirs: Any, items: list[HellaSwagItem], encode: Callable[[s
 
 
 @pytest.mark.parametrize("block_size", [128, 40])  # of 40 tokens: contexts lose their oldest tokens
-def test_hellaswag_agrees_with_a_plain_loop_over_transformers(
+def test_every_item_agrees_with_a_plain_loop_over_transformers(
     real_items: list[HellaSwagItem], gpt2_tokens: Callable[[str], list[int]], block_size: int
 ) -> None:
     model = model_of(GPT2.model_copy(update={"block_size": block_size}))
