@@ -1,13 +1,11 @@
 """A run begins with the weights of another one, or with its whole state: through the command, in one store."""
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from pipeline_runs import FOLDER_NAME, PRICE, SERIES, STEPS, Project, sums
 
 from pipelines.artifacts.manifest import Manifest
@@ -47,25 +45,6 @@ def test_a_run_is_fine_tuned_from_its_own_export(finished: Project) -> None:
     assert recorded["artifacts"]["train"]["skipped"]
 
 
-@pytest.mark.slow
-def test_two_ranks_begin_with_the_weights_that_one_begins_with(finished: Project) -> None:
-    export = finished.path("export", "model.safetensors").parent
-    weights = finished.artifact("train").facts["val/loss"]
-    changes = [*SHORT, "--set", f"train.init_from={export}", "--set", "runtime.processes=2"]
-    made = finished.result("--stage", "train", *changes)
-    series = read_run(finished.store, made["run"]).series
-    assert series[0]["step"] == 0 and series[0]["val/loss"] == pytest.approx(weights, abs=1e-6)
-    (beat,) = read_run(finished.store, made["run"]).attempts["train"]
-    assert beat.progress.world_size == 2 and series[-1]["step"] == 4
-    alone = finished.copy(finished.folder.parent / f"alone/{FOLDER_NAME}")
-    for folder in alone.found("train/tuned-*"):
-        shutil.rmtree(folder)
-    one = alone.result("--stage", "train", *changes[:-2], "--set", "runtime.processes=1")
-    losses = [row["train/loss"] for row in series if "train/loss" in row]
-    again = [row["train/loss"] for row in read_run(alone.store, one["run"]).series if "train/loss" in row]
-    assert losses == pytest.approx(again, rel=1e-5)
-
-
 def test_weights_that_cannot_be_a_runs_are_refused_in_a_line_before_anything_starts(finished: Project) -> None:
     export = finished.path("export", "model.safetensors").parent
     run, before = json.loads(finished.run("report", "--json").stdout)[0]["run"], finished.attempts()
@@ -88,24 +67,6 @@ def test_weights_that_cannot_be_a_runs_are_refused_in_a_line_before_anything_sta
     assert finished.attempts() == before
 
 
-@pytest.mark.slow
-def test_nan_in_the_weights_ends_the_run_with_exit_code_2_and_no_commit(finished: Project) -> None:
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    export = finished.path("export", "model.safetensors").parent
-    tensors = load_file(export / "model.safetensors")
-    tensors["transformer.h.1.mlp.c_fc.weight"][3, 4] = torch.nan
-    save_file(tensors, export / "model.safetensors")
-    source = ["--set", f"train.init_from={export}"]
-    done = finished.run("run", "tiny.yaml", "--stage", "train", *SHORT, *source, expect=2)
-    assert "error: train.init_from: " in done.stderr
-    assert "h.1.mlp.c_fc.weight holds NaN or infinity; these weights are ruined" in done.stderr
-    assert not finished.found("train/tuned-*/checkpoints/*/COMMIT.json")
-    assert yaml.safe_load((finished.folder / "tiny.yaml").read_text())["name"] == "tiny"
-
-
-@pytest.mark.slow
 def test_a_branch_goes_on_as_its_parent_did(finished: Project) -> None:
     (parent,) = read_runs(finished.store)
     step = last_commit_before_the_end(parent)

@@ -15,7 +15,6 @@ from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import follow
 from pipelines.stages.follow import Follower, cause_of_death, raise_error_of_ranks, report_event
-from pipelines.tracking.account import late_share
 from pipelines.tracking.deaths import MOST_DEATHS
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
@@ -24,8 +23,6 @@ from trainer.events import (
     Checkpointed,
     CheckpointFailed,
     PhaseChanged,
-    Row,
-    Slow,
     Started,
     event_to_json,
 )
@@ -49,18 +46,6 @@ START = Started(
     micro_batch_size=1,
     micro_batch_why="micro-batches of 1, as configured",
 )
-
-
-def test_the_execution_settings_and_their_reasons_are_shown_and_in_the_heartbeat(work: Callable[[str], Work]) -> None:
-    train_work = work("train")
-    train_work.screen = cast(TerminalScreen, recorder := Recorder())
-    report_event(train_work, START)
-    report_event(train_work, Slow(1, "torch multiplies"))
-    assert recorder.notes == [f"  7 parameters, 1 x cpu, fp32, {START.micro_batch_why}; {START.engine}"]
-    assert recorder.warnings == ["slower than possible: torch multiplies"]
-    progress = train_work.attempt.latest.progress
-    assert (progress.engine, progress.precision) == (START.engine, "fp32")
-    assert progress.micro_batch == START.micro_batch_why
 
 
 def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:
@@ -166,21 +151,6 @@ def test_ranks_that_hang_or_cannot_save_again_and_again_without_a_commit_end_the
         train_work.attempt = later
     assert endings[:-1] == [(interruption, cause)] * MOST_DEATHS  # the same command starts over
     assert endings[-1] == (Died, f"{cause}; so did attempts 1, 2, 3 end, and none of them made a commit")
-
-
-def test_a_store_whose_shards_come_late_is_named_and_again_when_the_wait_has_doubled(
-    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train_work = work("train")
-    train_work.screen = cast(TerminalScreen, recorder := Recorder())
-    follower = Follower(train_work, None)  # type: ignore[arg-type]
-    with TerminalScreen(quiet=True).bar("train", 10) as bar:
-        for data, train in ((5.0, 95.0), (11.0, 1989.0), (31.0, 969.0), (40.0, 960.0), (62.0, 1938.0)):
-            follower.handle(Row(1, 1.0, {}, {"setup": 50.0, "train": train, "data": data}, "train"), bar)
-    come = f"of the time of training; its shards come from {train_work.store.uri}"
-    assert recorder.warnings == [f"the data was late: 3.1% {come}", f"the data was late: 3.1% {come}"]
-    assert late_share({"train": 600.0, "redone": 90.0, "data": 310.0, "setup": 99.0}) == 0.31
-    assert late_share({"train": 600.0}) == 0
 
 
 def test_a_killed_rank_is_the_cause_on_whichever_node_it_ran_and_lost_peers_only_without_another() -> None:

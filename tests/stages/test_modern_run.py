@@ -1,21 +1,17 @@
 """A run of the family `modern` with Muon through all stages: killed, resumed, evaluated, sampled and exported."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pipeline_runs import FOLDER_NAME, TINY, Project, assert_as_undisturbed, committed
 from safetensors.torch import save_file
-from stage_work import tiny_work
 
 from pipelines.cloud.throughput import speed_on
 from pipelines.recipe import load_recipe
-from pipelines.stages import export
 from pipelines.weight_sources import check_model
 from trainer.errors import UserError
-from trainer.families.modern import ModernConfig
 from trainer.family import plain_model, to_hf
 from trainer.weights import open_weights
 
@@ -51,14 +47,6 @@ def test_a_killed_run_of_modern_and_muon_ends_as_an_undisturbed_one_and_transfor
     assert "A nanochat language model" in card and "logits capped at 15" in card and "NanoChatForCausalLM" in card
 
 
-def test_smoke_modern_is_smokes_text_and_size_with_another_family_and_optimizer() -> None:
-    smoke, modern = load_recipe("smoke"), load_recipe("smoke-modern")
-    assert modern.tokens == smoke.tokens and modern.evaluate == smoke.evaluate
-    assert (modern.model.family, modern.train.optimizer) == ("modern", "muon")
-    assert modern.train_tokens == smoke.train_tokens
-    assert modern.model.parameters == pytest.approx(smoke.model.parameters, rel=0.1)
-
-
 TWO_LAYERS = ["model.n_layer=2", "model.backout=true"]
 
 
@@ -86,14 +74,6 @@ def test_a_model_without_a_class_in_transformers_is_refused_before_any_work(tmp_
     ended = project.run("run", "tiny.yaml", "--set", "model.value_embeddings=true", expect=2)
     assert ended.stderr.startswith("error: export: transformers has no class for model.value_embeddings; add --stage")
     assert not list(project.store.entries(""))
-
-
-def test_a_model_without_a_class_in_transformers_is_refused_by_the_export(tmp_path: Path) -> None:
-    work = tiny_work(tmp_path, "export")
-    model = ModernConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=257, value_embeddings=True)
-    changed = replace(work, recipe=work.recipe.model_copy(update={"model": model}))
-    with pytest.raises(UserError, match="^export: transformers has no class for model.value_embeddings; add --stage"):
-        export.build(changed)
 
 
 def test_the_speed_of_a_measured_model_corrects_other_machines_and_another_model_is_assumed_to_be_as_gpt2() -> None:

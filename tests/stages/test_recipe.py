@@ -1,10 +1,7 @@
 """A recipe states everything once, rejects unknown fields and values, and decides the fingerprints."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ from pipelines.cloud.shipped import shipped_recipes
 from pipelines.cloud.throughput import speed_on
 from pipelines.recipe import EvaluateConfig, ExportConfig, Recipe, TokensConfig, load_recipe, shipped
 from pipelines.stage import STAGES, plans_of, run_name
-from trainer.amounts import val_share
 from trainer.config import MUON_FIELDS, RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
@@ -165,12 +161,6 @@ def parameters(layers: int, width: int, context: int) -> int:
 # --- the shipped ones
 
 
-def test_the_recipes_of_the_project_are_shipped_smallest_first() -> None:
-    small = ["smoke", "smoke-modern", "gpt2-124m", "llama-124m", "modern-124m", "gpt3-125m"]
-    assert list(shipped()) == [*small, "gpt2-350m", "gpt2-774m", "modern-d24", "gpt2-1558m"]
-    assert [load_recipe(name).name for name in shipped()] == list(shipped())
-
-
 @pytest.mark.parametrize("name", TABLE)
 def test_a_shipped_recipe_has_the_published_numbers(name: str) -> None:
     layers, heads, width, context, batch_tokens, steps, rate = TABLE[name]
@@ -203,17 +193,6 @@ def test_a_recipe_of_a_younger_family_states_its_work_its_text_and_that_it_was_n
             assert recipe.train_tokens < recipe.tokens.max_tokens - recipe.tokens.shard_tokens
 
 
-def test_smoke_needs_no_network_and_no_account() -> None:
-    recipe = load_recipe("smoke")
-    assert (recipe.tokens.source, recipe.tokens.tokenizer) == ("python-stdlib", "bytes")
-    assert recipe.evaluate.hellaswag is None
-
-
-def test_smoke_validates_for_a_few_percent_of_its_time() -> None:
-    recipe = load_recipe("smoke")
-    assert val_share(recipe.model, recipe.train) < 0.07
-
-
 def test_the_work_in_a_recipes_comment_is_the_product_of_its_numbers_and_its_cost_follows_from_the_speed() -> None:
     rows = {row.recipe: row for row in shipped_recipes()}
     assert list(rows) == list(shipped())
@@ -232,10 +211,6 @@ def test_the_work_in_a_recipes_comment_is_the_product_of_its_numbers_and_its_cos
         assert rows[name].fp8_head_node_hours < 0.95 * hours
 
 
-def test_124m_has_the_parameters_of_the_released_gpt2() -> None:
-    assert load_recipe("gpt2-124m").model.parameters == 124_439_808
-
-
 # --- mistakes
 
 
@@ -252,16 +227,12 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
         ("trian.max_steps=1", "my.yaml: trian: unknown field; did you mean 'train'?"),
         ("tokens.colour=red", "my.yaml: tokens.colour: unknown field; known here: source, sources, subset, "),
         ("train.max_steps=fast", "my.yaml: train.max_steps: input should be a valid integer (got 'fast')"),
-        ("train.max_steps=1.5", "my.yaml: train.max_steps: input should be a valid integer (got 1.5)"),
-        ("train.max_steps=", "my.yaml: train.max_steps: input should be a valid integer (got None)"),
         ("train.schedule=sine", "my.yaml: train.schedule: input should be 'cosine', 'wsd', 'linear' or 'constant'"),
-        ("train=5", "my.yaml: train: input should be a valid dictionary"),
         ("name=Big Run", "my.yaml: name: string should match pattern"),
         (
             "tokens.tokenizer=gpt3",
             "my.yaml: tokens.tokenizer: input should be 'gpt2', 'bytes' or {file: …, sha256: …} (got 'gpt3')",
         ),
-        ("export.dtype=int8", "my.yaml: export.dtype: input should be 'float32', 'bfloat16' or 'float16' (got 'int8')"),
         (
             "export.formats=[hf, ggfu]",
             "my.yaml: export.formats: input should be 'hf', 'gguf' or 'llmc' (got 'ggfu'); did you mean 'gguf'?",
@@ -276,10 +247,6 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
             "train.batch_tokens: 1000 is not a multiple of model.block_size 128; 1024 would be",
         ),
         (
-            "train={batch_tokens: 2048, max_steps: 9, learning_rate: 1, batch_ramp_from: 64, batch_ramp_tokens: 9}",
-            "train.batch_ramp_from: 64 is not a multiple of model.block_size 128; 128 would be",
-        ),
-        (
             "train={batch_tokens: 2048, max_steps: 9, learning_rate: 1, batch_ramp_from: 768, batch_ramp_tokens: 9}",
             "train: batch_ramp_from 768 does not divide batch_tokens 2048; 512 would",
         ),
@@ -288,7 +255,6 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
             "train: batch_ramp_from is given without batch_ramp_tokens; a ramp needs both, a constant batch neither",
         ),
         ("model.n_head=3", "my.yaml: model: n_embd 128 is not divisible by n_head 3; 126 would be"),
-        ("model.n_layer=1000000000000", "my.yaml: model.n_layer: input should be less than or equal to 10000"),
         (
             "model.vocab_size=256",
             "model.vocab_size 256 is smaller than the 257 ids of tokens.tokenizer 'bytes'; use 257",
@@ -308,14 +274,10 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
         ),
         # --set itself
         ("train.max_steps", "--set train.max_steps: not of the form section.field=value, such as train.max_steps=50"),
-        ("train.a.b=1", "--set train.a.b=1: not of the form section.field=value"),
-        ("=1", "--set =1: not of the form section.field=value"),
-        ("train.=1", "--set train.=1: not of the form section.field=value"),
         ("name.x=1", "--set name.x=1: name has no fields"),
         ("train.max_steps=[1", "--set train.max_steps=[1: '[1' is not a YAML value"),
         # PyYAML takes these for a date and for an integer, and fails in its own way.
         ("tokens.revision=2024-13-45", "'2024-13-45' is not a YAML value"),
-        ("tokens.shard_tokens=0x_", "'0x_' is not a YAML value"),
     ],
 )
 def test_a_mistake_is_one_line_with_file_and_field(tmp_path: Path, change: str, line: str) -> None:
@@ -332,14 +294,6 @@ def test_parts_share_max_tokens_evenly_and_give_no_token_more(parts: int) -> Non
     assert load_recipe("gpt2-124m", [f"tokens.parts={parts}"]).tokens.tokens_of_part(0) is None
 
 
-def test_a_shard_holds_at_least_one_sequence(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path, model={"block_size": 2048})
-    assert "tokens.shard_tokens 2048 holds no sequence of model.block_size 2048 + 1 tokens; use 2049 or more" in (
-        complaint(path, "tokens.shard_tokens=2048")
-    )
-    assert load_recipe(str(path), ["tokens.shard_tokens=2049"]).tokens.shard_tokens == 2049
-
-
 def test_all_mistakes_of_a_recipe_are_reported_at_once(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, train={"max_stepps": 1, "learning_rate": "fast"}, model={"n_layer": 0})
     with pytest.raises(UserError) as mistake:
@@ -348,24 +302,11 @@ def test_all_mistakes_of_a_recipe_are_reported_at_once(tmp_path: Path) -> None:
     assert sorted(fields) == ["model.n_layer", "train.learning_rate", "train.max_stepps"]
 
 
-@pytest.mark.parametrize("section", ["name", "tokens", "model", "train"])
-def test_a_section_without_defaults_must_be_there(tmp_path: Path, section: str) -> None:
-    path = write_recipe(tmp_path)
-    values = yaml.safe_load(path.read_text())
-    del values[section]
-    path.write_text(yaml.safe_dump(values))
-    assert complaint(path) == f"{path}: {section}: missing; a value is required here"
-
-
 @pytest.mark.parametrize(
     ("content", "line"),
     [
         (b"", "a recipe has sections"),
-        (b"- a\n- b\n", "a recipe has sections"),
-        (b"just words\n", "a recipe has sections"),
         (b"\x80\x81\xfe\xff", "not a YAML file"),
-        (b"a\0b", "not a YAML file"),
-        (b"name: [x\n", "not a YAML file"),
         (b"name: !!python/object:os.system x\n", "not a YAML file"),
         (b"name: 2024-13-45\n", "not a YAML file: month must be in 1..12"),
     ],
@@ -374,13 +315,6 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, lin
     path = tmp_path / "my.yaml"
     path.write_bytes(content)
     assert complaint(path).startswith(f"{path}: {line}")
-
-
-@pytest.mark.parametrize("name", ["../x", "a/b", "/etc/x", ".x", "a\nb", "~x", "a b", "\x1b[2J", "x" * 64, ""])
-def test_a_recipes_name_leads_to_no_folder(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "my.yaml"
-    path.write_text(yaml.safe_dump(yaml.safe_load(write_recipe(tmp_path).read_text()) | {"name": name}))
-    assert complaint(path).startswith(f"{path}: name: string should ")
 
 
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 10}]\n" for a, b in itertools.pairwise("abcdefghij"))
@@ -396,12 +330,9 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 10}]\n" for a, b in 
             "train: {max_steps: 020}\n",
             "020 is another number in YAML than it seems; write it without a 0 in front",
         ),
-        ("train: {max_steps: 1:30}\n", "1:30 is another number in YAML than it seems"),
         (f"train: {{max_steps: {'9' * 400}}}\n", f"{'9' * 199}… has more than 64 bits in"),
-        (f"train: {{max_steps: {'9' * 6000}}}\n", f"{'9' * 199}… has more than 64 bits in"),
         (f"name: {'[' * 3000}{']' * 3000}\n", "more than 20 levels of values in values in"),
         (f"name: {'x' * 1_000_000}\n", "a recipe has at most 200,000 characters"),
-        ("[a, b]: 1\n", "a key must be a name in"),
     ],
 )
 def test_yaml_that_is_not_what_it_seems_is_refused_in_one_short_line(tmp_path: Path, content: str, line: str) -> None:
@@ -409,25 +340,6 @@ def test_yaml_that_is_not_what_it_seems_is_refused_in_one_short_line(tmp_path: P
     path.write_text(content)
     message = complaint(path)
     assert message.startswith(f"{path}: {line}") and len(message) < len(str(path)) + 500
-
-
-def test_a_value_in_a_message_is_cut_at_200_characters(tmp_path: Path) -> None:
-    for change in (f"name={'x' * 150_000}", f"tokens.source={'x' * 150_000}", f"train.max_steps=[{'1, ' * 50_000}1]"):
-        assert len(complaint(write_recipe(tmp_path), change)) < len(str(tmp_path)) + 500
-    assert len(complaint("x" * 300)) < 500
-    for change in ("train.max_steps=020", f"train.max_steps={'9' * 400}", "train.max_steps=*x", f"name={'[' * 3000}"):
-        assert "is not a YAML value" in complaint(write_recipe(tmp_path), change)
-
-
-def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
-    assert "neither a shipped recipe nor a file" in complaint(tmp_path)
-
-
-def test_a_file_that_cannot_be_read_is_a_user_error() -> None:
-    unreadable = Path("/proc/self/mem")  # at address 0 nothing is mapped
-    if not unreadable.is_file():
-        pytest.skip("needs /proc")
-    assert complaint(unreadable).startswith(f"{unreadable}: cannot be read")
 
 
 # --- changes
@@ -443,15 +355,6 @@ def test_set_changes_one_field_with_the_types_of_yaml(tmp_path: Path) -> None:
     assert recipe.evaluate == EvaluateConfig(val_tokens=300)
     assert recipe.tokens == before.tokens and recipe.model == before.model
     assert load_recipe("smoke") == before
-
-
-def test_set_reaches_sections_that_the_file_leaves_out(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path)
-    values = yaml.safe_load(path.read_text())
-    del values["runtime"], values["export"]
-    path.write_text(yaml.safe_dump(values))
-    recipe = load_recipe(str(path), ["runtime.keep_last=7", "export.dtype=float16"])
-    assert (recipe.runtime.keep_last, recipe.export.dtype) == (7, "float16")
 
 
 # --- fingerprints
@@ -486,21 +389,10 @@ def test_a_field_changes_the_fingerprints_downstream_and_no_others(section: str,
     assert {stage for stage in STAGES if before[stage] != after[stage]} == DOWNSTREAM[section]
 
 
-def test_the_fields_of_muon_change_no_fingerprint_of_a_recipe_without_it() -> None:
-    train = plans_of(load_recipe("gpt2-124m"))["train"]
-    assert train.fingerprint == "7c762e5f7e980b95b33440de4d0fb26c90d4a8b4790c512dee44a67ba5ec4e24"  # as before Muon
-    assert not {"optimizer", *MUON_FIELDS} & train.identity["train"].keys()
-
-
 def test_the_name_of_a_recipe_is_in_no_fingerprint() -> None:
     one, other = load_recipe("gpt2-124m"), load_recipe("gpt2-124m", ["name=other"])
     assert fingerprints(one) == fingerprints(other)
     assert run_name(plans_of(other)) == run_name(plans_of(one)).replace("gpt2-124m", "other")
-
-
-def test_equal_numbers_written_differently_give_one_fingerprint() -> None:
-    one = load_recipe("gpt2-124m", ["train.grad_clip=1", "train.learning_rate=6e-4", "train.max_steps=18865"])
-    assert fingerprints(one) == fingerprints(load_recipe("gpt2-124m"))
 
 
 def test_fingerprints_of_existing_artifacts_never_change() -> None:
@@ -516,20 +408,6 @@ def test_formats_decide_the_fingerprint_of_the_export_as_a_set() -> None:
     assert export("[gguf]") == export("[gguf, hf, gguf]") != PINNED["export"]
 
 
-def test_every_process_finds_the_same_fingerprints(tmp_path: Path) -> None:
-    code = (
-        "from pipelines.recipe import load_recipe; from pipelines.stage import plans_of\n"
-        "print(*(p.fingerprint for r in ('gpt2-124m', 'smoke') for p in plans_of(load_recipe(r)).values()))"
-    )
-    expected = [f for name in ("gpt2-124m", "smoke") for f in fingerprints(load_recipe(name)).values()]
-    for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(REPOSITORY)}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.split() == expected
-
-
 def test_the_content_of_text_counts_and_its_path_does_not(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -543,23 +421,6 @@ def test_the_content_of_text_counts_and_its_path_does_not(tmp_path: Path) -> Non
     first = tokens_of(tmp_path / "a" / "one.txt")
     assert tokens_of(tmp_path / "b" / "other name.txt") == first
     assert tokens_of(tmp_path / "b" / "third.txt") != first
-
-
-def test_the_content_of_a_core_bundle_counts_and_its_path_does_not(tmp_path: Path) -> None:
-    def made(folder: Path | None) -> dict[str, str]:
-        return fingerprints(load_recipe("gpt2-124m", [f"evaluate.core={folder}"] if folder else []))
-
-    without, first, same = made(None), make_bundle(tmp_path / "a"), make_bundle(tmp_path / "b")
-    other = make_bundle(tmp_path / "c", seed=1)
-    assert made(first) == made(same)
-    assert len({prints["evaluate"] for prints in (without, made(first), made(other))}) == 3
-    for stage in ("tokenize", "train", "export"):
-        assert made(first)[stage] == without[stage]
-    (first / "eval_data" / "all" / "copa.jsonl").unlink()
-    with pytest.raises(UserError, match="the items of copa are missing"):
-        made(first)
-    with pytest.raises(UserError, match=r"^evaluate\.core: .*/gone: no such folder; use a folder with a CORE bundle"):
-        made(tmp_path / "gone")
 
 
 def test_a_core_that_ends_the_training_counts_for_its_fingerprint(tmp_path: Path) -> None:

@@ -4,13 +4,10 @@ The stages here are small stand-ins; store, ledger, manifests and processes are 
 """
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from typing import Any
 import pytest
 
 import pipelines.pipeline
-from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, Manifest, commit, find, read_manifest
+from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
 from pipelines.nodes.head import Head
 from pipelines.pipeline import Pipeline
 from pipelines.provenance import provenance
@@ -134,13 +131,6 @@ def test_missing_artifacts_are_built_in_order_and_existing_ones_skipped(
     assert again.snapshot().summary.state == "done" and again.snapshot().summary.attempts == 1
 
 
-def test_only_the_stages_up_to_the_requested_one_are_built(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
-    execute(store, tmp_path, "train")
-    assert stages.built == ["tokenize", "train"]
-    execute(store, tmp_path, "export")
-    assert stages.built == list(STAGES)
-
-
 def test_an_artifact_names_its_inputs_its_files_and_its_origin(
     stages: StandIns, store: LocalStore, tmp_path: Path
 ) -> None:
@@ -152,15 +142,6 @@ def test_an_artifact_names_its_inputs_its_files_and_its_origin(
     assert (made.run, made.attempt) == (PLANS["train"].name, 1)
     assert set(made.provenance) == {"git_commit", "git_dirty", "image", "python", "platform", "versions"}
     assert made.provenance["versions"]["torch"] is not None
-
-
-def test_a_manifest_that_was_removed_is_built_again_by_a_new_attempt(
-    stages: StandIns, store: LocalStore, tmp_path: Path
-) -> None:
-    execute(store, tmp_path)
-    store.delete(f"{TOKENS}/MANIFEST.json")
-    assert execute(store, tmp_path).made["tokenize"].attempt == 2
-    assert states(store) == ["done", "done"]
 
 
 def test_a_damaged_artifact_stops_the_run_before_anything_is_built(
@@ -201,18 +182,6 @@ def test_a_stage_that_ends_early_leaves_nothing_that_looks_finished_and_the_next
     assert (again.snapshot().summary.state, again.snapshot().summary.attempts) == ("done", 2)
 
 
-def test_a_later_stage_that_fails_keeps_the_artifacts_before_it(
-    stages: StandIns, store: LocalStore, tmp_path: Path
-) -> None:
-    stages.builds["train"] = raising(RuntimeError("boom"))
-    with pytest.raises(RuntimeError):
-        execute(store, tmp_path, "export")
-    stages.builds.clear()
-    again = execute(store, tmp_path, "export")
-    assert stages.built == ["tokenize", "train", "train", "evaluate", "export"]
-    assert again.skipped == {"tokenize": True, "train": False, "evaluate": False, "export": False}
-
-
 def test_dollars_and_hours_are_summed_over_all_attempts(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
     def slow_and_lost(work: Work) -> Built:
         time.sleep(0.2)
@@ -248,24 +217,6 @@ def test_a_run_asked_to_stop_starts_no_further_stage(stages: StandIns, store: Lo
         execute(store, tmp_path, "export", stop=stop)
     assert stages.built == ["tokenize"]
     assert find(store, PLANS["tokenize"]) is not None  # the finished part is kept
-
-
-def test_a_failing_store_does_not_hide_why_the_run_ended(
-    stages: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = LocalStore(tmp_path / "store")
-
-    def away(*_: Any) -> Any:
-        raise StoreUnavailable("no route to the store")
-
-    def fails_with_its_store(work: Work) -> Built:
-        for method in ("put", "get", "create", "entries"):
-            monkeypatch.setattr(store, method, away)
-        raise RuntimeError("boom")
-
-    stages.builds["tokenize"] = fails_with_its_store
-    with pytest.raises(RuntimeError, match="boom"):
-        execute(store, tmp_path)
 
 
 def test_a_watch_that_returns_a_reason_stops_the_run_for_good(
@@ -313,41 +264,6 @@ def test_a_finished_stage_removes_its_scratch_and_that_of_earlier_attempts(
     stages.builds.clear()
     execute(store, tmp_path)
     assert [p for p in (tmp_path / "work").rglob("*") if p.is_file()] == []
-
-
-def test_an_attempt_starts_with_empty_scratch_although_its_store_was_deleted_and_made_again(
-    stages: StandIns, store: LocalStore, tmp_path: Path
-) -> None:
-    found: list[list[str]] = []
-
-    def looks_around(work: Work) -> Built:
-        found.append([p.name for p in work.folder.iterdir()])
-        (work.folder / "mistake-1.txt").write_text("of this attempt")
-        raise Interrupted
-
-    stages.builds["tokenize"] = looks_around
-    for _ in range(2):
-        with pytest.raises(Interrupted):
-            execute(store, tmp_path)
-        for entry in store.entries(""):
-            store.delete(entry.key)
-    assert found == [[], []]
-
-
-def test_runs_of_one_recipe_into_two_stores_share_no_scratch(stages: StandIns, tmp_path: Path) -> None:
-    one, other = LocalStore(tmp_path / "one"), LocalStore(tmp_path / "other")
-
-    def meanwhile_the_other(work: Work) -> Built:
-        built = write_a_file(work)
-        stages.builds.clear()
-        execute(other, tmp_path)
-        assert (work.folder / "out.txt").read_text() == "by attempt 1"
-        return built
-
-    stages.builds["tokenize"] = meanwhile_the_other
-    execute(one, tmp_path)
-    assert stages.built == ["tokenize", "tokenize"]
-    assert find(one, PLANS["tokenize"]) and find(other, PLANS["tokenize"])
 
 
 # --- rivals in this process
@@ -419,37 +335,6 @@ def test_no_run_waits_for_an_attempt_that_has_ended(
     assert execute(store, tmp_path).made["tokenize"].attempt == 2
 
 
-def test_an_attempt_on_another_machine_is_left_alone_while_its_heartbeats_come(
-    stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.1)
-    monkeypatch.setattr(pipelines.pipeline, "SILENT_SECONDS", 1.5)
-    rival = claim(store, TOKENS, "other", "tokenize", 1, Billing())
-    assert rival is not None
-    rival.update(process=ELSEWHERE)
-
-    def work_for_a_while() -> None:
-        with rival:
-            time.sleep(2.5)
-            finish(store, 1)
-
-    thread = threading.Thread(target=work_for_a_while)
-    thread.start()
-    done = execute(store, tmp_path)
-    thread.join()
-    assert stages.built == [] and done.skipped["tokenize"]
-    assert states(store) == ["done"]
-
-
-def test_a_stop_takes_effect_while_waiting_for_a_rival(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
-    put_heartbeat(store)
-    stop = NeverAsked()
-    threading.Timer(0.3, lambda: setattr(stop, "asked", True)).start()
-    with pytest.raises(Interrupted):
-        execute(store, tmp_path, stop=stop)
-    assert stages.built == [] and states(store) == ["running"]
-
-
 @pytest.mark.parametrize(("rivals", "ending"), [("train-8", Stopped), ("train-9", Interrupted)], ids=["job", "machine"])
 def test_a_rented_machine_that_only_waits_for_another_one_is_released(
     stages: StandIns,
@@ -470,119 +355,6 @@ def test_a_rented_machine_that_only_waits_for_another_one_is_released(
     assert stages.built == [] and states(store) == ["running"]
 
 
-# --- rivals in other processes
-
-
-def child(store: str, home: str, seconds: str) -> None:
-    """A process that executes tokenize, which takes `seconds`; prints the result."""
-    stand_ins = StandIns()
-
-    def slowly(work: Work) -> Built:
-        Path(home, f"building-{os.getpid()}").touch()
-        deadline = time.monotonic() + float(seconds)
-        while time.monotonic() < deadline:
-            work.check()
-            time.sleep(0.02)
-        return write_a_file(work)
-
-    stand_ins.builds["tokenize"] = slowly
-    pipelines.pipeline.stage_named = stand_ins.named
-    stop = StopSignal()
-    Path(home, f"ready-{os.getpid()}").touch()
-    while not Path(home, "go").exists():
-        time.sleep(0.005)
-    try:
-        done = execute(LocalStore(Path(store)), Path(home), stop=stop)
-    except Interrupted:
-        sys.exit(75)
-    print(json.dumps({"built": stand_ins.built, "attempt": done.made["tokenize"].attempt}))
-
-
-class Processes:
-    """Children of the test that share a store and a home."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.running = folder, list[subprocess.Popen[str]]()
-
-    def start(self, seconds: float) -> "subprocess.Popen[str]":
-        command = [
-            sys.executable,
-            "-c",
-            "import sys; from tests.stages import test_stage; test_stage.child(*sys.argv[1:])",
-        ]
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-        arguments = [str(self.folder / "store"), str(self.folder), str(seconds)]
-        started = subprocess.Popen([*command, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
-        self.running.append(started)
-        return started
-
-    def go(self) -> None:
-        (self.folder / "go").touch()
-
-    def wait_until(self, state: str, process: "subprocess.Popen[str]") -> None:
-        """Wait until the process is "ready", with its imports done, or "building"."""
-        deadline = time.monotonic() + 60
-        while not (self.folder / f"{state}-{process.pid}").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-
-    def result(self, process: "subprocess.Popen[str]") -> dict[str, Any]:
-        out, _ = process.communicate(timeout=60)
-        assert process.returncode == 0
-        return json.loads(out)
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    started = Processes(tmp_path)
-    yield started
-    for process in started.running:
-        process.kill()
-        process.wait()
-
-
-def test_processes_that_start_at_once_build_one_artifact_and_all_succeed(
-    processes: Processes, store: LocalStore
-) -> None:
-    started = [processes.start(seconds=0.3) for _ in range(3)]
-    for process in started:
-        processes.wait_until("ready", process)
-    processes.go()
-    results = [processes.result(process) for process in started]
-    assert sorted(len(r["built"]) for r in results) == [0, 0, 1]
-    assert [r["attempt"] for r in results] == [1, 1, 1]
-    assert states(store) == ["done"]
-
-
-def test_a_process_that_starts_while_another_builds_waits_for_it(processes: Processes, store: LocalStore) -> None:
-    processes.go()
-    first = processes.start(seconds=3)
-    processes.wait_until("building", first)
-    second = processes.start(seconds=0)
-    assert processes.result(second) == {"built": [], "attempt": 1}
-    assert processes.result(first) == {"built": ["tokenize"], "attempt": 1}
-    assert states(store) == ["done"]
-
-
-@pytest.mark.parametrize(("number", "code", "left"), [(9, -9, "running"), (15, 75, "interrupted")])
-def test_a_process_that_dies_while_another_waits_is_replaced_by_it(
-    processes: Processes, store: LocalStore, number: int, code: int, left: str
-) -> None:
-    processes.go()
-    first = processes.start(seconds=60)
-    processes.wait_until("building", first)
-    second = processes.start(seconds=0.1)
-    processes.wait_until("ready", second)
-    time.sleep(0.5)
-    assert not (processes.folder / f"building-{second.pid}").exists()
-    first.send_signal(signal.Signals(number))
-    assert processes.result(second) == {"built": ["tokenize"], "attempt": 2}
-    assert first.wait(timeout=30) == code
-    assert states(store) == [left, "done"]
-    made = read_manifest(store, TOKENS)
-    assert made is not None and [f.key for f in made.files] == ["a0002/out.txt"]
-
-
 def test_provenance_has_the_code_and_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYTRAIN_IMAGE", "registry/skytrain@sha256:1234")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-for-anyone")
@@ -590,10 +362,6 @@ def test_provenance_has_the_code_and_the_versions(monkeypatch: pytest.MonkeyPatc
     assert known["image"] == "registry/skytrain@sha256:1234"
     assert known["python"] == ".".join(map(str, sys.version_info[:3]))
     assert "not-for-anyone" not in json.dumps(known)
-
-
-def test_every_stage_has_a_folder_of_its_own() -> None:
-    assert tuple(FOLDERS) == STAGES and len(set(FOLDERS.values())) == len(STAGES)
 
 
 def test_a_run_whose_workers_command_dies_again_and_again_without_a_commit_ends(

@@ -19,7 +19,6 @@ import yaml
 from in_process import skytrain
 
 from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest
-from pipelines.stage import STAGES
 from pipelines.tracking.runs import read_runs
 from trainer.store import LocalStore, Store
 
@@ -262,17 +261,3 @@ def assert_as_undisturbed(project: Project, finished: Project) -> None:
     for stage in ("tokenize", "train", "export"):
         assert sums(project.artifact(stage)) == sums(finished.artifact(stage)), stage
     assert project.artifact("evaluate").facts == finished.artifact("evaluate").facts
-
-
-def runs_in_mlflow(uri: str, run: str, experiment: str = "skytrain") -> tuple[Any, dict[str, Any]]:
-    """MLflow's client, and its runs by name: the parent run and one nested run per stage."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(uri)
-    found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
-    runs = {one.info.run_name: one for one in found}
-    assert len(runs) == len(found) == 1 + len(STAGES), [one.info.run_name for one in found]
-    parent = runs[run]
-    for stage in STAGES:
-        assert runs[f"{run}/{stage}"].data.tags["mlflow.parentRunId"] == parent.info.run_id
-    return client, runs

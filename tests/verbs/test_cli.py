@@ -70,7 +70,6 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
     ("arguments", "line"),
     [
         (["run", "smoek"], "error: smoek: neither a shipped recipe nor a file; did you mean 'smoke'?"),
-        (["run", "gpt2"], "error: gpt2: neither a shipped recipe nor a file; did you mean 'gpt2-124m'?"),
         (
             ["run", "tiny.yaml", "--set", "train.learning_rte=1"],
             "error: tiny.yaml: train.learning_rte: unknown field; did you mean 'learning_rate'?",
@@ -87,10 +86,8 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
             ["run", "tiny.yaml", "--store", "ftp://host/x"],
             "error: store 'ftp://host/x': not a store; give s3://BUCKET/PREFIX, file://PATH or a path (./NAME)",
         ),
-        (["plan", "tiny.yaml", "--store", "tiny.yaml"], "error: store 'tiny.yaml': "),
         (["plan", "tiny.yaml", "--set", "tokens.source=nowhere/*.txt"], "error: tokens.source: no file matches"),
         (["report", "nope"], "error: nope: no such run in file://"),
-        (["sample", "nope", "--prompt", "def "], "error: nope: no such run in file://"),
         (
             ["run", "tiny.yaml", "--json", "--set", "model.n_head=3"],
             "error: tiny.yaml: model: n_embd 8 is not divisible",
@@ -183,19 +180,14 @@ def test_hostile_input_ends_with_2_and_one_line(folder: Path, as_a_user: list[st
     ("arguments", "word"),
     [
         (["run"], "RECIPE"),
-        (["run", "tiny.yaml", "--price-per-hour", "-1"], "--price-per-hour"),
         (["run", "tiny.yaml", "--price-per-hour", "nan"], "--price-per-hour"),
-        (["run", "tiny.yaml", "--price-per-hour", "cheap"], "--price-per-hour"),
         (["run", "tiny.yaml", "--budget", "inf"], "'--budget': inf is no number to reckon with"),
         (["launch", "tiny.yaml", "--budget", "inf"], "'--budget': inf is no number to reckon with"),
         (["run", "tiny.yaml", "--pric-per-hour", "1"], "--pric-per-hour"),
         (["rnu", "tiny.yaml"], "rnu"),
-        (["--jsn"], "--jsn"),
         (["shards", "inspct"], "inspct"),
         (["report", "--html"], "error: report: option '--html' requires an argument; see skytrain report --help"),
         (["launch", "tiny.yaml", "--nodes", "0"], "error: launch: invalid value for '--nodes': "),
-        (["sample", "x", "--tokens", "0"], "--tokens"),
-        (["gc", "--older-than-days", "-1"], "--older-than-days"),
     ],
 )
 def test_a_wrong_option_exits_with_2_and_is_named(folder: Path, arguments: list[str], word: str) -> None:

@@ -12,11 +12,10 @@ from text_runs import CONTEXT, RUN, TRAIN
 from typer.testing import CliRunner
 
 from pipelines import cli
-from pipelines.sample import Fragment, GrowingText, load_text_model
+from pipelines.sample import GrowingText, load_text_model
 from pipelines.text.tokenizer import tokenizer
 from trainer.commits import committed_folders, delete_checkpoint
 from trainer.errors import UserError
-from trainer.sample import Sampling
 from trainer.store import LocalStore
 
 _one_thread = trainer_runs._one_thread
@@ -72,18 +71,6 @@ def test_a_prompt_must_fit_into_the_context(sample: Command) -> None:
         sample("--prompt", "short", "--prompt", "x" * CONTEXT)
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [(None, "not a text file"), (b"\xff\xfe", "not a text file"), (b"\n\n", "no lines"), (b"x" * 2_000_000, "larger")],
-)
-def test_a_file_without_prompts_is_named(sample: Command, tmp_path: Path, body: bytes | None, reason: str) -> None:
-    if body is not None:
-        (tmp_path / "p.txt").write_bytes(body)
-    with pytest.raises(UserError, match=f"--prompts .*p.txt: .*{reason}") as error:
-        sample("--prompts", str(tmp_path / "p.txt"))
-    assert "\n" not in str(error.value)
-
-
 # --- the weights
 
 
@@ -137,16 +124,6 @@ def test_a_run_without_weights_and_a_damaged_commit_are_named(
         load_text_model(store, tmp_path / "cache", RUN)
 
 
-def test_a_record_with_another_model_than_the_weights_is_named(store: LocalStore, tmp_path: Path) -> None:
-    text_runs.finish(store, tmp_path, text_runs.speaking_model())
-    path = store.path_of(f"runs/{RUN}.json")
-    values = json.loads(path.read_text())
-    values["recipe"]["model"]["n_layer"] += 1
-    path.write_text(json.dumps(values))
-    with pytest.raises(UserError, match=rf"runs/{RUN}.json: has another model \(.*its n_layer is .*write it again"):
-        load_text_model(store, tmp_path / "cache", RUN)
-
-
 # --- the text
 
 
@@ -176,21 +153,3 @@ def test_a_stop_string_ends_a_text_before_it_and_is_never_shown() -> None:
     assert all("E" not in part or len(part) > 1 for part in parts)  # held back until it can't be a stop
     growing = GrowingText(encoding)
     assert growing.add(encoding.eot_token) and growing.take() == "" and growing.tokens == 0
-
-
-def test_each_text_ends_with_one_fragment_that_says_why(store: LocalStore, tmp_path: Path) -> None:
-    text_runs.finish(store, tmp_path, text_runs.speaking_model())
-    model = load_text_model(store, tmp_path / "cache", RUN, precision="fp32")
-    assert model.decoder.begin([[0]]).shape == (1, 257)  # the tokenizer's ids; the model has 300
-    whole: list[list[Fragment]] = [[], [], []]
-    for step in model.continue_prompt(model.ids_of("b c d"), 40, [1, 2, 3], Sampling()):
-        for one in step:
-            whole[one.number].append(one)
-    for fragments in whole:
-        assert [bool(one.finish) for one in fragments] == [False] * (len(fragments) - 1) + [True]
-    stop = "".join(one.text for one in whole[1])[3:5]
-    ended = ["", "", ""]
-    for step in model.continue_prompt(model.ids_of("b c d"), 40, [1, 2, 3], Sampling(), [stop]):
-        for one in step:
-            ended[one.number] += one.text
-    assert ended == ["".join(one.text for one in fragments).partition(stop)[0] for fragments in whole]
