@@ -11,8 +11,8 @@ INSTALLED := .venv/installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 
 help:
 	@echo "make demo     set up, then run the recipe 'smoke' through all stages (minutes, on a CPU)"
-	@echo "make test     set up, then the tests of every promise that matters (7 to 15 minutes on two cores)"
-	@echo "make test-all the same, then the slow tests: containers, the Slurm cloud, crashes of real processes"
+	@echo "make test     set up, then the tests of every promise that matters (minutes on two cores)"
+	@echo "make test-all the same, and the slow tests: containers, the Slurm cloud, crashes of real processes"
 	@echo "make format   ruff: format, and fix imports"
 	@echo "make lint     ruff and mypy"
 	@echo "make docs     write the generated tables of README.md and docs/ again"
@@ -41,13 +41,12 @@ demo: install
 # each kind (tests/conftest.py). OpenMP threads of several workers would wait for each other, so each has one.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest --dist worksteal
 
-# One marker decides: `slow` leaves a test to `make test-all`. `.venv/bin/python -m pytest -m slow --collect-only -q`
-# lists those tests. `make test test-all` runs each test once; so does CI.
+# `slow` leaves a test to `make test-all`: `.venv/bin/python -m pytest -m slow --collect-only -q` lists those tests.
 test: install
 	$(PYTEST) -n 4 -m "not slow"
 
-test-all: test
-	$(PYTEST) -n 3 -m slow
+test-all: install
+	$(PYTEST) -n 4
 
 format: install
 	$(PY) -m ruff format .

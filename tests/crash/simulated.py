@@ -250,6 +250,7 @@ class World:
         self._ident = 0
         self.claimed: dict[str, list[int]] = {prefix: [] for prefix in self.prefixes.values()}
         self.broken: str | None = None  # the first promise that was broken
+        self.damaged: set[str] = set()  # files of commits with a flipped bit
         self.trace: list[str] = []
 
     # --- processes
@@ -431,18 +432,32 @@ class World:
             if name == "COMMIT.json":
                 yield Commit.decode(self.plain.get(entry.key) or b"", folder)
 
-    def newest_sound(self) -> int | None:
-        """The step of the newest commit whose files exist."""
-        top = f"{self.prefixes['train']}/checkpoints/"
+    def sound_commits(self) -> list[Commit]:
+        """The commits whose files exist and are undamaged, oldest first."""
         sound = [
-            commit.step
+            commit
             for commit in self._commits()
-            if all(
-                self.plain.path_of(f"{top}step-{commit.step:08d}-a{commit.attempt:04d}/{file.name}").exists()
-                for file in commit.files
-            )
+            if not self.damaged & {path.as_posix() for path in self.files_of(commit)}
+            and all(path.exists() for path in self.files_of(commit))
         ]
-        return max(sound, default=None)
+        return sorted(sound, key=lambda commit: (commit.step, commit.attempt))
+
+    def files_of(self, commit: Commit) -> list[Path]:
+        folder = f"{self.prefixes['train']}/checkpoints/step-{commit.step:08d}-a{commit.attempt:04d}"
+        return [self.plain.path_of(f"{folder}/{file.name}") for file in commit.files]
+
+    def newest_sound(self) -> int | None:
+        """The step of the newest commit that a run can resume from."""
+        return max((commit.step for commit in self.sound_commits()), default=None)
+
+    def corrupt(self) -> None:
+        """Flip a bit in a file of the newest sound commit, if there is one."""
+        for commit in self.sound_commits()[-1:]:
+            path = self.files_of(commit)[0]
+            body = bytearray(path.read_bytes())
+            body[-1] ^= 1
+            path.write_bytes(body)
+            self.damaged.add(path.as_posix())
 
 
 _world: World | None = None
@@ -536,8 +551,7 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
     for module in (ledger, trainer.checkpoint):
         patch.setattr(module, "Background", Thread)
     patch.setattr(ledger, "threading", SimpleNamespace(Event=Event, Lock=Lock))
-    for module in (ledger, gc):
-        patch.setattr(module, "this_process", this_process)
+    patch.setattr(ledger, "this_process", this_process)
     patch.setattr(ledger, "process_started", process_started)
     patch.setattr(ledger, "process_began", lambda: the_world().now)
     for name, value in vars(pipelines.tracking.runs.Run).items():

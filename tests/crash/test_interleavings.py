@@ -1,4 +1,4 @@
-"""Random interleavings of runs and gcs with crashes, faults, frozen machines and wrong clocks break no promise.
+"""Random interleavings of runs and gcs with crashes, faults, damage, frozen machines and wrong clocks break no promise.
 
 simulated.py names the promises. The machine also fails on each known mistake that a test puts back.
 """
@@ -142,6 +142,10 @@ class Interleavings(RuleBasedStateMachine):
     def fault(self, choice: int, fault: str) -> None:
         process = self.of(choice)
         process.threads[-1 if not process.threads[-1].done else 0].fault = fault
+
+    @rule()
+    def corrupt(self) -> None:
+        self.world.corrupt()
 
     @precondition(lambda self: self.active() and len(self.frozen) < 2)
     @rule(choice=st.integers(0, AT_ONCE - 1))
