@@ -97,7 +97,7 @@ def dry_run(folder: Path, *arguments: str, **more: str) -> "tuple[subprocess.Com
 def test_a_dry_run_prints_the_job_its_price_and_no_secret(texts: Path) -> None:
     pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
     config = {"slurm": {"pricing": {"accelerators": {"H100": 2.0}}}}
-    (texts / ".sky").mkdir()
+    (texts / ".sky").mkdir(exist_ok=True)
     (texts / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
     arguments = ["tiny.yaml", "--image", "none", "--nodes", "2", "--gpus", "H100:8", "--budget", "5"]
     arguments += ["--set", f"tokens.source={texts}/texts/*.txt", "--infra", "slurm/here"]
