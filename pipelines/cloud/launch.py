@@ -77,7 +77,7 @@ def planned_launch(
     stages = list(STAGES[: STAGES.index(request.until) + 1]) if unread else missing(store, plans, request.until)
     if not stages:
         return None
-    job = managed_job(request, stages, recipe.tokens.parts, trains_on_a_small_gpu(recipe))
+    job = managed_job(request, stages, trains_on_a_small_gpu(recipe))
     here = ("tokenize",) if "tokenize" in stages and text_is_only_here(recipe, job.clouds) else ()
     stages = [stage for stage in stages if stage not in here]
     if not stages:

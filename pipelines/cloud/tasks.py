@@ -126,18 +126,20 @@ def source_folder() -> Path:
     return root
 
 
-def managed_job(request: LaunchRequest, stages: Iterable[str], parts: int = 1, small: bool = False) -> ManagedJob:
-    """The job of a request. Each of the `parts` of the recipe's tokens gets a node. A `small` training gets the
-    machines of evaluate, which have one small GPU, unless the request names GPUs.
+def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = False) -> ManagedJob:
+    """The job of a request. A `small` training gets the machines of evaluate, which have one small GPU, unless the
+    request names GPUs.
 
     UserError for a request that no machine can fulfil.
     """
     folder = source_folder()
-    nodes = {"tokenize": parts, "train": request.nodes}
     files = {stage: read_task(folder, stage) for stage in stages}
     if small and not request.gpus and "train" in files:
         files["train"] = replace(files["train"], machines=read_task(folder, "evaluate").machines)
-    tasks = {stage: requested_task(task, request, folder, nodes.get(stage, 1)) for stage, task in files.items()}
+    tasks = {
+        stage: requested_task(task, request, folder, request.nodes if stage == "train" else 1)
+        for stage, task in files.items()
+    }
     if request.deadline and (request.spot or request.until in ("tokenize", "train")):
         option = "--spot" if request.spot else f"--stage {request.until}"
         raise UserError(

@@ -64,7 +64,7 @@ class User:
         source = {"source": str(folder / "texts" / "*.txt")}
         recipe: dict[str, Any] = TINY | {
             "name": "e2e",
-            "tokens": TINY["tokens"] | source | {"parts": 2},
+            "tokens": TINY["tokens"] | source,
             "train": TINY["train"] | {"max_steps": STEPS, "val_every": 50},
             "runtime": TINY["runtime"] | {"checkpoint_minutes": 0.005},
         }

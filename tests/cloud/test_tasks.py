@@ -87,13 +87,6 @@ def test_an_own_cluster_has_no_prices_and_one_kind_of_gpu() -> None:
     assert [task.num_nodes for task in tasks.values()] == [1, 2, 1, 1]
 
 
-def test_every_part_of_the_tokens_is_given_a_node() -> None:
-    for deadline in (None, 2e9):
-        request = LaunchRequest("tiny-12345678", "s3://bucket/prefix", nodes=2, deadline=deadline)
-        job = managed_job(request, STAGES, parts=3)
-        assert [task.num_nodes for task in job.tasks] == [3, 2, 2 if deadline else 1, 1]
-
-
 def test_without_an_image_the_work_tree_is_uploaded() -> None:
     for task in tasks_of(image=WORK_TREE).values():
         document = task.to_yaml()
