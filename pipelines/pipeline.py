@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
-from pipelines.nodes.head import Head
 from pipelines.provenance import provenance
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
@@ -29,7 +28,7 @@ from pipelines.tracking.ledger import (
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, RunRecord, read_run, record
-from trainer.errors import Interrupted, StaleAttempt, Stopped, StoreUnavailable, UserError
+from trainer.errors import Interrupted, StaleAttempt, Stopped, StoreUnavailable
 from trainer.process import StopSignal, failpoint
 from trainer.store import Store
 
@@ -52,7 +51,6 @@ class Pipeline:
     plans: dict[str, ArtifactPlan]
     # Called with every heartbeat, in its thread. A watch that returns a reason stops the whole run.
     watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
-    head: Head | None = None  # of several nodes
     before_ranks: Callable[[Work], None] | None = None  # called before train starts its ranks; may raise Interrupted
     began: float | None = None  # unix seconds, the start of the process, which the first attempt bills
     made: dict[str, Manifest] = field(default_factory=dict)
@@ -85,8 +83,6 @@ class Pipeline:
             self.stop.check()
             self.skipped[stage] = False
             self.made[stage] = self._existing(stage) or self._make(stage)
-            if stage == "train" and self.head:
-                self.head.release_workers()
 
     def _existing(self, stage: str) -> Manifest | None:
         manifest = find(self.store, self.plans[stage])
@@ -178,7 +174,6 @@ class Pipeline:
             attempt,
             self.screen,
             self.stop,
-            self.head,
             before_ranks=self.before_ranks,
         )
         self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
@@ -188,34 +183,17 @@ class Pipeline:
             failpoint(f"manifest-{stage}")
             attempt.begin_to_finish()
             manifest = commit(self.store, self._manifest(plan, attempt, built))
-        except BaseException as raised:
-            error = self._counted(attempt, raised)
+        except BaseException as error:
             interrupted = isinstance(error, Interrupted | StaleAttempt | StoreUnavailable | KeyboardInterrupt)
             if not isinstance(error, StaleAttempt):
                 attempt.update(state=state_after(error))
             if interrupted and self.stop.reason:
                 attempt.report(notice=self.stop.reason)
-            if error is raised:
-                raise
-            raise error from raised
+            raise
         attempt.update(state="done")
         # With the scratch of earlier attempts on this machine. A folder that stays must not fail a finished stage.
         shutil.rmtree(work.folder.parent, ignore_errors=True)
         return manifest
-
-    def _counted(self, attempt: Attempt, error: BaseException) -> BaseException:
-        """The exception that ends an attempt. The death of a worker's command, which only interrupts the head, counts
-        among the deaths of the run; the shell of SkyPilot's task reports it."""
-        if type(error) is not Interrupted or not self.head or not self.billing.machine.cluster:
-            return error
-        cause = self.head.death_of_command()
-        if cause is None:
-            return error
-        attempt.report(killed=cause)
-        try:
-            return after_death(self.store, attempt.prefix, attempt.number, cause)
-        except (OSError, UserError):  # the store does not answer: uncounted
-            return error
 
     def _manifest(self, plan: ArtifactPlan, attempt: Attempt, built: Built) -> Manifest:
         return Manifest(
@@ -262,21 +240,6 @@ def record_death(store: Store, plans: dict[str, ArtifactPlan], until: str, billi
             attempt.update(state=state_after(ending))
             attempt.report(killed=cause)
     return ending
-
-
-def head_recorded_death(store: Store, plans: dict[str, ArtifactPlan], until: str, stop: StopSignal) -> bool:
-    """For another node, once the head is gone: whether a signal ended it, and its machine recorded that.
-
-    Waits until the attempt of the head must be silent.
-    """
-    deadline = time.monotonic() + SILENT_SECONDS
-    while stages := missing(store, plans, until):
-        beats = attempts(store, plans[stages[0]].prefix)
-        if not beats or beats[-1].state != "running" or time.monotonic() > deadline:
-            return bool(beats) and beats[-1].state != "running" and beats[-1].progress.killed is not None
-        stop.check()
-        time.sleep(0.5)
-    return False
 
 
 def state_after(error: BaseException) -> str:

@@ -21,7 +21,6 @@ from pipelines.artifacts.manifest import (
     scratch,
     upload,
 )
-from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.screen import Screen
 from pipelines.text.tokenizer import check_tokenizer
@@ -49,7 +48,6 @@ class Work:
     attempt: Attempt
     screen: Screen
     stop: StopSignal
-    head: Head | None = None  # of several nodes
     clock: PhaseClock = field(default_factory=PhaseClock)
     scratch_of: ArtifactPlan | None = (
         None  # the artifact of the attempt, if `plan` is another one: a source of a mixture
@@ -60,8 +58,6 @@ class Work:
 
     def __post_init__(self) -> None:
         self.attempt.clock = self.phases
-        if self.head:
-            self.attempt.traffic = self.head.traffic
 
     @property
     def folder(self) -> Path:

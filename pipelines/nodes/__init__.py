@@ -1,1 +1,1 @@
-"""Several machines that work on one run: a head and its workers."""
+"""Several machines that train one run: node 0, and its workers."""

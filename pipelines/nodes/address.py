@@ -4,33 +4,34 @@ The environment names the node. SkyPilot sets these variables; elsewhere set the
 SKYPILOT_NODE_RANK=$SLURM_NODEID):
 SKYPILOT_NUM_NODES: the number of nodes.
 SKYPILOT_NODE_RANK: the number of this node, from 0.
-SKYPILOT_NODE_IPS: the addresses of the nodes, one a line; only the first one, the head's, is used.
-SKYTRAIN_PORT: the port on which the head listens, 29400 by default. The ranks use other, free ports.
+SKYPILOT_NODE_IPS: the addresses of the nodes, one a line, equal on all nodes; torchrun uses the first one, of node 0.
+SKYPILOT_TASK_ID: tells the job from others, if it is set.
 GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface between the nodes. The default of the first is the
-interface that leads to the head; NCCL finds its own (InfiniBand first, never loopback).
+interface that leads to node 0; NCCL finds its own (InfiniBand first, never loopback).
 """
 
 import os
 import socket
+import time
 from dataclasses import dataclass
 
 from trainer.config import RuntimeConfig
 from trainer.errors import UserError
 
-PORT = 29400
 # From the start of the first node to the start of the last one: SkyPilot starts them within seconds, once all are set
 # up.
 JOIN_SECONDS = 300.0
+EXIT_SECONDS = 20.0  # for the workers to see the end of node 0, and to exit
 
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """This node among `count`, and where the head listens."""
+    """This node among `count`, and the address of node 0."""
 
     rank: int = 0
     count: int = 1
-    head: str = "127.0.0.1"
-    port: int = PORT
+    first: str = "127.0.0.1"
+    cluster: str = ""  # equal on the nodes of a job, and on no others
 
 
 def this_node() -> NodeAddress:
@@ -44,7 +45,8 @@ def this_node() -> NodeAddress:
         raise UserError(f"SKYPILOT_NODE_RANK: {rank} of SKYPILOT_NUM_NODES={count}; the first node has rank 0")
     if not addresses:
         raise UserError("SKYPILOT_NODE_IPS: not set; its first line is the address of node 0")
-    return NodeAddress(rank, count, addresses[0], number_from("SKYTRAIN_PORT", PORT))
+    cluster = " ".join([os.environ.get("SKYPILOT_TASK_ID", ""), *addresses])
+    return NodeAddress(rank, count, addresses[0], cluster)
 
 
 def number_from(name: str, default: int) -> int:
@@ -72,14 +74,14 @@ def processes_on_this_node(runtime: RuntimeConfig) -> int:
 def rendezvous_options(address: NodeAddress, port: int) -> list[str]:
     """torchrun's options for its process on this node.
 
-    Static rendezvous, not c10d, keeps each rank on its node. So rank 0 runs on the head, which reads its event file,
+    Static rendezvous, not c10d, keeps each rank on its node. So rank 0 runs on node 0, which reads its event file,
     and a resumed run adds gradients in the same order.
     """
     return [
         f"--nnodes={address.count}",
         f"--node-rank={address.rank}",
         "--rdzv-backend=static",
-        f"--master-addr={address.head}",
+        f"--master-addr={address.first}",
         f"--master-port={port}",
         f"--rdzv-conf=timeout={JOIN_SECONDS:.0f}",
     ]
@@ -98,7 +100,7 @@ def interface_to(address: str) -> str | None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, PORT))  # sends nothing
+            probe.connect((address, 1))  # sends nothing
         except OSError:
             return None
         own_address = probe.getsockname()[0]
@@ -106,3 +108,13 @@ def interface_to(address: str) -> str | None:
         if own_address in [one.address for one in addresses]:
             return name
     return None
+
+
+def let_workers_exit_first(address: NodeAddress) -> None:
+    """Wait before node 0 of several exits with an error in a Slurm job.
+
+    srun kills the processes of the other nodes as soon as one exits with an error, and returns the highest code: 143,
+    after which no managed job recovers, instead of 75.
+    """
+    if address.count > 1 and "SLURM_JOB_ID" in os.environ:
+        time.sleep(EXIT_SECONDS)

@@ -16,8 +16,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipelines.nodes.address import NodeAddress, interface_to, rendezvous_options
-from pipelines.nodes.gpu_faults import hardware_error, name_of_rank
-from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, NodeResult, kind_and_message
+from pipelines.nodes.results import (
+    FAULT,
+    GPU,
+    HARDWARE_ERRORS,
+    KILLED,
+    PEER,
+    RERAISED,
+    STUCK,
+    NodeResult,
+    first_line_with,
+    kind_and_message,
+)
 from pipelines.nodes.torchrun import signal_name
 from pipelines.recipe import Recipe
 from trainer.health import STUCK as STUCK_LINE
@@ -35,7 +45,7 @@ FAILING_SECONDS = 10.0  # for ranks to fail and write their error files, once th
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The task of all ranks of an attempt. The head writes it; the ranks of every node read it."""
+    """The task of all ranks of an attempt. Node 0 writes it; the ranks of every node read it."""
 
     started: float  # unix seconds at which the pipeline's clock enters the phase "ranks"
     reached: int  # the highest step of any earlier attempt
@@ -46,6 +56,8 @@ class RankSpec:
     attempt: int
     between_failures: float  # expected, in seconds
     traffic_seconds: float = 0.0  # for which the machines cost as much as the traffic of a checkpoint
+    port: int = 0  # on node 0, where the torchruns of several nodes meet
+    cluster: str = ""  # see `NodeAddress`
     weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
 
     def to_json(self) -> dict[str, Any]:
@@ -63,7 +75,7 @@ class RankSpec:
 
 
 def start_torchrun(
-    spec: RankSpec, folder: Path, home: Path, processes: int, grace_seconds: int, address: NodeAddress, port: int
+    spec: RankSpec, folder: Path, home: Path, processes: int, grace_seconds: int, address: NodeAddress
 ) -> subprocess.Popen[bytes]:
     """Start torchrun in its own session (this process forwards Ctrl-C); the kernel ends it if this process dies.
 
@@ -79,8 +91,8 @@ def start_torchrun(
     if address.count == 1:
         options = ["--standalone", "--local-addr=127.0.0.1"]
     else:
-        options = rendezvous_options(address, port)
-        if interface := interface_to(address.head):
+        options = rendezvous_options(address, spec.port)
+        if interface := interface_to(address.first):
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     command = [sys.executable, "-m", "pipelines.nodes.torchrun", str(folder), *options, f"--nproc-per-node={processes}"]
     with (folder / LOG_FILE).open("ab") as log:
@@ -170,12 +182,11 @@ def gpu_fault(folder: Path, log: list[str]) -> str | None:
         (path for kind in (GPU, KILLED, PEER, FAULT) for path in folder.glob(f"{kind}-*.txt")),
         key=lambda path: path.stat().st_mtime_ns,
     )
-    first = f", {name_of_rank(paths[0])}" if paths else ""
-    for path in folder.glob(f"{GPU}-*.txt"):
-        first = f", {name_of_rank(path)}"
+    named = [path for path in paths if path.name.startswith(GPU)] or paths
+    rank = f", rank {named[0].stem.rpartition('-')[2]}" if named else ""
     reported = [line for path in paths if path.name.startswith(GPU) for line in path.read_text().splitlines()]
-    line = next(iter(reported), None) or hardware_error(log)
-    return f"GPU fault: {line}{first}" if line else None
+    line = next(iter(reported), None) or first_line_with(HARDWARE_ERRORS, log)
+    return f"GPU fault: {line}{rank}" if line else None
 
 
 def leave_error_message(error: Exception, folder: Path) -> None:

@@ -1,15 +1,19 @@
-"""How the work of a node ends, in a form that can be sent to the head and re-raised there."""
+"""How the ranks of a node ended, and the messages that tell an interruption from a bug.
+
+The texts of CUDA and NCCL are those that NVIDIA's documents and public reports show; this project has seen no real
+fault of a GPU.
+"""
 
 import platform
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipelines.nodes.gpu_faults import hardware_error, peer_error
 from trainer.errors import FULL, Diverged, StoreUnavailable, UserError, is_full
 
 UNAVAILABLE = "unavailable"  # kind: the store took no checkpoint, or did not answer
-# Errors of a rank or a node that the head re-raises with their original type, by kind. The order is their priority.
+# Errors of a rank that node 0 re-raises with their original type, by kind. The order is their priority.
 RERAISED: dict[str, type[Exception]] = {
     "mistake": UserError,
     UNAVAILABLE: StoreUnavailable,
@@ -17,14 +21,35 @@ RERAISED: dict[str, type[Exception]] = {
 }
 GPU = "gpu"  # kind: the hardware of a node failed
 PEER = "peer"  # kind: a rank lost its peers; the cause is with one of them, or between them
-KILLED = "killed"  # kind: a signal ended a rank or torchrun
+KILLED = "killed"  # kind: a signal ended a rank, torchrun or a worker's command
 STUCK = "stuck"  # kind: the watchdog ended ranks that made no progress
 FAULT = "fault"  # kind: any other error; it also names the ranks' error files
+# Parts of the messages of CUDA and of the driver.
+HARDWARE_ERRORS = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "unspecified launch failure",
+    "hardware stack error",
+    "fallen off the bus",
+    "GPU is lost",
+)
+# Parts of the messages of a rank whose peer, or the way to it, is gone. A rank that raises one is rarely the cause.
+PEER_ERRORS = (
+    "ncclRemoteError",
+    "ncclSystemError",
+    "ncclUnhandledCudaError",
+    "ncclInternalError",
+    "NCCL communicator was aborted",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+)
+LINE_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
 class NodeResult:
-    """How the ranks of a node ended, or its parts of the text."""
+    """How the ranks of a node ended."""
 
     node: int
     kind: str | None = None  # of the error: one of RERAISED, GPU, PEER, KILLED, STUCK or FAULT; None: success
@@ -33,7 +58,7 @@ class NodeResult:
 
     @property
     def error(self) -> Exception:
-        """The error that the head raises for a failed node."""
+        """The error that node 0 raises for a failed node."""
         assert self.kind, self
         return RERAISED.get(self.kind, RuntimeError)(self.message)
 
@@ -45,8 +70,14 @@ def kind_and_message(error: Exception, folder: Path) -> tuple[str, str]:
             return kind, str(error)
     if isinstance(error, OSError) and is_full(error):
         return "mistake", f"{error.filename or folder}: {FULL}"
-    if line := hardware_error(str(error).splitlines()):
+    if line := first_line_with(HARDWARE_ERRORS, str(error).splitlines()):
         return GPU, line
-    if line := peer_error(f"{type(error).__name__}: {error}"):
+    if line := first_line_with(PEER_ERRORS, f"{type(error).__name__}: {error}".splitlines()):
         return PEER, line
     return FAULT, "".join(traceback.format_exception(error))
+
+
+def first_line_with(parts: Iterable[str], lines: Iterable[str]) -> str | None:
+    """The first line that has one of these parts, cut at LINE_CHARACTERS."""
+    found = (line for line in lines if any(part in line for part in parts))
+    return next((line.strip()[:LINE_CHARACTERS] for line in found), None)

@@ -1,181 +1,188 @@
-"""A worker: every node but the head. It starts its ranks, and leaves when released."""
+"""A worker: every node but node 0. It starts its ranks for each attempt of node 0 at the training.
+
+It learns all from the store: an attempt's task, its heartbeats and its end. Another attempt replaces its ranks. Once
+node 0 is gone, the worker ends resumable.
+"""
 
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Client
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from pipelines.artifacts.manifest import ArtifactPlan, find, scratch
-from pipelines.nodes.address import NodeAddress, processes_on_this_node
-from pipelines.nodes.connection import CONNECTION_ERRORS, SILENT_SECONDS, NodeConnection, connect_to_head, receive
-from pipelines.nodes.messages import (
-    CommandDied,
-    End,
-    Hello,
-    Message,
-    StartRanks,
-    StopNotice,
-    Trained,
-    WorkDone,
-    message_to_json,
-)
-from pipelines.nodes.ranks import kill_ranks, result_of_ranks, start_torchrun, wait_for_orphans
-from pipelines.recipe import Recipe
+from pipelines.artifacts.traffic import traffic_here
+from pipelines.nodes.address import JOIN_SECONDS, NodeAddress, processes_on_this_node
+from pipelines.nodes.ranks import RankSpec, kill_ranks, result_of_ranks, start_torchrun, wait_for_orphans
+from pipelines.nodes.results import KILLED, NodeResult
+from pipelines.nodes.workers import POLL_SECONDS, WorkerRecord, read_spec
 from pipelines.screen import Screen
-from trainer.errors import Interrupted
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, newest_attempt
+from pipelines.tracking.records import Heartbeat
+from trainer.errors import Interrupted, UserError
 from trainer.process import StopSignal
 from trainer.store import Store
 
-POLL_SECONDS = 0.2  # between two checks of messages, ranks and the stop signal
-HEAD_SECONDS = 30.0  # for the head to end, beyond the time for saving
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This node's ranks of one attempt."""
-
-    round: int
-    folder: Path
-    torchrun: subprocess.Popen[bytes]
+END_SECONDS = 30.0  # for node 0 to end after a stop, beyond the time for saving
+RECORD_SECONDS = 15.0  # for the shell of node 0 to record a crash of its command: a start of Python, and the store
+ENDED = ("interrupted", "stopped", "failed")  # states of an attempt after which node 0 exits
 
 
 def run_worker(
     address: NodeAddress,
-    run: str,
     until: str,
-    recipe: Recipe,
     plans: dict[str, ArtifactPlan],
     store: Store,
     home: Path,
     stop: StopSignal,
     screen: Screen,
-    standby: bool,
-    head_recorded_death: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Work for the head until the run is trained.
-
-    Returns this node's exit code. Raises Interrupted if the head does not answer, or is gone without an end. A
-    `standby` machine has no GPUs and starts no ranks. `head_recorded_death` tells, once the head is gone,
-    whether its machine lives and gives the exit code.
-    """
-    if until == "tokenize" or find(store, plans["train"]):  # the head tokenizes alone
-        screen.note(f"node {address.rank}: nothing to do")
+    """Work until the run is trained, or node 0 has ended. Returns this node's exit code: 0, because that of node 0
+    counts, and srun would kill node 0 after another one. Raises Interrupted once node 0 is gone."""
+    name = f"node {address.rank}"
+    if until == "tokenize" or find(store, plans["train"]):
+        screen.note(f"{name}: nothing to do")
         return 0
-    processes = 0 if standby else processes_on_this_node(recipe.runtime)
-    head = f"{address.head}:{address.port}"
-    screen.note(f"node {address.rank} of {address.count}: worker with {processes} process(es) for the head, {head}")
-    socket = connect_to_head(address, stop)
-    reason = f"the head, {head}, does not answer"
-    if socket:
-        messages: SimpleQueue[Message] = SimpleQueue()
-        connection = NodeConnection(socket, messages.put)
-        worker = Worker(address, recipe, plans, store, home, processes, stop, screen, connection, messages)
-        if worker.serve(Hello(address.rank, run, processes)):
-            return 0  # the head's exit code counts; an earlier exit with another code, and srun would kill the head
-        reason = "the head is gone"
-        if head_recorded_death():
-            return 0  # as above: the head's machine has the exit code
-    if not find(store, plans["train"]):
-        raise Interrupted(reason)
+    screen.note(f"{name} of {address.count}: worker; waiting for node 0, {address.first}, to start the training")
+    ended = Worker(address, plans, store, home, stop).serve()
+    screen.note(f"{name}: {ended}")
     return 0
 
 
-def report_death(address: NodeAddress, run: str, cause: str) -> bool:
-    """Tell the head, which is about to leave, that a signal ended this node's command. Whether the head counts it."""
-    with suppress(*CONNECTION_ERRORS):
-        socket = Client((address.head, address.port))
-        with closing(socket):
-            socket.send_bytes(message_to_json(CommandDied(address.rank, run, cause)))
-            return receive(socket, SILENT_SECONDS) is not None
-    return False
-
-
-@dataclass
-class Worker:
-    """A node that is connected to the head, with its ranks."""
-
-    address: NodeAddress
-    recipe: Recipe
-    plans: dict[str, ArtifactPlan]
-    store: Store
-    home: Path
-    processes: int
-    stop: StopSignal
-    screen: Screen
-    connection: NodeConnection
-    messages: SimpleQueue[Message]
-    ranks: Ranks | None = None
-    stop_sent_at: float | None = None  # by time.monotonic
-
-    def serve(self, hello: Hello) -> bool:
-        """Do the work that the head requests. True once the head releases this node, False if it is gone."""
-        self.connection.send(hello)
-        self.connection.start()
-        try:
-            while not self.connection.gone.is_set() or not self.messages.empty():
-                if self._handle(self._next_message()):
-                    return True
-                self._report_ended_ranks()
-                self._pass_on_stop()
-            return False
-        finally:
-            if self.ranks:
-                kill_ranks(self.ranks.torchrun)
-            self.connection.close()
-
-    def _next_message(self) -> Message | None:
-        try:
-            return self.messages.get(timeout=POLL_SECONDS)
-        except Empty:
-            return None
-
-    def _handle(self, message: Message | None) -> bool:
-        """Returns True if the head releases this node."""
-        name = f"node {self.address.rank}"
-        match message:
-            case StartRanks():
-                self.ranks = self._start_ranks(message)
-            case Trained():
-                self.screen.note(f"{name}: trained; the head continues alone")
-                return True
-            case End(exit_code, reason):
-                log = self.screen.warn if exit_code else self.screen.note
-                log(f"{name}: the head ends ({reason})")
-                return True
+def record_crash(store: Store, prefix: str, address: NodeAddress, cause: str) -> bool:
+    """After a signal has ended this node's command: let node 0 count it. Whether its attempt still runs."""
+    newest = newest_attempt(store, prefix)
+    if newest is None or newest.state != "running":
         return False
+    own = WorkerRecord.read(store, prefix, newest.attempt, address.rank)
+    if own is None:  # it has started no ranks
+        return False
+    replace(own, time=time.time(), result=NodeResult(address.rank, KILLED, cause)).write(store, prefix, newest.attempt)
+    return True
 
-    def _start_ranks(self, request: StartRanks) -> Ranks:
-        folder = self._fresh_folder(self.plans["train"], request.spec.attempt)
-        torchrun = start_torchrun(
-            request.spec, folder, self.home, self.processes, self.stop.grace_seconds, self.address, request.port
-        )
-        return Ranks(request.round, folder, torchrun)
 
-    def _fresh_folder(self, plan: ArtifactPlan, attempt: int) -> Path:
-        """An empty folder. Its name has the node in it: nodes may share a home on a network disk."""
-        folder = scratch(self.home, self.store, plan.prefix) / f"a{attempt:04d}-node{self.address.rank}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        return folder
+class FirstNode:
+    """Node 0, as its attempts in the store show it."""
 
-    def _report_ended_ranks(self) -> None:
-        if self.ranks and (exit_code := self.ranks.torchrun.poll()) is not None:
+    def __init__(self, store: Store, prefixes: list[str]) -> None:
+        self.store, self.prefixes = store, prefixes
+        self.working: tuple[str, int] | None = None  # artifact and number of the attempt that has worked since
+        self.state = ""  # of that attempt
+        self._start = {prefix: newest_attempt(store, prefix) for prefix in prefixes}
+        self._known = dict(self._start)
+        self._changed = time.monotonic()
+
+    def look(self) -> None:
+        """Read the newest attempts. Raises Interrupted if none changes for too long while the store answers."""
+        now = time.monotonic()
+        try:
+            for prefix in self.prefixes:
+                beat = newest_attempt(self.store, prefix)
+                if beat and beat != self._known[prefix]:
+                    self._known[prefix], self._changed = beat, now
+                    self._note(prefix, beat)
+        except (OSError, UserError):
+            self.reset()
+        if now - self._changed > (SILENT_SECONDS + RECORD_SECONDS if self.state == "running" else JOIN_SECONDS):
+            raise Interrupted("node 0 is gone" if self.working else "node 0 does not start the training")
+
+    def reset(self) -> None:
+        """The store does not answer: silence means nothing."""
+        self._changed = time.monotonic()
+
+    def _note(self, prefix: str, beat: Heartbeat) -> None:
+        before = self._start[prefix]
+        is_new = before is None or beat.attempt > before.attempt
+        if is_new or beat.state == "running" or self.working == (prefix, beat.attempt):
+            self.working, self.state = (prefix, beat.attempt), beat.state
+
+
+class Worker:
+    """A worker with its ranks of one attempt."""
+
+    def __init__(
+        self, address: NodeAddress, plans: dict[str, ArtifactPlan], store: Store, home: Path, stop: StopSignal
+    ) -> None:
+        self.address, self.plan, self.store, self.home, self.stop = address, plans["train"], store, home, stop
+        self.first = FirstNode(store, [plans["tokenize"].prefix, self.plan.prefix])
+        self.torchrun: subprocess.Popen[bytes] | None = None
+        self.attempt = 0  # that the ranks are of
+        self.record = WorkerRecord(address.rank, time.time())
+        self._stopped_at: float | None = None  # by time.monotonic
+
+    def serve(self) -> str:
+        """Start the ranks of one attempt after the other. Returns how node 0 has ended."""
+        try:
+            while True:
+                self.first.look()
+                if self.first.state in ENDED:
+                    return f"node 0 has ended ({self.first.state})"
+                if self.first.state != "running" and find(self.store, self.plan):
+                    return "trained; node 0 continues alone"
+                if spec := self._fresh_spec():
+                    self._start_ranks(spec)
+                elif self.torchrun is None:
+                    self.stop.check()
+                self._report()
+                self._wait()
+        finally:
+            self._kill_ranks()
+
+    def _fresh_spec(self) -> RankSpec | None:
+        """The task of an attempt of this job whose ranks this node has not started."""
+        if self.first.working is None or self.first.state != "running":
+            return None
+        prefix, attempt = self.first.working
+        if prefix != self.plan.prefix or attempt <= self.attempt:
+            return None
+        with suppress(OSError):
+            spec = read_spec(self.store, prefix, attempt)
+            return spec if spec and spec.cluster == self.address.cluster else None
+        return None
+
+    def _start_ranks(self, spec: RankSpec) -> None:
+        self._kill_ranks()
+        self.attempt = spec.attempt
+        self.record = WorkerRecord(self.address.rank, time.time())
+        self._traffic_before = traffic_here()
+        # Its name has the node in it: nodes may share a home on a network disk.
+        self.folder = scratch(self.home, self.store, spec.prefix) / f"a{spec.attempt:04d}-node{self.address.rank}"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        processes = processes_on_this_node(spec.recipe.runtime)
+        self.torchrun = start_torchrun(spec, self.folder, self.home, processes, self.stop.grace_seconds, self.address)
+
+    def _kill_ranks(self) -> None:
+        if self.torchrun and self.torchrun.poll() is None:
+            kill_ranks(self.torchrun)
+
+    def _wait(self) -> None:
+        """Sleep until the next report: until the ranks end, or this node is asked to stop, if that is earlier."""
+        deadline = time.monotonic() + (HEARTBEAT_SECONDS if self.torchrun else POLL_SECONDS)
+        while time.monotonic() < deadline:
+            ended = self.torchrun is not None and self.torchrun.poll() is not None and not self.record.result
+            if ended or (self.stop.asked and not self.record.stop):
+                return
+            time.sleep(0.1)
+
+    def _report(self) -> None:
+        """Tell node 0 that this node lives, how its ranks ended, and whether it must stop: then all ranks leave on a
+        commit. Raises Interrupted if node 0 does not end in time."""
+        if self.torchrun is None:
+            return
+        if (exit_code := self.torchrun.poll()) is not None and not self.record.result:
             if exit_code < 0:
-                wait_for_orphans(self.ranks.folder, self.stop.grace_seconds)
-            result = result_of_ranks(self.address.rank, self.ranks.folder, exit_code)
-            self.connection.send(WorkDone(self.ranks.round, result))
-            self.ranks = None
-
-    def _pass_on_stop(self) -> None:
-        """Let the head stop all ranks on a commit. Raises Interrupted if it does not end in time."""
-        if self.stop.asked and self.stop_sent_at is None:
-            self.stop_sent_at = time.monotonic()
-            self.connection.send(StopNotice(self.stop.reason or "asked to stop"))
-        limit = self.stop.grace_seconds + HEAD_SECONDS
-        if self.stop_sent_at and time.monotonic() - self.stop_sent_at > limit:
-            raise Interrupted("the head does not stop")
+                wait_for_orphans(self.folder, self.stop.grace_seconds)
+            self.record = replace(self.record, result=result_of_ranks(self.address.rank, self.folder, exit_code))
+        if self.stop.asked and self._stopped_at is None:
+            self._stopped_at = time.monotonic()
+            self.record = replace(self.record, stop=self.stop.reason or "asked to stop")
+        traffic = traffic_here() - self._traffic_before
+        self.record = replace(self.record, time=time.time(), traffic=traffic)
+        try:
+            self.record.write(self.store, self.plan.prefix, self.attempt)
+        except (OSError, UserError):
+            self.first.reset()
+        if self._stopped_at and time.monotonic() - self._stopped_at > self.stop.grace_seconds + END_SECONDS:
+            raise Interrupted("node 0 does not stop")

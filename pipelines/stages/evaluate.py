@@ -117,7 +117,7 @@ def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, An
         weights=str(weights),
     )
     work.clock.enter("ranks")
-    torchrun = start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, NodeAddress(), port=0)
+    torchrun = start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, NodeAddress())
     stopping = False
     with held(work, torchrun), bars(work.screen) as progress:
         for event in follow_events(work.folder / EVENTS_FILE, torchrun):

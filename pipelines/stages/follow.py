@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipelines.nodes.head import Head
+from pipelines.nodes.address import JOIN_SECONDS
 from pipelines.nodes.ranks import LOG_FILE, kill_ranks, result_of_ranks, wait_for_orphans, wait_or_kill
 from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult
+from pipelines.nodes.workers import Workers
 from pipelines.screen import Bar
 from pipelines.stage import Work
 from pipelines.tracking.account import late_share
@@ -45,21 +46,21 @@ SLOW_SHARE, LATE_SECONDS = 0.01, 10.0  # of the time of training that waits for 
 SIGNALS_SECONDS = 1.0  # Slurm ends the processes of a job one by one; torchrun may get its signal before this process
 
 
-def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> int | None:
+def follow(work: Work, torchrun: subprocess.Popen[bytes], workers: Workers | None = None) -> int | None:
     """Follow the ranks until they end. Returns their last step; raises the error that ended them early."""
-    follower = Follower(work, torchrun)
+    follower = Follower(work, torchrun, workers)
     exit_code: int | None = None
     with work.screen.bar("train", work.recipe.train.max_steps) as bar:
         for event in follow_events(work.folder / EVENTS_FILE, torchrun):
             follower.handle(event, bar)
             follower.pass_on_stop()
-            if work.head and work.head.has_failed():
+            if workers and workers.have_failed:
                 exit_code = wait_or_kill(torchrun)
     if exit_code is None:
         exit_code = torchrun.wait()
         if exit_code < 0:
             wait_for_orphans(work.folder, work.stop.grace_seconds)
-    raise_error_of_ranks(work, exit_code, follower.step, work.head)
+    raise_error_of_ranks(work, exit_code, follower.step, workers)
     return follower.step
 
 
@@ -96,8 +97,8 @@ def pass_on_stop(work: Work, torchrun: subprocess.Popen[bytes], nothing_to_lose:
 class Follower:
     """The state of the ranks as the pipeline's process knows it."""
 
-    def __init__(self, work: Work, torchrun: subprocess.Popen[bytes]) -> None:
-        self.work, self.torchrun = work, torchrun
+    def __init__(self, work: Work, torchrun: subprocess.Popen[bytes], workers: Workers | None = None) -> None:
+        self.work, self.torchrun, self.workers = work, torchrun, workers
         self.step: int | None = None
         self.metrics: dict[str, float] = {}  # the last value of each
         self.stop_sent = False
@@ -125,7 +126,7 @@ class Follower:
         """Let the ranks finish their step, commit and leave, once this process is to stop. The ranks of several nodes
         hear it after their start."""
         if not self.stop_sent:
-            unstarted = self.work.head is None and not have_started(self.work.folder / EVENTS_FILE)
+            unstarted = self.workers is None and not have_started(self.work.folder / EVENTS_FILE)
             self.stop_sent = pass_on_stop(self.work, self.torchrun, nothing_to_lose=unstarted)
 
     def _checkpoint_failed(self, reason: str, ended: bool) -> None:
@@ -188,10 +189,10 @@ def have_started(path: Path) -> bool:
     return any(isinstance(event_from_json(line), Started) for line in written if line.endswith("\n"))
 
 
-def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Head | None) -> None:
+def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: Workers | None) -> None:
     """Raise the error that ended the ranks early; nothing if they completed, or left after a request.
 
-    `step` is their last one. `head`: of several nodes with ranks.
+    `step` is their last one. `workers`: of several nodes.
     """
     if exit_code and not work.stop.asked:
         time.sleep(SIGNALS_SECONDS)
@@ -199,8 +200,8 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
     if exit_code and shutil.disk_usage(work.folder).free < FULL_BYTES:  # the ranks cannot leave their errors there
         raise UserError(f"{work.folder}: {FULL}")
     results = [result_of_ranks(0, work.folder, exit_code)]
-    if head and exit_code:
-        results += head.wait_for_results()
+    if workers and exit_code:
+        results += workers.wait_for_results()
     for kind in RERAISED:
         for result in (result for result in results if result.kind == kind):
             raise after_outage(work, result) if kind == UNAVAILABLE else result.error
@@ -209,11 +210,16 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
     for result in (result for result in results if result.kind == GPU and work.stop.ending is Interrupted):
         work.report(killed=result.message)
         raise after_death(work.store, work.plan.prefix, work.attempt.number, result.message, may_start_over=True)
-    if head and (lost := head.lost_nodes()) and work.stop.ending is Interrupted:
-        raise Interrupted(f"node {lost[0]} is gone")
+    if workers and workers.lost and work.stop.ending is Interrupted:
+        raise Interrupted(f"node {workers.lost[0]} is gone")
     if work.stop.asked:
         raise work.stop.interruption()
     for result in (result for result in results if result.kind == STUCK):
+        if workers and workers.absent:  # a mistake, not an interruption: rented nodes would otherwise retry for ever
+            raise UserError(
+                f"node {workers.absent[0]} of {workers.address.count} did not start its ranks within "
+                f"{JOIN_SECONDS:.0f} s; run this command on all nodes, and let them reach {workers.address.first}"
+            )
         work.report(killed=result.message)
         raise after_death(work.store, work.plan.prefix, work.attempt.number, result.message, may_start_over=True)
     if death := cause_of_death(results):

@@ -5,14 +5,15 @@
 """
 
 import json
-import subprocess
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.artifacts.shard_cache import shards_in
-from pipelines.nodes.address import NodeAddress, processes_on_this_node
+from pipelines.nodes.address import NodeAddress, free_port, processes_on_this_node, this_node
 from pipelines.nodes.ranks import RankSpec, start_torchrun
+from pipelines.nodes.workers import Workers, write_spec
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow, held
@@ -68,8 +69,8 @@ def build(work: Work) -> Built:
         work.before_ranks(work)
     recipe = work.recipe
     processes = processes_on_this_node(recipe.runtime)
-    world_size = work.head.wait_for_workers(processes) if work.head else processes
-    check_shares(recipe.model, recipe.train, world_size)  # UserError now, not in the ranks
+    address = this_node()
+    check_shares(recipe.model, recipe.train, processes * address.count)  # UserError now, not in the ranks
     tokens = work.inputs["tokenize"]
     for split in ("train", "val"):
         check_ids(shards_in(tokens, split), recipe.model.vocab_size)
@@ -82,9 +83,13 @@ def build(work: Work) -> Built:
     work.check()
     work.attempt.check()
     work.clock.enter("ranks")
-    torchrun = start_ranks(work, processes)
-    with held(work, torchrun):
-        follow(work, torchrun)
+    spec = rank_spec(work, address)
+    with Workers(address, work.attempt, work.stop) if address.count > 1 else nullcontext() as workers:
+        if workers:
+            write_spec(work.store, spec)
+        torchrun = start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, address)
+        with held(work, torchrun):
+            follow(work, torchrun, workers)
     work.clock.enter("upload")
     state = committed_state(work.store, work.plan.prefix)
     complete = state is not None and state.is_complete(recipe.train, recipe.evaluate.every)
@@ -93,14 +98,7 @@ def build(work: Work) -> Built:
     return store_result(work, state)
 
 
-def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
-    """Start torchrun on this node, and let the workers start theirs."""
-    spec = rank_spec(work)
-    address, port = (work.head.address, work.head.start_ranks(spec)) if work.head else (NodeAddress(), 0)
-    return start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, address, port)
-
-
-def rank_spec(work: Work) -> RankSpec:
+def rank_spec(work: Work, address: NodeAddress) -> RankSpec:
     """The task of the ranks, with the facts that earlier attempts left."""
     earlier = [beat for beat in attempts(work.store, work.plan.prefix) if beat.attempt < work.attempt.number]
     reached = max((beat.progress.highest_step or 0 for beat in earlier), default=0)
@@ -118,6 +116,8 @@ def rank_spec(work: Work) -> RankSpec:
         attempt=work.attempt.number,
         between_failures=seconds_between_failures((b for b in earlier if not b.progress.waiting), prior),
         traffic_seconds=traffic_seconds(state_bytes(work.recipe.model, work.recipe.train), own),
+        port=free_port() if address.count > 1 else 0,
+        cluster=address.cluster,
     )
 
 

@@ -124,6 +124,7 @@ class Attempt:
         self._traffic_before = traffic_here()
         self.number = heartbeat.attempt
         self.lost = False  # superseded, as far as the heartbeat thread knows
+        self.reported = time.monotonic()  # when the store took the last heartbeat
         self._ending, self._soon = threading.Event(), threading.Event()
         self._logged: set[str] = set()
         self._lock = threading.Lock()
@@ -218,6 +219,7 @@ class Attempt:
             self.update(time=now, phases=self.phases(now))
             latest = self.latest
             self.store.put(key, latest.to_json())
+            self.reported = time.monotonic()
             # A killed attempt forwards the meter no more, so the phase after each heartbeat is the worst case.
             self.meter.forward(now, "lost" if latest.state == "running" else "idle")
 
@@ -293,6 +295,13 @@ def attempts(store: Store, prefix: str) -> list[Heartbeat]:
     newest = {number: entry.key for number, entry in attempt_entries(store, prefix)}
     bodies = ((number, store.get(newest[number])) for number in sorted(newest))
     return [heartbeat_in(body, n, f"{store.uri}/{newest[n]}") for n, body in bodies if body is not None]
+
+
+def newest_attempt(store: Store, prefix: str) -> Heartbeat | None:
+    """The newest attempt of an artifact as it last reported. DamagedRecord, or NewerRecord."""
+    number, entry = max(attempt_entries(store, prefix), key=lambda one: (one[0], one[1].key), default=(0, None))
+    body = store.get(entry.key) if entry else None
+    return heartbeat_in(body, number, f"{store.uri}/{entry.key}") if entry and body is not None else None
 
 
 def heartbeat_in(body: bytes, number: int, where: str) -> Heartbeat:

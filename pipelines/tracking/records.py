@@ -11,8 +11,6 @@ from typing import Any, Self
 
 from trainer.stored import Count, Number, Stored, UnixSeconds, decoded, typed
 
-REMOVED_FIELDS = {"faulty_host", "rank_seconds", "straggler", "unsound"}  # of Progress; version 0.1 wrote them
-
 
 @dataclass(frozen=True)
 class Machine(Stored):
@@ -85,7 +83,7 @@ class Progress(Stored):
         """The fields in what `to_json` made."""
         if not isinstance(values, dict):
             return values
-        plain = {name: value for name, value in values.items() if "/" not in name and name not in REMOVED_FIELDS}
+        plain = {name: value for name, value in values.items() if "/" not in name}
         return plain | {"metrics": {name: value for name, value in values.items() if "/" in name}}
 
     def updated(self, metrics: Mapping[str, float] | None = None, **changes: Any) -> Self:

@@ -5,8 +5,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +24,7 @@ from pipelines.verbs.options import (
     store_uri,
     writable_home,
 )
-from trainer.errors import EXIT_FAILED, Interrupted, Stopped, StoreUnavailable, UserError, ending_of
+from trainer.errors import EXIT_DONE, Interrupted, Stopped, StoreUnavailable, UserError
 
 if TYPE_CHECKING:
     from pipelines.artifacts.manifest import ArtifactPlan
@@ -77,8 +75,7 @@ def run(
     from pipelines.artifacts.store import open_store
     from pipelines.artifacts.traffic import counted_together
     from pipelines.cloud.notice import watching
-    from pipelines.nodes.address import this_node
-    from pipelines.pipeline import head_recorded_death
+    from pipelines.nodes.address import let_workers_exit_first, this_node
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
     from pipelines.stage import STAGES, check_export, missing, run_name
@@ -93,8 +90,8 @@ def run(
     loaded, plans = load(recipe, set_ or [], opened, unless_stopped and exited is None)
     check_export(loaded, stage)
     if exited:
-        if node.rank and head_counts_death(exited - 128, node, run_name(plans)):
-            sys.exit(0)  # the head's exit code counts
+        if node.rank:
+            exit_worker_after(exited - 128, opened, plans, node)
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     writable_home()
     refuse_what_ends_late(loaded, lambda: missing(opened, plans, stage), launched=unless_stopped or bool(node.rank))
@@ -102,21 +99,21 @@ def run(
         refuse_a_long_run(recipe, loaded, plans, opened, stage, node.count, screen, yes)
     apply_stop_request(opened, run_name(plans), unless_stopped)
     if node.rank:
-        from pipelines.cloud.deadline import is_standby
         from pipelines.nodes.worker import run_worker
 
-        name = run_name(plans)
         with counted_together(), watching(stop, screen):
-            died = partial(head_recorded_death, opened, plans, stage, stop)
-            sys.exit(run_worker(node, name, stage, loaded, plans, opened, home(), stop, screen, is_standby(), died))
+            sys.exit(run_worker(node, stage, plans, opened, home(), stop, screen))
     pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
     limit = budget_of(pipeline, budget) if budget else None
     try:
-        with counted_together(), watching(stop, screen), pipeline.head or nullcontext():
+        with counted_together(), watching(stop, screen):
             if limit and missing(opened, plans, until=stage):
                 limit.begin()
                 pipeline.watches.append(limit.watch)
             pipeline.execute(until=stage)
+    except BaseException:
+        let_workers_exit_first(node)
+        raise
     finally:
         # A store that does not answer has no result, and another request would only wait as long again.
         if as_json and not isinstance(sys.exception(), UserError | StoreUnavailable):
@@ -182,13 +179,15 @@ def refuse_a_long_run(
         )
 
 
-def head_counts_death(number: int, node: "NodeAddress", run: str) -> bool:
-    """Whether the head, which detects that this worker is gone, counts the death of its command by this signal."""
+def exit_worker_after(number: int, store: "Store", plans: "dict[str, ArtifactPlan]", node: "NodeAddress") -> None:
+    """Exit, or raise Interrupted, on a worker whose command a signal has ended."""
     from pipelines.nodes.torchrun import signal_name
-    from pipelines.nodes.worker import report_death
+    from pipelines.nodes.worker import record_crash
 
     cause = f"the command of node {node.rank} was killed by {signal_name(number)}"
-    return number not in REQUESTS and report_death(node, run, cause)
+    if number not in REQUESTS and record_crash(store, plans["train"].prefix, node, cause):
+        sys.exit(EXIT_DONE)  # the exit code of node 0 counts
+    raise Interrupted(cause)
 
 
 def after_signal(
@@ -201,16 +200,15 @@ def after_signal(
 ) -> Exception:
     """The exception that ends a run on this node after a signal has ended its command. Recorded in the store."""
     from pipelines.cloud.prices import billing_here
-    from pipelines.nodes.address import this_node
-    from pipelines.nodes.head import let_workers_exit_first
+    from pipelines.nodes.address import let_workers_exit_first, this_node
     from pipelines.nodes.torchrun import signal_name
     from pipelines.pipeline import record_death
     from pipelines.stage import run_name
     from pipelines.tracking.stop_request import read_stop_request
 
     cause = f"the run's command was killed by {signal_name(number)}"
-    if this_node().rank or number in REQUESTS:
-        return Interrupted(cause)  # the head detects that this node is gone; the others ask for a stop
+    if number in REQUESTS:
+        return Interrupted(cause)
     ending = record_death(store, plans, until, billing_here(price_per_hour), cause)
     let_workers_exit_first(this_node())
     if unless_stopped and (request := read_stop_request(store, run_name(plans))):
@@ -239,15 +237,13 @@ def pipeline_here(
     """The pipeline of a run on this machine, with its watches."""
     from pipelines.cloud.deadline import DeadlineWatch, deadline_here, is_standby
     from pipelines.cloud.prices import billing_here
-    from pipelines.nodes.address import this_node
-    from pipelines.nodes.head import Head
     from pipelines.pipeline import Pipeline
     from pipelines.stage import run_name
     from pipelines.tracking.ledger import process_began
     from pipelines.tracking.mlflow.child import MirrorProcess
     from pipelines.tracking.stop_request import watch_stop_request
 
-    name, node, billing, deadline = run_name(plans), this_node(), billing_here(price_per_hour), deadline_here()
+    name, billing, deadline = run_name(plans), billing_here(price_per_hour), deadline_here()
     timed = DeadlineWatch(deadline, recipe, stop) if deadline and (billing.machine.spot or is_standby()) else None
     return Pipeline(
         recipe,
@@ -259,7 +255,6 @@ def pipeline_here(
         stop,
         plans,
         watches=[watch_stop_request(store, name), *([timed.watch] if timed else [])],
-        head=Head(node, name, stop, exit_code) if node.count > 1 else None,
         before_ranks=timed.before_ranks if timed else None,
         began=process_began(),
     )
@@ -271,12 +266,6 @@ def budget_of(pipeline: "Pipeline", usd: float) -> "Budget":
 
     batch_tokens = pipeline.recipe.train.batch_tokens
     return Budget(usd, pipeline.billing, pipeline.store, pipeline.run, batch_tokens, pipeline.stop)
-
-
-def exit_code(error: BaseException) -> int:
-    """The exit code of a command that `error` ends."""
-    ending = ending_of(error)
-    return ending.exit_code if ending else EXIT_FAILED
 
 
 def result(pipeline: "Pipeline") -> dict[str, Any]:

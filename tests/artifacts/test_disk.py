@@ -95,7 +95,6 @@ def test_ranks_that_died_of_a_full_disk_need_no_error_message_file(tmp_path: Pat
         recipe=SimpleNamespace(train=SimpleNamespace(max_steps=1)),
         screen=TerminalScreen(quiet=True),
         attempt=nothing,
-        head=None,
         stop=SimpleNamespace(asked=False),
         store=LocalStore(tmp_path / "store"),
         plan=SimpleNamespace(prefix="train/x"),

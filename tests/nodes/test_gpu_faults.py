@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.nodes.gpu_faults import hardware_error
 from pipelines.nodes.ranks import LOG_FILE, SPEC_FILE, leave_error_message, result_of_ranks
-from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, NodeResult
+from pipelines.nodes.results import FAULT, GPU, HARDWARE_ERRORS, KILLED, PEER, NodeResult, first_line_with
 
 ECC = """CUDA error: uncorrectable ECC error encountered
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
@@ -32,12 +31,12 @@ HOST = platform.node()
     "line", [ABORTED, "GPU has fallen off the bus", "RuntimeError: CUDA error: unspecified launch failure"]
 )
 def test_a_fault_of_the_hardware_is_recognized(line: str) -> None:
-    assert hardware_error(["step 7", line, "more"]) == line
+    assert first_line_with(HARDWARE_ERRORS, ["step 7", line, "more"]) == line
 
 
 @pytest.mark.parametrize("line", ["CUDA error: an illegal memory access was encountered", "out of memory"])
 def test_an_error_of_a_program_is_no_fault_of_the_hardware(line: str) -> None:
-    assert hardware_error([line]) is None
+    assert first_line_with(HARDWARE_ERRORS, [line]) is None
 
 
 class Attempt:

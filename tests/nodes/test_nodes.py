@@ -1,58 +1,68 @@
-"""Several nodes as one: equal shards and losses, and whichever node dies, all leave resumable."""
+"""Several nodes as one: equal losses, and whichever node is lost or must stop, all leave resumable."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pipeline_runs import Project
-from servers import LOOPBACK, free_ports
+from servers import LOOPBACK
+
+COMMAND = ("run", "tiny.yaml", "--stage", "train", "--price-per-hour", "36")
 
 
 @pytest.mark.slow
-def test_after_the_death_of_any_node_all_leave_resumable_and_the_losses_stay_equal(
+def test_after_the_loss_of_any_node_all_leave_resumable_and_the_losses_stay_equal(
     tmp_path: Path, undisturbed: Callable[[int], Project]
 ) -> None:
-    head, other = two_nodes(tmp_path / "two nodes")
-    command = ("run", "tiny.yaml", "--stage", "train", "--price-per-hour", "36")
+    node_0, node_1 = two_nodes(tmp_path / "two nodes")
 
-    for dying, left in ((other, head), (head, other)):
-        before = head.rows_committed()
-        with other.started(*command) as second, head.started(*command) as first:
-            processes = {id(head): first, id(other): second}
-            head.wait_until(lambda: head.rows_committed() > before + 5, first)  # noqa: B023
-            dying.kill_all(processes[id(dying)])
-            _, output = processes[id(left)].communicate(timeout=60)
+    for killed, left in ((node_1, node_0), (node_0, node_1)):
+        before = node_0.rows_committed()
+        with node_1.started(*COMMAND) as second, node_0.started(*COMMAND) as first:
+            processes = {id(node_0): first, id(node_1): second}
+            node_0.wait_until(lambda: node_0.rows_committed() > before + 5, first)  # noqa: B023
+            killed.kill_all(processes[id(killed)])
+            _, output = processes[id(left)].communicate(timeout=300)
             assert processes[id(left)].returncode == 75, output
-            assert "node 1 is gone" in output or "the head is gone" in output
+            assert f"node {int(killed is node_1)} is gone" in output
             assert not left.alive()
 
-    with other.started(*command) as second, head.started(*command) as first:
-        assert [process.wait(120) for process in (first, second)] == [0, 0]
-    assert head.series() == undisturbed(2).series()
-    beats = [beat for beat in head.heartbeats() if beat["stage"] == "train"]
+    with node_1.started(*COMMAND) as second, node_0.started(*COMMAND) as first:
+        assert [process.wait(300) for process in (first, second)] == [0, 0]
+    assert node_0.series() == undisturbed(2).series()
+    beats = [beat for beat in node_0.heartbeats() if beat["stage"] == "train"]
     assert [(beat["nodes"], beat["state"]) for beat in beats] == [
         (2, "interrupted"),
-        (2, "running"),  # it died silently
+        (2, "running"),  # killed
         (2, "done"),
     ]
-    other.run(*command)  # alone: there is nothing left to train
+    assert "nothing to do" in node_1.run(*COMMAND).stderr  # alone
+
+
+@pytest.mark.slow
+def test_a_worker_that_must_stop_stops_the_run_on_a_commit(tmp_path: Path) -> None:
+    node_0, node_1 = two_nodes(tmp_path / "nodes")
+    patient = ("--set", "runtime.checkpoint_minutes=1000", "--set", "train.max_steps=100000")
+    with node_1.started(*COMMAND, *patient) as second, node_0.started(*COMMAND, *patient) as first:
+        node_0.wait_until(lambda: any(beat["progress"].get("step", 0) > 5 for beat in node_0.heartbeats()), first)
+        second.send_signal(signal.SIGTERM)
+        ended = [process.communicate(timeout=300) for process in (first, second)]
+    assert (first.returncode, second.returncode) == (75, 0), ended
+    assert "node 0 has ended (interrupted)" in ended[1][1]
+    (beat,) = [beat for beat in node_0.heartbeats() if beat["stage"] == "train"]
+    assert beat["progress"]["notice"] == "node 1: SIGTERM"
+    assert len(node_0.found("train/*/checkpoints/*/COMMIT.json")) == 1
 
 
 def two_nodes(folder: Path) -> list[Project]:
-    return several_nodes(folder, 2)
-
-
-def several_nodes(folder: Path, count: int, recipe: dict[str, Any] | None = None) -> list[Project]:
     """Nodes that share only a store."""
-    port = free_ports(1)[0]
-    nodes = [Project(folder, recipe) for _ in range(count)]
+    nodes = [Project(folder) for _ in range(2)]
     for rank, node in enumerate(nodes):
         node.environment |= {
             "SKYTRAIN_HOME": str(folder / f"home {rank}"),
             "SKYTRAIN_STORE": f"file://{node.home / 'store'}",
-            "SKYTRAIN_PORT": str(port),
-            "SKYPILOT_NUM_NODES": str(count),
+            "SKYPILOT_NUM_NODES": "2",
             "SKYPILOT_NODE_RANK": str(rank),
             "SKYPILOT_NODE_IPS": f"{LOOPBACK}\n{LOOPBACK}",
         }

@@ -30,8 +30,8 @@ LAYERS = (
         ),
         "pipelines.weight_sources",
     ),
-    ("pipelines.tracking",),
     ("pipelines.nodes",),
+    ("pipelines.tracking",),
     ("pipelines.bench",),
     ("pipelines.formats",),
     ("pipelines.text",),
@@ -51,7 +51,7 @@ PRINTING = ("pipelines.cli", "pipelines.verbs", "pipelines.show")
 
 # Modules below the verbs that may print, each with its reason.
 PRINTERS = {
-    "pipelines.stages.rank": "a rank is a process of its own: its stderr is the log that the head reads",
+    "pipelines.stages.rank": "a rank is a process of its own: its stderr is the log that node 0 reads",
     "pipelines.tracking.mlflow.settings": "the mirror is a process of its own: its stdout is its log file",
     "trainer.__main__": "the command `python -m trainer`: its result and its errors",
     "trainer.health": "a stuck rank writes its last line and all tracebacks, then exits at once",

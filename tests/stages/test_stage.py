@@ -16,7 +16,6 @@ import pytest
 
 import pipelines.pipeline
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
-from pipelines.nodes.head import Head
 from pipelines.pipeline import Pipeline
 from pipelines.provenance import provenance
 from pipelines.recipe import Recipe, load_recipe
@@ -27,7 +26,7 @@ from pipelines.tracking.ledger import attempts, claim, seconds_between_failures,
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
 from pipelines.tracking.runs import Summary
-from trainer.errors import Died, Interrupted, Stopped, StoreUnavailable, UserError
+from trainer.errors import Interrupted, Stopped, StoreUnavailable, UserError
 from trainer.process import StopSignal
 from trainer.store import LocalStore, Store
 
@@ -362,30 +361,3 @@ def test_provenance_has_the_code_and_the_versions(monkeypatch: pytest.MonkeyPatc
     assert known["image"] == "registry/skytrain@sha256:1234"
     assert known["python"] == ".".join(map(str, sys.version_info[:3]))
     assert "not-for-anyone" not in json.dumps(known)
-
-
-def test_a_run_whose_workers_command_dies_again_and_again_without_a_commit_ends(
-    stages: StandIns, store: LocalStore, tmp_path: Path
-) -> None:
-    class HeadOfTheDead(Head):
-        def __init__(self) -> None:
-            self._traffic = {}
-
-        def death_of_command(self) -> str | None:
-            return "the command of node 1 was killed by SIGKILL"
-
-    stages.builds["tokenize"] = raising(Interrupted("node 1 is gone"))
-
-    def attempt_at(billing: Billing) -> BaseException:
-        made = pipeline(store, tmp_path)
-        made.head, made.billing = HeadOfTheDead(), billing
-        with pytest.raises((Interrupted, Died)) as ended:
-            made.execute("tokenize")
-        return ended.value
-
-    own, rented = Billing(1.0), Billing(1.0, machine=Machine(cluster="train-1"))
-    assert [str(attempt_at(own)) for _ in range(2)] == ["node 1 is gone"] * 2  # no shell of ours reports there
-    endings = [attempt_at(rented) for _ in range(4)]
-    assert [type(one) for one in endings] == [Interrupted] * 3 + [Died]
-    assert {str(one).partition(";")[0] for one in endings} == {"the command of node 1 was killed by SIGKILL"}
-    assert states(store) == ["interrupted"] * 5 + ["failed"]

@@ -76,12 +76,12 @@ class RanksInThread:
     kill = terminate
 
 
-def start_ranks_here(spec: Any, folder: Path, home: Path, processes: int, grace: int, address: Any, port: int) -> Any:
+def start_ranks_here(spec: Any, folder: Path, home: Path, processes: int, grace: int, address: Any) -> Any:
     """Stands in for `start_torchrun`, which several ranks still need."""
     from pipelines.nodes import ranks
 
     if processes > 1 or address.count > 1:
-        return ranks.start_torchrun(spec, folder, home, processes, grace, address, port)
+        return ranks.start_torchrun(spec, folder, home, processes, grace, address)
     (folder / ranks.SPEC_FILE).write_text(json.dumps(spec.to_json()))
     return RanksInThread(folder, home / "cache")
 

@@ -1,0 +1,207 @@
+"""Node 0 and its workers learn of each other through the store alone."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from servers import LOOPBACK
+from stage_work import NoSignals
+
+from pipelines.artifacts.traffic import Traffic, traffic_here
+from pipelines.nodes import worker
+from pipelines.nodes.address import NodeAddress, interface_to, this_node
+from pipelines.nodes.results import KILLED, NodeResult
+from pipelines.nodes.worker import FirstNode, record_crash
+from pipelines.nodes.workers import WorkerRecord, Workers
+from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, claim
+from pipelines.tracking.records import Billing
+from trainer.errors import Interrupted, StoreUnavailable, UserError
+from trainer.store import LocalStore
+
+TOKENS, TRAIN = "tokens/tiny-0123", "train/tiny-0123"
+TWO = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+
+
+class Clock:
+    """time.monotonic of the code under test."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def attempt_of(store: LocalStore, prefix: str, number: int) -> Attempt:
+    attempt = claim(store, prefix, "tiny-0123", prefix.partition("/")[0], number, Billing())
+    assert attempt
+    return attempt
+
+
+def beat(attempt: Attempt, **changes: object) -> None:
+    """Write the next heartbeat."""
+    attempt.update(**changes)
+    attempt._report()
+
+
+@pytest.fixture
+def attempt(store: LocalStore, clock: Clock) -> Attempt:
+    return attempt_of(store, TRAIN, 1)
+
+
+@pytest.fixture
+def of_node_0(attempt: Attempt) -> Workers:
+    return Workers(NodeAddress(0, 3), attempt, NoSignals())
+
+
+def reported(attempt: Attempt, node: int, seconds: float, **fields: object) -> None:
+    replace(WorkerRecord(node, seconds), **fields).write(attempt.store, TRAIN, 1)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_stays_silent_is_lost_and_one_that_never_started_is_absent(
+    of_node_0: Workers, attempt: Attempt, clock: Clock
+) -> None:
+    reported(attempt, 1, 1.0)
+    of_node_0.look()
+    assert (of_node_0.lost, of_node_0.absent, of_node_0.have_failed) == ([], [2], False)
+    clock.now += SILENT_SECONDS - 1
+    beat(attempt)
+    reported(attempt, 2, 1.0)
+    of_node_0.look()
+    clock.now += 2
+    of_node_0.look()
+    assert (of_node_0.lost, of_node_0.absent, of_node_0.have_failed) == ([1], [], True)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_no_worker_is_lost_while_the_store_is_away(
+    of_node_0: Workers, attempt: Attempt, clock: Clock, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """A store may refuse all requests, or only those that write."""
+    reported(attempt, 1, 1.0)
+    of_node_0.look()
+    with monkeypatch.context() as outage:
+        if not reads:
+            outage.setattr(LocalStore, "get", raising(StoreUnavailable("away")))
+        for _ in range(9):
+            clock.now += SILENT_SECONDS / 3
+            of_node_0.look()
+    beat(attempt)
+    clock.now += SILENT_SECONDS / 3
+    of_node_0.look()
+    assert of_node_0.lost == []
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_node_0_learns_of_a_workers_stop_result_and_traffic(of_node_0: Workers, attempt: Attempt) -> None:
+    failed = NodeResult(2, KILLED, "rank 3 was killed by SIGKILL", "n2")
+    reported(attempt, 1, 1.0, stop="GCE: preempted", traffic=Traffic(10, 20, 1, 2))
+    reported(attempt, 2, 1.0, result=failed, traffic=Traffic(1, 1, 1, 1))
+    of_node_0.look()
+    assert of_node_0._stop.asked and of_node_0._stop.reason == "node 1: GCE: preempted"
+    assert of_node_0.have_failed and of_node_0.results() == [failed]
+    assert of_node_0.traffic() - traffic_here() == Traffic(11, 21, 2, 3)
+
+
+def test_a_worker_waits_for_an_attempt_that_lives(store: LocalStore, clock: Clock) -> None:
+    killed = attempt_of(store, TRAIN, 1)
+    first = FirstNode(store, [TOKENS, TRAIN])
+    first.look()
+    assert first.working is None  # it may be of an earlier command
+    tokens = attempt_of(store, TOKENS, 1)
+    first.look()
+    assert (first.working, first.state) == ((TOKENS, 1), "running")
+    beat(tokens, state="done")
+    clock.now += SILENT_SECONDS + 1  # planning the training
+    first.look()
+    training = attempt_of(store, TRAIN, killed.number + 1)
+    first.look()
+    assert first.working == (TRAIN, 2)
+    beat(training, state="interrupted")
+    first.look()
+    assert first.state in worker.ENDED
+
+
+def test_a_worker_leaves_resumable_once_node_0_is_silent_but_not_while_the_store_is_away(
+    store: LocalStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = FirstNode(store, [TOKENS, TRAIN])
+    attempt_of(store, TRAIN, 1)
+    first.look()
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalStore, "entries", raising(StoreUnavailable("away")))
+        clock.now += 10 * SILENT_SECONDS
+        first.look()
+    clock.now += SILENT_SECONDS
+    first.look()
+    clock.now += worker.RECORD_SECONDS + 1
+    with pytest.raises(Interrupted, match="node 0 is gone"):
+        first.look()
+
+
+def test_a_worker_that_finds_no_node_0_leaves_resumable(store: LocalStore, clock: Clock) -> None:
+    first = FirstNode(store, [TOKENS, TRAIN])
+    clock.now += worker.JOIN_SECONDS + 1
+    with pytest.raises(Interrupted, match="node 0 does not start the training"):
+        first.look()
+
+
+def test_a_crash_of_a_workers_command_is_counted_by_node_0(of_node_0: Workers, attempt: Attempt) -> None:
+    node, cause = NodeAddress(1, 3), "the command of node 1 was killed by SIGKILL"
+    assert not record_crash(attempt.store, TRAIN, node, cause)  # it had no ranks
+    reported(attempt, 1, 1.0, traffic=Traffic(1, 0, 0, 0))
+    assert record_crash(attempt.store, TRAIN, node, cause)
+    of_node_0.look()
+    assert [(one.kind, one.message) for one in of_node_0.results()] == [(KILLED, cause)]
+    beat(attempt, state="interrupted")
+    assert not record_crash(attempt.store, TRAIN, node, cause)
+
+
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({}, NodeAddress()),
+        (TWO | {"SKYPILOT_NUM_NODES": "1"}, NodeAddress()),
+        (TWO | {"SKYPILOT_TASK_ID": "sky-7"}, NodeAddress(1, 2, "10.0.0.1", "sky-7 10.0.0.1 10.0.0.2")),
+    ],
+)
+def test_the_environment_names_this_node(
+    environment: dict[str, str], address: NodeAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", environment)
+    assert this_node() == address
+
+
+@pytest.mark.parametrize(
+    ("environment", "wrong"),
+    [
+        ({"SKYPILOT_NUM_NODES": "two"}, "SKYPILOT_NUM_NODES: 'two' is not a whole number"),
+        ({"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK: 2 of SKYPILOT_NUM_NODES=2"),
+        ({"SKYPILOT_NODE_IPS": ""}, "SKYPILOT_NODE_IPS: not set"),
+    ],
+)
+def test_an_impossible_environment_is_a_mistake(
+    environment: dict[str, str], wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", TWO | environment)
+    with pytest.raises(UserError, match=wrong):
+        this_node()
+
+
+def test_the_interface_is_the_one_that_leads_to_node_0() -> None:
+    assert interface_to(LOOPBACK) == "lo"
+    assert interface_to("no such host") is None
