@@ -185,27 +185,6 @@ def machines_of(run: str) -> tuple[list[int], list[Cluster]]:
     return jobs, [cluster for cluster in clusters() if cluster.run == run_label(run)]
 
 
-def wait_until_released(run: str, jobs: list[int], seconds: float, note: Callable[[str], None]) -> str | None:
-    """Wait until the jobs of a run are over and their machines gone. What is left after `seconds`; None if nothing is.
-
-    A job that SkyPilot does not know here is another API server's, and counts as left; so does one without an answer.
-    """
-    deadline = time.monotonic() + seconds
-    try:
-        reach_api_server(note)
-        if not any(task.job in jobs for task in managed_tasks(run)):
-            return f"job {jobs[-1]}, which this API server does not know,"
-        note("waiting until its machines are released")
-        while any(left := machines_of(run)):
-            if time.monotonic() > deadline:
-                return f"job {left[0][-1]}" if left[0] else f"cluster {left[1][0].name}"
-            time.sleep(2)
-    except Exception as error:  # of SkyPilot, its server, or the network: the run has stopped anyway
-        note(f"SkyPilot does not answer: {' '.join(str(error).split())}")
-        return f"job {jobs[-1]}"
-    return None
-
-
 def down(run: str, note: Callable[[str], None]) -> bool:
     """Cancel a run's jobs, wait until they and their clusters are gone, and take down other clusters with its label.
 

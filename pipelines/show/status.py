@@ -68,27 +68,18 @@ def print_notes(out: Console, notes: Iterable[str]) -> None:
         out.print(f"[yellow]{shown(note)}[/]")
 
 
-def print_stopped(
-    run: str, before: Heartbeat | None, after: Heartbeat | None, launched: bool, left: str | None = None
-) -> None:
-    """The result of a stop request. `before` and `after`: the running attempt before it, and at the end of the wait.
-
-    `left`: the job or cluster of a launched run that is not gone yet.
-    """
+def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None, launched: bool) -> None:
+    """Print the result of a stop request. `before` and `after`: the running attempt before it, and after the wait."""
     if after is None:
-        died = f"{before.stage}: attempt {before.attempt} has died; " if before else "no attempt runs; "
+        crashed = f"{before.stage}: attempt {before.attempt} has crashed; " if before else "no attempt runs; "
         removal = f"; skytrain down {run} removes its machines" if launched else ""
-        text = f"{died}the stop request also stops a later launch{removal}"
+        text = f"{crashed}the stop request also stops a later launch{removal}"
     elif after.state == "running":
         text = f"{after.stage}: attempt {after.attempt} still runs; the stop request stands, and it will exit"
     else:
         step = "" if after.progress.step is None else f" at step {after.progress.step:,}"
-        again = f"skytrain resume {run}" if launched else f"skytrain run run:{run}"
-        text = f"{after.stage}: attempt {after.attempt} is {after.state}{step}; "
-        if left:
-            text += f"{left} is not gone yet: {again} has to wait until skytrain status {run} shows its end"
-        else:
-            text += f"{'its machine is released; ' if launched else ''}{again} continues"
+        again = f"once its job is over, skytrain resume {run}" if launched else f"skytrain run run:{run}"
+        text = f"{after.stage}: attempt {after.attempt} is {after.state}{step}; {again} continues"
     say(f"{run}: {text}")
 
 

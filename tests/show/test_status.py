@@ -54,19 +54,15 @@ def test_one_thing_has_no_plural() -> None:
     )
 
 
-def test_a_stopped_run_says_whether_resume_has_to_wait(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_says_how_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
     running = Heartbeat("r-1", "train", 3, "running", 0.0, 0.0, 0.0)
     stopped = Heartbeat("r-1", "train", 3, "stopped", 0.0, 0.0, 0.0, progress=Progress(step=17))
-    print_stopped("r-1", running, stopped, launched=True, left="job 8")
     print_stopped("r-1", running, stopped, launched=True)
     print_stopped("r-1", running, stopped, launched=False)
-    lines = [
-        "job 8 is not gone yet: skytrain resume r-1 has to wait until skytrain status r-1 shows its end",
-        "its machine is released; skytrain resume r-1 continues",
-        "skytrain run run:r-1 continues",
+    assert capsys.readouterr().out.splitlines() == [
+        "r-1: train: attempt 3 is stopped at step 17; once its job is over, skytrain resume r-1 continues",
+        "r-1: train: attempt 3 is stopped at step 17; skytrain run run:r-1 continues",
     ]
-    begin = "r-1: train: attempt 3 is stopped at step 17; "
-    assert capsys.readouterr().out.splitlines() == [begin + line for line in lines]
 
 
 @pytest.mark.parametrize(
