@@ -124,7 +124,7 @@ def test_benchmark_items_that_no_run_could_score_are_refused(tmp_path: Path) -> 
     (bundle / "eval_data" / "all" / "squad.jsonl").write_text("{}\n" * 5)
     changes = (f"evaluate.hellaswag={items}", "evaluate.every=null", f"evaluate.core={bundle}")
     found = problems(LocalStore(tmp_path), changes=changes, infra="slurm/here")
-    assert "item 1: label 2 is not the index of one of the 2 endings" in found["hellaswag"].seen
+    assert "items.jsonl: line 1: must be a HellaSwag item" in found["hellaswag"].seen
     assert "squad.jsonl: line 1: must be an item of kind" in found["core"].seen
 
 
