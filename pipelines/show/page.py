@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import resources
 from itertools import accumulate, pairwise
@@ -104,40 +104,29 @@ def render(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> str:
     return bind(page_data(runs, overlays))
 
 
-def page_data(
-    runs: Iterable[Run],
-    overlays: Iterable[Overlay] = (),
-    recent: Callable[[Run], Sequence[dict[str, Any]]] = lambda run: (),
-) -> dict[str, Any]:
-    """The data of the page, as its scripts read it. `recent` gives the rows of a run that no commit holds yet."""
+def page_data(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> dict[str, Any]:
+    """The data of the page, as its scripts read it."""
     return {
         "made": time.time(),
-        "runs": [run_data(run, recent(run)) for run in runs],
+        "runs": [run_data(run) for run in runs],
         "overlays": [overlay_data(overlay) for overlay in overlays],
         "references": REFERENCES,
         "mfu": MFU_FORMULA,
     }
 
 
-def as_json(data: dict[str, Any]) -> str:
-    return json.dumps(data, allow_nan=False, separators=(",", ":"))
-
-
 def bind(data: dict[str, Any]) -> str:
-    """One HTML file: the template with its style, its scripts and the data, under a policy that permits only these.
-
-    A live page may also ask its own server.
-    """
+    """One HTML file: the template with its style, its scripts and the data, under a policy that permits only these."""
     page, style, script = asset("page.html"), asset("page.css"), "\n".join(asset(name) for name in SCRIPTS)
     parts = {
         "{{policy}}": (
             f"default-src 'none'; style-src '{hash_source(style)}'; script-src '{hash_source(script)}'; "
-            "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if data.get("live") else "")
+            "base-uri 'none'; form-action 'none'"
         ),
         "{{style}}": style,
         "{{script}}": script,
         # JSON has `<` in strings only. Escaped, it cannot close the script element.
-        "{{data}}": as_json(data).replace("<", "\\u003c"),
+        "{{data}}": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
     for mark, text in parts.items():  # the data last, so that no mark in the data is replaced
         before, found, after = page.partition(mark)
@@ -155,10 +144,10 @@ def hash_source(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def run_data(run: Run, recent: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def run_data(run: Run) -> dict[str, Any]:
     """A run as the scripts of the page read it."""
     record, recipe, made, summary = run.record, run.recipe, run.manifests, run.summary
-    rows, account = [*run.series, *recent], run.account
+    rows, account = run.series, run.account
     size = next((size for size, shape in SHAPES.items() if ("gpt2", *shape) == shape_of(recipe)), None)
     evaluated = made.get("evaluate")
     speeds, shares = ([row[k] for row in rows if k in row] for k in ("perf/tokens_per_second", "perf/mfu"))

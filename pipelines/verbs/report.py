@@ -34,16 +34,11 @@ def report(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a page with curves, attempts, bill, lineage and receipt."),
     ] = None,
-    live: Annotated[
-        bool,
-        typer.Option("--live", help="Serve the page on this machine, and refresh it while runs train; Ctrl-C ends it."),
-    ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --live: its port; 0 takes a free one.")] = 0,
     overlay: Annotated[
         list[str] | None,
         typer.Option(
             metavar="LOG[@TOKENS]",
-            help="With --html or --live: add the curves of llm.c's main.log; @ gives the tokens of a step (524288).",
+            help="With --html: add the curves of llm.c's main.log; @ gives the tokens of a step (524288).",
         ),
     ] = None,
     compare: Annotated[
@@ -62,15 +57,10 @@ def report(
     from pipelines.artifacts.store import open_store
     from pipelines.tracking.runs import usable_runs
 
-    if overlay and not (html or live):
-        raise UserError("--overlay: the page shows it; add --html FILE or --live")
+    if overlay and not html:
+        raise UserError("--overlay: the page shows it; add --html FILE")
     opened = open_store(store_uri(store))
     asked = compare or rebuild_mlflow or series or audit_ or as_json
-    if live:
-        if html or asked:
-            raise UserError("--live: serves the page and prints nothing else; leave the other outputs out")
-        serve_page(opened, runs or [], overlay or [], port)
-        return
     found = usable_runs(opened, runs or [], read_all if html or series or audit_ else read_summary, warn)
     if html:
         from pipelines.show.page import write_page
@@ -112,26 +102,6 @@ def warn(message: str) -> None:
     from pipelines.show.console import say
 
     say(message, on_stderr=True)
-
-
-def serve_page(store: "Store", names: list[str], overlays: list[str], port: int) -> None:
-    """Serve the page of runs until Ctrl-C. UserError without any run."""
-    from pipelines.show.live import serve
-    from pipelines.tracking.runs import usable_runs
-
-    told = set[str]()
-
-    def warn_once(message: str) -> None:
-        if message not in told:
-            told.add(message)
-            warn(message)
-
-    def read() -> "list[Run]":
-        if not (found := usable_runs(store, names, read_all, warn_once)):
-            raise UserError(f"--live: no runs in {store.uri} yet; `skytrain run smoke` makes one")
-        return found
-
-    serve(read, overlays, port)
 
 
 def show_runs(store: "Store", runs: "list[Run]", with_bill: bool) -> None:

@@ -1,18 +1,11 @@
 """The report page shows the data of the store; no text becomes markup; a browser draws it without the network."""
 
 import base64
-import contextlib
 import hashlib
-import http.client
 import json
 import math
-import signal
-import subprocess
-import sys
-import threading
-import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,10 +19,8 @@ from hypothesis import strategies as st
 
 from pipelines.artifacts.manifest import File, Manifest, key_of
 from pipelines.recipe import SourceConfig, load_recipe
-from pipelines.show import live
 from pipelines.show.bill import print_bill
 from pipelines.show.card import passed_text
-from pipelines.show.live import LiveData, LiveServer
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.show.page import (
     REFERENCES,
@@ -45,9 +36,9 @@ from pipelines.show.page import (
 )
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.records import Heartbeat, ProcessId, Progress
-from pipelines.tracking.runs import Passed, Run, RunRecord, read_runs, record
+from pipelines.tracking.runs import Passed, Run, RunRecord, record
 from pipelines.verbs.report import report
-from trainer.errors import StoreUnavailable, UserError
+from trainer.errors import UserError
 from trainer.store import LocalStore, Store
 
 NOON = 1_800_000_000.0
@@ -598,138 +589,7 @@ def test_a_page_with_another_curve_counts_it_and_zooms_by_drag(
     assert browser.js(chosen) == "tokens"
 
 
-def test_a_live_page_follows_its_run_and_keeps_the_readers_place(
-    store: LocalStore, browser: Browser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live, "REFRESH_SECONDS", 0.1)
-    run_in(store, steps=300, finished=False)
-    with serving(LiveData(lambda: read_runs(store, []), [])) as server:
-        browser.screen(1200)
-        browser.visit(f"http://127.0.0.1:{server.server_port}/")
-        browser.js("document.querySelector('input[name=scale][value=log]').click()")
-        browser.js("document.querySelector('details').open = true; document.querySelector('.check input').focus()")
-        browser.js("scrollTo(0, 300)")
-        assert "in 300 of 400 steps so far" in browser.js("document.body.innerText")
-        run_in(store, steps=400)
-        arrived = "document.body.innerText.includes('in 400 steps')"
-        deadline = time.monotonic() + 60
-        while not browser.js(arrived) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert browser.js(arrived)
-        assert browser.js("document.querySelector('input[name=scale]:checked').value") == "log"
-        assert browser.js("document.querySelector('details').open && scrollY === 300")
-        assert browser.js("document.activeElement.matches('.check input')")
-    deadline = time.monotonic() + 60
-    while "does not answer" not in browser.js("document.body.innerText") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert "its server does not answer" in browser.js("document.querySelector('.eyebrow').innerText")
-
-
 # --- report --live
-
-
-@contextlib.contextmanager
-def serving(data: LiveData) -> Iterator[LiveServer]:
-    with LiveServer(data) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def asked(server: LiveServer, path: str, host: str | None = None, method: str = "GET") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    try:
-        connection.request(method, path, headers={"Host": host or f"127.0.0.1:{server.server_port}"})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
-
-
-def test_a_live_page_answers_only_requests_to_its_own_address(store: LocalStore) -> None:
-    run = run_in(store).run
-    with serving(LiveData(lambda: read_runs(store, []), [])) as server:
-        assert server.server_address[0] == "127.0.0.1"
-        status, page = asked(server, "/")
-        assert status == 200 and run.encode() in page and b"connect-src 'self'" in page
-        status, data = asked(server, "/data", f"localhost:{server.server_port}")
-        assert status == 200 and json.loads(data)["live"] == {"seconds": live.REFRESH_SECONDS}
-        for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1"):
-            assert asked(server, "/data", host)[0] == 403
-        assert asked(server, "/etc/passwd")[0] == asked(server, "/../page.py")[0] == 404
-        assert asked(server, "/", method="POST")[0] == 501
-        with pytest.raises(UserError, match=f"--port {server.server_port}: .* in use; choose another one"):
-            LiveServer(LiveData(lambda: read_runs(store, []), []), server.server_port)
-
-
-def test_a_live_page_keeps_its_data_while_the_store_does_not_answer(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live, "REFRESH_SECONDS", 0.0)
-    run_in(store)
-    answers: list[Any] = [read_runs(store, []), StoreUnavailable("no route to s3"), read_runs(store, [])]
-
-    def read() -> list[Run]:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    data = LiveData(read, [])
-    data._next = 0.0
-    troubled = data.current()
-    assert troubled["live"]["trouble"] == "no route to s3" and len(troubled["runs"]) == 1
-    assert "trouble" not in data.current()["live"] and not answers
-
-
-def test_a_live_curve_grows_between_commits_and_follows_a_rollback(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live, "REFRESH_SECONDS", 0.0)
-    run = run_in(store, steps=300, finished=False)
-    data = LiveData(lambda: read_runs(store, []), [])
-
-    def steps_shown(step: int, **changes: Any) -> list[int]:
-        progress = Progress(200, time=NOON + 4000, metrics={"train/loss": 2.0, "val/loss": 9.0})
-        beat = {
-            "run": run.run,
-            "progress": replace(progress, resumed_from=200, step=step),
-            "state": "running",
-            **changes,
-        }
-        attempted(store, run.prefixes["train"], "train", 2, NOON + 3850, NOON + 4000, **beat)
-        data._next = 0.0
-        series = data.current()["runs"][0]["series"]
-        assert max(series["val/loss"]["line"]["step"]) == 300  # the last value, of an earlier step, is no new point
-        return [step for step in series["train/loss"]["raw"]["step"] if step > 295]
-
-    assert steps_shown(310) == [296, 297, 298, 299, 300, 310]
-    assert steps_shown(325) == [296, 297, 298, 299, 300, 310, 325]
-    assert steps_shown(325, state="interrupted") == [296, 297, 298, 299, 300, 310, 325]
-    assert steps_shown(315) == [296, 297, 298, 299, 300, 310, 315]
-    run_in(store, steps=320, finished=False)  # a commit holds them
-    assert steps_shown(315) == list(range(296, 321))
-
-
-def test_ctrl_c_ends_a_live_page_with_exit_0(store: LocalStore) -> None:
-    run_in(store)
-    command = [sys.executable, "-m", "pipelines.cli", "report", "--live", "--store", store.uri]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background ignores it
-    )
-    assert process.stdout
-    address = process.stdout.readline().split()[0]
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert address.startswith("http://127.0.0.1:") and (process.returncode, err) == (0, "")
 
 
 def test_a_browser_draws_the_page_without_errors_and_without_the_network(

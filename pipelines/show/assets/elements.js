@@ -3,16 +3,11 @@
 // becomes text nodes. Figures are SVG at their present width; a change of width, axis or runs draws them again. Colors
 // are classes, so light and dark themes need no redrawing.
 
-let page, sources;
-function take(data) {
-  page = data;
-  sources = [
-    ...page.runs.map((run, i) => ({ ...run, key: `r${i % 8}`, dash: i < 8 ? null : "6 3" })),
-    ...page.overlays.map((log, i) =>
-      ({ ...log, id: `log ${i}`, key: `o${i % 3}`, dash: i < 3 ? null : "6 3", overlay: true })),
-  ].map((source) => ({ id: source.name, ...source }));
-}
-take(JSON.parse(document.getElementById("data").textContent));
+const page = JSON.parse(document.getElementById("data").textContent);
+const sources = [
+  ...page.runs.map((run, i) => ({ ...run, key: `r${i % 8}`, dash: i < 8 ? null : "6 3" })),
+  ...page.overlays.map((log, i) => ({ ...log, id: `log ${i}`, key: `o${i % 3}`, dash: i < 3 ? null : "6 3", overlay: true })),
+].map((source) => ({ id: source.name, ...source }));
 // On a linear axis, a short run beside a very long one would be a vertical line.
 const lengths = sources.map((source) => source.steps).filter((steps) => steps > 0);
 const unequal = Math.max(...lengths) > 8 * Math.min(...lengths);

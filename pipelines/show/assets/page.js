@@ -237,7 +237,7 @@ function build() {
   main.replaceChildren();
   fill(main, {}, [
     el("header", {},
-      el("div", { class: "eyebrow" }, news()),
+      el("div", { class: "eyebrow" }, `skytrain report, ${dateTime(page.made)}`),
       el("h1", {}, title, single && [" ", el("span", { class: `chip s-${runs[0].state}` }, runs[0].state)]),
       themes(),
       el("p", {}, single ? lead(runs[0]) : alone ? leadBeside(runs[0]) : leads())),
@@ -261,44 +261,9 @@ function build() {
     soft("The facts for a repetition of the run, and its targets."), each(receipt),
     el("footer", {}, "Long curves are thinned to 2,000 points that include the extremes; means are computed before. ",
       "Times and dollars come from the attempts' heartbeats. ",
-      page.live ? "This page asks only its own server, on this machine." : "This page makes no network request."),
+      "This page makes no network request."),
   ]);
   redraw();
-}
-
-// --- `report --live`: the same page, drawn again when its server has news
-
-const news = () => page.live
-  ? `skytrain report, live; read at ${new Date(page.made * 1000).toLocaleTimeString("en-GB")}` +
-    (page.live.trouble ? `; since then: ${page.live.trouble}` : "")
-  : `skytrain report, ${dateTime(page.made)}`;
-
-// Draw new data; the reader's place, choices and open tables stay.
-function renew(data) {
-  const parts = () => [...document.querySelectorAll("#page :is(button, input, summary)")];
-  const opened = () => [...document.querySelectorAll("#page details")];
-  const open = opened().map((details) => details.open), focused = parts().indexOf(document.activeElement);
-  const [x, y] = [scrollX, scrollY];
-  take(data);
-  build();
-  opened().forEach((details, i) => { details.open = open[i] ?? false; });
-  parts()[focused]?.focus({ preventScroll: true });
-  scrollTo(x, y);
-}
-const busy = () => document.querySelector(".tip:not([hidden]), .chosen");  // the reader is reading or choosing
-
-async function ask() {
-  try {
-    const answer = await fetch("data", { cache: "no-store" });
-    if (!answer.ok) throw new Error(`${answer.status}`);
-    const data = await answer.json();
-    if (busy()) return;
-    if (JSON.stringify({ ...data, made: 0 }) !== JSON.stringify({ ...page, made: 0 })) renew(data);
-    else page.made = data.made;
-  } catch {
-    page.live.trouble = "its server does not answer";
-  }
-  document.querySelector(".eyebrow").replaceChildren(news());
 }
 
 build();
@@ -308,4 +273,3 @@ addEventListener("resize", () => {
   width = innerWidth;
   requestAnimationFrame(redraw);
 });
-if (page.live) setInterval(ask, 1000 * page.live.seconds);
