@@ -107,20 +107,30 @@ class Follower:
         self.unsaved_seconds = seconds_from_environment("SKYTRAIN_UNSAVED_SECONDS", UNSAVED_SECONDS)
 
     def handle(self, event: Event | None, bar: Bar) -> None:
+        """Report an event to screen and heartbeat."""
+        work, warn = self.work, self.work.screen.warn
         match event:
             case Row():
                 self._row(event, bar)
             case PhaseChanged(phases, phase):
-                self.work.rank_phases = phases, phase
+                work.rank_phases = phases, phase
             case Started():
                 self.step = event.step  # a run that resumes after its last step sends no row
-            case CheckpointFailed(_, reason, ended):
+                report_start(work, event)
+            case Damaged(checkpoint, reason):
+                warn(f"{checkpoint} is damaged ({reason}); using the one before it")
+            case CheckpointFailed(step, reason, ended):
                 self._checkpoint_failed(reason, ended)
-            case Checkpointed():
+                then = "the training has ended, and its last state is saved again" if ended else "training continues"
+                warn(f"checkpoint of step {step:,} failed ({reason}); {then}")
+                work.report(checkpoint_failed=step)
+            case Checkpointed(step, seconds):
                 self.unsaved_since = None
-                self.work.report(unsaved_since=None, unsaved_because=None)
-        if event:
-            report_event(self.work, event)
+                work.report(unsaved_since=None, unsaved_because=None, committed_step=step, save_seconds=seconds)
+            case Skipped(step, reason):
+                warn(f"update {step:,} skipped: {reason}")
+            case Slow(_, reason):
+                warn(f"slower than possible: {reason}")
 
     def pass_on_stop(self) -> None:
         """Let the ranks finish their step, commit and leave, once this process is to stop. The ranks of several nodes
@@ -152,14 +162,19 @@ class Follower:
             )
 
     def _row(self, row: Row, bar: Bar) -> None:
-        work = self.work
         self.step = row.step
         self.metrics |= row.metrics
         bar.update(row.step, describe(row.step, self.metrics))
-        work.rank_phases = row.phases, row.phase
-        count_step(work, row)
+        self.work.rank_phases = row.phases, row.phase
         self._late_data(row.phases)
-        work.report(row.metrics, step=row.step, time=row.time)
+        counts: dict[str, int] = {}
+        if "train/loss" in row.metrics:
+            progress = self.work.attempt.latest.progress
+            highest = progress.highest_step or 0  # of this and all earlier attempts
+            counts["steps_done"] = (progress.steps_done or 0) + 1
+            counts["steps_redone"] = (progress.steps_redone or 0) + (row.step <= highest)
+            counts["highest_step"] = max(highest, row.step)
+        self.work.report(row.metrics, step=row.step, time=row.time, **counts)
 
 
 def follow_events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[Event | None]:
@@ -255,18 +270,6 @@ def cause_of_death(results: Iterable[NodeResult]) -> str | None:
     return messages.get(KILLED) or (None if FAULT in messages else messages.get(PEER))
 
 
-def count_step(work: Work, row: Row) -> None:
-    """Count the steps of this attempt, and those that an earlier attempt had done."""
-    progress = work.attempt.latest.progress
-    if "train/loss" in row.metrics:
-        highest = progress.highest_step or 0
-        work.report(
-            steps_done=(progress.steps_done or 0) + 1,
-            steps_redone=(progress.steps_redone or 0) + (row.step <= highest),
-            highest_step=max(highest, row.step),
-        )
-
-
 def describe(step: int, metrics: Mapping[str, float]) -> str:
     """A row as a short text."""
     facts = [f"step {step:,}"]
@@ -277,26 +280,6 @@ def describe(step: int, metrics: Mapping[str, float]) -> str:
     if "eval/hellaswag_acc_norm" in metrics:
         facts.append(f"HellaSwag {metrics['eval/hellaswag_acc_norm']:.4f}")
     return "  ".join(facts)
-
-
-def report_event(work: Work, event: Event) -> None:
-    """Report an event other than a row to screen and heartbeat."""
-    screen = work.screen
-    match event:
-        case Started():
-            report_start(work, event)
-        case Damaged(checkpoint, reason):
-            screen.warn(f"{checkpoint} is damaged ({reason}); using the one before it")
-        case CheckpointFailed(step, reason, ended):
-            then = "the training has ended, and its last state is saved again" if ended else "training continues"
-            screen.warn(f"checkpoint of step {step:,} failed ({reason}); {then}")
-            work.report(checkpoint_failed=step)
-        case Checkpointed():
-            work.report(committed_step=event.step, save_seconds=event.seconds)
-        case Skipped(step, reason):
-            screen.warn(f"update {step:,} skipped: {reason}")
-        case Slow(_, reason):
-            screen.warn(f"slower than possible: {reason}")
 
 
 def report_start(work: Work, event: Started) -> None:

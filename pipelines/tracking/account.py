@@ -5,7 +5,6 @@ time. An attempt's own clock measures it, so differences between machines' clock
 seconds of phases, are machine time: two nodes for an hour are two hours. Every sum keeps hours of unknown price apart.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -64,7 +63,6 @@ class AttemptAccount:
     state: str  # running, done, interrupted, stopped, failed, stale, lost (died without a last heartbeat)
     started: float
     ended: float  # its last heartbeat, if it has not ended
-    skew_seconds: float | None  # the store's clock minus its own at its last heartbeat, including the transfer
     host: str
     nodes: int
     machine: Machine
@@ -114,18 +112,19 @@ def account(
     tokens_before: Callable[[int], int] = lambda step: 0,
     faults: Iterable[str] = (),
 ) -> Account:
-    """Add up a run's attempts. The order of `heartbeats` does not matter, nor do repeated or older ones.
+    """Add up a run's attempts, from the last heartbeat of each, in any order.
 
     `tokens_before`: tokens of all updates before a step.
     """
     by_prefix: dict[str, list[StoredHeartbeat]] = {}
-    for one in newest_of_each(heartbeats):
+    for one in sorted(heartbeats, key=lambda one: (one.prefix, one.beat.attempt)):
         by_prefix.setdefault(one.prefix, []).append(one)
     attempts: list[AttemptAccount] = []
     interruptions: list[Cost] = []
     tokens = 0
     for several in by_prefix.values():
-        on_artifact = _attempts_on_artifact(several)
+        counts = zip(several, steps_of([one.beat for one in several]), strict=True)
+        on_artifact = [_attempt(one, one is not several[-1], *steps) for one, steps in counts]
         attempts += on_artifact
         interruptions += _interruption_costs(on_artifact)
         tokens += tokens_before(sum(a.steps_kept for a in on_artifact))
@@ -134,7 +133,11 @@ def account(
     total = total_cost(a.bill for a in attempts)
     trained = [_phase_cost(a, "train").hours for a in attempts]
     without_waits = math.fsum(a.bill.hours for a in attempts if not a.waited)
-    savings = [usd for a in attempts if (usd := _savings(a)) is not None]
+    savings = [
+        a.bill.hours * (a.machine.on_demand_per_hour - a.price_per_hour)
+        for a in attempts
+        if a.machine.on_demand_per_hour is not None and a.price_per_hour is not None
+    ]
     lost = [a for a in attempts if a.state == "lost"]
     deaths = len(lost)
     return Account(
@@ -147,7 +150,7 @@ def account(
         by_market=_sums((market_of(a.machine), a.bill) for a in attempts),
         tokens=tokens,
         goodput=math.fsum(trained) / without_waits if without_waits else None,
-        usd_per_billion_tokens=usd_per_billion(total, tokens),
+        usd_per_billion_tokens=total.usd / (tokens / 1e9) if tokens and not total.unpriced_hours else None,
         interruptions=total_cost(interruptions),
         savings_usd=math.fsum(savings) if savings else None,
         deaths=deaths,
@@ -158,18 +161,6 @@ def account(
     )
 
 
-def usd_per_billion(total: Cost, tokens: int) -> float | None:
-    """Dollars for a billion tokens; None while a price is unknown."""
-    return total.usd / (tokens / 1e9) if tokens and not total.unpriced_hours else None
-
-
-def _attempts_on_artifact(heartbeats: list[StoredHeartbeat]) -> list[AttemptAccount]:
-    """The attempts on one artifact, in order."""
-    steps = steps_of([one.beat for one in heartbeats])
-    pairs = zip(heartbeats, steps, strict=True)
-    return [_attempt(one, one is not heartbeats[-1], *counts) for one, counts in pairs]
-
-
 def _interruption_costs(attempts: list[AttemptAccount]) -> Iterator[Cost]:
     """Costs of interruptions among the attempts on one artifact, in order."""
     interrupted = False
@@ -178,19 +169,6 @@ def _interruption_costs(attempts: list[AttemptAccount]) -> Iterator[Cost]:
             yield _phase_cost(attempt, phase)
         if not attempt.waited:  # a wait belongs to the interruption before it, if there was one
             interrupted = attempt.state in ("interrupted", "stale", "lost")
-
-
-def newest_of_each(heartbeats: Iterable[StoredHeartbeat]) -> list[StoredHeartbeat]:
-    """The last heartbeat of every attempt, in order of prefixes and numbers."""
-
-    def age(one: StoredHeartbeat) -> tuple[Any, ...]:
-        return one.beat.time, one.beat.state != "running", json.dumps(asdict(one), sort_keys=True)
-
-    newest: dict[tuple[str, int], StoredHeartbeat] = {}
-    for one in heartbeats:
-        key = (one.prefix, one.beat.attempt)
-        newest[key] = max(one, newest.get(key, one), key=age)
-    return [newest[key] for key in sorted(newest)]
 
 
 def late_share(phases: Mapping[str, float]) -> float:
@@ -325,7 +303,6 @@ def _attempt(one: StoredHeartbeat, superseded: bool, done: int, kept: int, redon
         state="lost" if died else beat.state,
         started=beat.started,
         ended=max(beat.time, beat.started),
-        skew_seconds=None if one.stored is None else one.stored - beat.time,
         host=beat.process.host,
         nodes=beat.nodes,
         machine=beat.machine,
@@ -350,13 +327,6 @@ def _cost(hours: float, price: float | None) -> Cost:
 
 def _phase_cost(attempt: AttemptAccount, phase: str) -> Cost:
     return _cost(attempt.phases.get(phase, 0.0) * attempt.nodes / 3600, attempt.price_per_hour)
-
-
-def _savings(attempt: AttemptAccount) -> float | None:
-    on_demand = attempt.machine.on_demand_per_hour
-    if on_demand is None or attempt.price_per_hour is None:
-        return None
-    return attempt.bill.hours * (on_demand - attempt.price_per_hour)
 
 
 def cost_until(account: Account, time: float) -> Cost:
@@ -401,19 +371,3 @@ def account_tags(account: Account) -> dict[str, str]:
     if account.savings_usd is not None:
         tags["usd_saved_against_on_demand"] = f"{account.savings_usd:.4f}"
     return tags
-
-
-def account_table(account: Account) -> dict[str, list[Any]]:
-    """An account as columns of a table, a row an attempt."""
-    phases = sorted({phase for a in account.attempts for phase in a.phases})
-    columns: dict[str, list[Any]] = {}
-    for a in account.attempts:
-        row = {"stage": a.stage, "attempt": a.number, "state": a.state, "host": a.host}
-        row |= {"market": market_of(a.machine), "nodes": a.nodes, "price_per_hour": a.price_per_hour}
-        row |= {"price_source": a.price_source, "started": a.started, "hours": a.bill.hours}
-        row |= {"usd": None if a.price_per_hour is None else a.bill.usd}
-        row |= {"steps_done": a.steps_done, "steps_kept": a.steps_kept, "steps_redone": a.steps_redone}
-        row |= {f"{phase}_seconds": round(a.phases.get(phase, 0.0), 3) for phase in phases}
-        for name, value in row.items():
-            columns.setdefault(name, []).append(value)
-    return columns

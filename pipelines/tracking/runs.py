@@ -309,7 +309,7 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
     try:
         before = read_record(store, run)
     except DamagedRecord:  # this start writes it again, as the message advises
-        before = found_again(store, run, recipe, plans)
+        before = None
     if before:
         earlier = dict(before.earlier)
         for stage, now in prefixes.items():
@@ -320,26 +320,6 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
     made = RunRecord(run, *about, experiment_name(), own_tags())
     store.put(key_of(run), made.to_json())
     return made
-
-
-def found_again(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan]) -> RunRecord | None:
-    """What a damaged record held, as far as attempts in the store show it; None if they show nothing."""
-    prefixes: dict[str, str] = {}
-    earlier: dict[str, list[str]] = {}
-    for stage, plan in plans.items():
-        keys = (entry.key.split("/") for entry in store.entries(f"{FOLDERS[stage]}/{plan.label}-"))
-        known = {"/".join(parts[:2]) for parts in keys if len(parts) > 2}
-        beats = [beat for prefix in known for beat in read_heartbeats(store, run, prefix)[0]]
-        worked = list(dict.fromkeys(one.prefix for one in sorted(beats, key=lambda one: one.stored or 0.0)))
-        if worked:
-            prefixes[stage] = plan.prefix if plan.prefix in worked else worked[-1]
-            earlier[stage] = [prefix for prefix in worked if prefix != prefixes[stage]]
-    if not prefixes:
-        return None
-    until = list(prefixes)[-1]
-    # A stage without attempts found its artifact made by another run.
-    reached = {stage: prefixes.get(stage, plans[stage].prefix) for stage in list(plans)[: list(plans).index(until) + 1]}
-    return RunRecord(run, recipe.model_dump(), until, reached, 0.0, earlier)
 
 
 def read_record(store: Store, run: str) -> RunRecord | None:

@@ -307,3 +307,76 @@ def assert_transformers_agrees(exported: Path, weights: Path, recipe: dict[str, 
         )
         generated = theirs.generate(tokens, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(tokens))
     assert generated.shape[1] > len(ids)
+
+
+# --- tracking
+
+
+def assert_one_point_a_step(client: Any, train: Any, project: Project) -> None:
+    points = client.get_metric_history(train.info.run_id, "train/loss")
+    assert [(p.step, p.value) for p in sorted(points, key=lambda p: p.step)] == [
+        (row["step"], row["train/loss"]) for row in project.series()
+    ]
+
+
+def test_mlflow_has_one_run_with_one_nested_run_per_stage_after_a_kill_and_a_rerun(
+    project: Project, mlflow_server: str
+) -> None:
+    project.environment |= {
+        "SKYTRAIN_TRACKING": "on",
+        "MLFLOW_TRACKING_URI": mlflow_server,
+        "MLFLOW_EXPERIMENT_NAME": "killed and run again",
+        "SKYTRAIN_MLFLOW_FLUSH_SECONDS": "60",
+    }
+    with project.started("run", "tiny.yaml", "--price-per-hour", str(PRICE)) as process:
+        project.wait_until(committed(project, 20), process)
+        project.kill_all(process)
+        assert not project.artifacts("train")
+    made = project.result("--price-per-hour", str(PRICE), "--tag", "team=research")
+    assert made["attempts"] == 2
+
+    client, runs = runs_in_mlflow(mlflow_server, made["run"], "killed and run again")
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    train, evaluate = runs[f"{made['run']}/train"], runs[f"{made['run']}/evaluate"]
+    assert_one_point_a_step(client, train, project)
+    assert train.data.params["train.max_steps"] == str(STEPS)
+    assert train.data.params["model.n_embd"] == "32"
+    assert train.data.tags["skytrain.artifact"] == made["artifacts"]["train"]["uri"]
+    (dataset,) = train.inputs.dataset_inputs
+    assert made["artifacts"]["tokenize"]["fingerprint"].startswith(dataset.dataset.digest)
+    assert evaluate.data.metrics["val/loss"] == made["val_loss"]
+    costs = [runs[f"{made['run']}/{stage}"].data.metrics["cost/usd"] for stage in STAGES]
+    whole = runs[made["run"]]
+    assert whole.data.metrics["cost/usd"] == pytest.approx(made["usd"])
+    assert sum(costs) == pytest.approx(made["usd"]) and min(costs) > 0
+    assert {"time/billed_hours", "time/goodput", "cost/usd_per_billion_tokens"} <= train.data.metrics.keys()
+    account = project.report()["account"]
+    assert whole.data.metrics["time/goodput"] == pytest.approx(account["goodput"])
+    assert float(whole.data.tags["skytrain.usd"]) == pytest.approx(account["total"]["usd"], abs=1e-4)
+    assert whole.data.tags["team"] == train.data.tags["team"] == "research"
+    assert whole.data.params["parameters"] == str(Recipe.model_validate(TINY).model.parameters)
+    assert [p.value for p in client.get_metric_history(whole.info.run_id, "val/loss")] == [made["val_loss"]]
+    assert whole.data.metrics["perf/tokens_per_second"] > 0 and whole.data.metrics["world_size"] == 1
+    files = {one.path for one in client.list_artifacts(whole.info.run_id)}
+    assert files == {"account.json", "recipe.yaml", "report.html", "sample.txt"}
+    table = json.loads(Path(client.download_artifacts(whole.info.run_id, "account.json")).read_text())
+    assert len(table["attempts"]) == len(account["attempts"]) == 5
+    by_dollars = client.search_runs([whole.info.experiment_id], order_by=["metrics.`cost/usd` DESC"])
+    assert by_dollars[0].info.run_id == whole.info.run_id
+
+    export = made["artifacts"]["export"]["uri"]
+    (model,) = client.search_logged_models([whole.info.experiment_id])
+    assert (model.source_run_id, model.tags["skytrain.uri"]) == (whole.info.run_id, export)
+    scores = {metric.key: metric.value for metric in model.metrics}
+    assert scores["val/loss"] == made["val_loss"] and scores["cost/usd"] == whole.data.metrics["cost/usd"]
+
+    fresh = f"sqlite:///{project.folder}/rebuilt.db"
+    project.run("report", "--rebuild-mlflow", "--to", fresh)
+    rebuilt, again = runs_in_mlflow(fresh, made["run"], "killed and run again")
+    assert_one_point_a_step(rebuilt, again[f"{made['run']}/train"], project)
+    for name, run in runs.items():
+        assert again[name].data.params == run.data.params and again[name].info.status == run.info.status
+        assert again[name].data.metrics.items() <= run.data.metrics.items()
+        assert again[name].data.tags.keys() == run.data.tags.keys()
+    (version,) = rebuilt.search_model_versions(f"name = '{TINY['name']}'")
+    assert (version.source, version.run_id) == (export, again[made["run"]].info.run_id)

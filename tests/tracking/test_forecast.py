@@ -95,7 +95,3 @@ def test_a_run_that_loses_its_machines_before_it_makes_progress_has_no_end() -> 
     hopeless = attempts((0, 1), *spans, machine=SPOT)
     forecasted = forecast(hopeless, steps_left=10_000, now=3600 * 42.0)
     assert forecasted is not None and forecasted.hours.high == math.inf
-
-
-def test_the_same_question_has_the_same_answer() -> None:
-    assert told_of((0, 1), (2, 3)) == told_of((0, 1), (2, 3))

@@ -32,10 +32,8 @@ from pipelines.tracking.ledger import (
     this_process,
 )
 from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
-from pipelines.tracking.runs import read_heartbeats
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, StoreUnavailable, UserError
-from trainer.process import Background
 from trainer.store import LocalStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -91,14 +89,6 @@ def test_one_of_many_claims_of_an_attempt_succeeds(tmp_path: Path) -> None:
     assert len(attempts(store, PREFIX)) == 1
 
 
-def test_a_claimed_attempt_is_in_the_ledger_before_its_first_heartbeat(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    claimed(store, 1, price=2.5)
-    (seen,) = attempts(store, PREFIX)
-    assert (seen.attempt, seen.state, seen.price_per_hour, seen.process) == (1, "running", 2.5, this_process())
-    assert is_alive(seen) is True
-
-
 def test_attempts_come_in_order_and_the_newest_has_the_highest_number(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     assert attempts(store, PREFIX) == [] and latest_number(store, PREFIX) == 0
@@ -106,17 +96,6 @@ def test_attempts_come_in_order_and_the_newest_has_the_highest_number(tmp_path: 
         claimed(store, number)
     assert [b.attempt for b in attempts(store, PREFIX)] == [1, 2, 10]
     assert latest_number(store, PREFIX) == 10
-
-
-def test_names_in_the_ledger_that_are_not_ours_are_ignored(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    first = claimed(store, 1)
-    for name in ("notes.txt", "0001/notes.txt", "0009/claim.json.bak", "x/heartbeat.json", "٣٣٣٣/claim.json"):
-        store.put(f"{PREFIX}/attempts/{name}", b"a note of somebody")
-    assert [b.attempt for b in attempts(store, PREFIX)] == [1] and latest_number(store, PREFIX) == 1
-    first.check()
-    found, damage = read_heartbeats(store, "tiny-1a2b3c4d", PREFIX)
-    assert len(found) == 1 and not damage
 
 
 def test_an_attempt_is_stale_once_a_later_one_is_claimed(tmp_path: Path) -> None:
@@ -157,34 +136,6 @@ def test_progress_is_merged_and_the_last_state_and_phases_stay(tmp_path: Path) -
     assert seen.state == "done" and is_alive(seen) is False
 
 
-def test_a_heartbeat_that_was_slow_does_not_undo_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr(ledger, "SILENT_SECONDS", 0.05)  # so long does the end wait for the thread
-    on_its_way = threading.Event()
-
-    class Slow(LocalStore):
-        def put(self, key: str, body: bytes) -> None:
-            if threading.current_thread().name == "heartbeat":
-                on_its_way.set()
-                time.sleep(0.5)
-            super().put(key, body)
-
-    with claimed(Slow(tmp_path), 1):
-        on_its_way.wait(20)
-    assert attempts(LocalStore(tmp_path), PREFIX)[0].state == "done"
-    time.sleep(0.6)
-    assert attempts(LocalStore(tmp_path), PREFIX)[0].state == "done"
-
-
-@pytest.mark.parametrize("state", ["interrupted", "stale", "done"])
-def test_a_reported_state_is_not_overwritten_at_the_end(tmp_path: Path, state: str) -> None:
-    store = LocalStore(tmp_path)
-    with pytest.raises(RuntimeError), claimed(store, 1) as attempt:
-        attempt.update(state=state)
-        raise RuntimeError
-    assert attempts(store, PREFIX)[0].state == state
-
-
 def test_work_that_raises_has_failed(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     with pytest.raises(RuntimeError, match="boom"), claimed(store, 1):
@@ -222,23 +173,6 @@ def test_a_watch_sees_every_heartbeat_even_while_the_store_is_unavailable(
         store.fault = None
 
 
-def test_an_error_in_a_watch_stops_no_heartbeat_and_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
-
-    def watch(beat: Heartbeat) -> None:
-        raise KeyError("step")
-
-    store = LocalStore(tmp_path)
-    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(), watch)
-    assert attempt is not None
-    with attempt:
-        until(lambda: attempts(store, PREFIX)[0].progress.watch_failed is not None, "the fault is reported")
-        first = attempts(store, PREFIX)[0].time
-        until(lambda: attempts(store, PREFIX)[0].time > first, "a later heartbeat")
-
-
 class Away(LocalStore):
     """A store that raises `fault` while it is set."""
 
@@ -265,44 +199,6 @@ def test_a_store_that_fails_for_a_while_stops_neither_heartbeat_nor_work(
         store.fault = None
         until(lambda: attempts(store, PREFIX)[0].progress == Progress(step=9), "the heartbeat is back")
     assert attempts(store, PREFIX)[0].state == "done"
-
-
-@pytest.mark.parametrize("fault", [KeyError("Error"), ValueError("HTTP 400 without a body"), AssertionError()])
-def test_an_answer_that_nobody_expected_stops_no_heartbeat_and_is_in_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
-) -> None:
-    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
-    store = Away(tmp_path)
-    with claimed(store, 1) as attempt:
-        store.fault = fault
-        until(lambda: store.refused >= 3, "three heartbeats failed")
-        claimed(LocalStore(tmp_path), 2)
-        until(lambda: attempt.lost, "the attempt still looks for later ones")
-        store.fault = None
-        until(lambda: attempts(store, PREFIX)[0].progress.watch_failed == repr(fault), "the heartbeat is back")
-
-
-def test_the_end_of_the_heartbeat_thread_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
-
-    def watch(beat: Heartbeat) -> None:
-        raise SystemExit
-
-    died: list[Background] = []
-    attempt = claim(LocalStore(tmp_path), PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(), watch, died=died.append)
-    assert attempt is not None
-    with attempt:
-        until(lambda: bool(died), "the end of the thread is reported")
-
-
-@pytest.mark.parametrize("fault", [StoreUnavailable("no route"), UserError("expired")])
-def test_a_store_that_is_unavailable_at_the_end_does_not_hide_why_the_work_ended(
-    tmp_path: Path, fault: Exception
-) -> None:
-    store = Away(tmp_path)
-    with pytest.raises(RuntimeError, match="boom"), claimed(store, 1):
-        store.fault = fault
-        raise RuntimeError("boom")
 
 
 # --- dying
@@ -378,19 +274,6 @@ def test_a_process_of_another_machine_is_dead_only_after_a_long_silence_whatever
     assert not is_dead(store, seen, store.clock() - 60)
     assert is_dead(store, seen, store.clock() - 7200)
     assert process_exists(beat(process=elsewhere, state="done")) is None
-
-
-def test_containers_of_one_host_are_machines_of_their_own() -> None:
-    namespace = Path("/proc/self/ns/pid")
-    if not namespace.is_symlink():
-        pytest.skip("needs Linux")
-    assert os.readlink(namespace) in this_process().machine
-
-
-def test_an_attempt_that_has_ended_is_not_alive_although_its_process_is() -> None:
-    for state in ("done", "interrupted", "failed", "stale"):
-        ended = beat(state=state)
-        assert is_alive(ended) is False and process_exists(ended) is True
 
 
 def test_a_heartbeat_carries_the_whole_billing_and_starts_when_the_machine_was_on_the_bill(tmp_path: Path) -> None:
@@ -469,15 +352,6 @@ def test_a_kill_between_a_heartbeat_and_the_meter_bills_nothing_twice(tmp_path: 
     assert second is not None and second.latest.started == pytest.approx(first.latest.time)
 
 
-def test_waiting_for_a_rival_is_idle_time(tmp_path: Path, meter: Path) -> None:
-    now = time.time()
-    meter.write_text(f"{now - 30} idle")
-    phases = ledger.Meter(meter).unbilled(now, idle=0.0)
-    waited = ledger.Meter(meter).unbilled(now, idle=0.2)
-    assert waited["idle"] == pytest.approx(phases.get("idle", 0.0) + 0.2, abs=0.02)
-    assert sum(waited.values()) == pytest.approx(sum(phases.values())) == pytest.approx(30, abs=0.1)
-
-
 def test_the_meter_stands_at_the_end_of_the_bill_in_the_store(
     tmp_path: Path, meter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,26 +372,6 @@ def test_a_meter_without_a_time_is_a_user_error(tmp_path: Path, meter: Path, con
     meter.write_text(content)
     with pytest.raises(UserError, match="SKYTRAIN_METER: .* holds no unix seconds"):
         claimed(LocalStore(tmp_path / "store"), 1)
-
-
-def test_a_folder_is_no_meter(tmp_path: Path, meter: Path) -> None:
-    meter.mkdir()
-    with pytest.raises(UserError, match="SKYTRAIN_METER: .*: is a folder; name a file"):
-        claimed(LocalStore(tmp_path / "store"), 1)
-
-
-def test_a_meter_in_a_missing_folder_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYTRAIN_METER", str(tmp_path / "nowhere" / "meter"))
-    with pytest.raises(UserError, match="nowhere/meter: there is no such folder"):
-        claimed(LocalStore(tmp_path / "store"), 1)
-    assert attempts(LocalStore(tmp_path / "store"), PREFIX) == []
-
-
-def test_a_meter_of_a_clock_that_was_set_back_bills_nothing_twice(tmp_path: Path, meter: Path) -> None:
-    meter.write_text(f"{time.time() + 3600}")
-    with claimed(LocalStore(tmp_path / "store"), 1) as attempt:
-        pass
-    assert 0 <= attempt.latest.time - attempt.latest.started < 60 and attempt.latest.phases == {}
 
 
 def test_own_and_on_demand_machines_are_expected_to_last_longer_than_spot_and_unknown_ones() -> None:

@@ -92,7 +92,7 @@ def test_a_run_is_a_parent_with_a_nested_run_for_each_stage_however_often_it_is_
 
     assert yaml.safe_load(text("run", "recipe.yaml")) == RECIPE.model_dump()
     assert text("run", "report.html") == f"<html>{RUN}" and text("run", "sample.txt").startswith("def ")
-    assert len(json.loads(text("run", "account.json"))["data"]) == 5
+    assert len(json.loads(text("run", "account.json"))["attempts"]) == 5
     assert text("train", "samples/step-00000002.txt") == "a text"
 
 

@@ -3,9 +3,7 @@
 import json
 import os
 import time
-from collections import Counter
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,28 +17,23 @@ from run_records import (
     attempted,
     done_run,
     finished,
-    put_heartbeat,
     recipe_with,
     recorded,
 )
 
-from pipelines.artifacts.manifest import read_manifest
-from pipelines.show.page import run_data
 from pipelines.stage import STAGES, plans_of
-from pipelines.tracking.compare import compare
-from pipelines.tracking.ledger import attempts, this_process
-from pipelines.tracking.records import Heartbeat, Progress
+from pipelines.tracking.ledger import this_process
+from pipelines.tracking.records import Progress
 from pipelines.tracking.runs import (
     Run,
     RunRecord,
     full_name,
-    read_records,
     read_run,
     record,
 )
 from trainer.errors import UserError
 from trainer.model_config import REMOVED_FIELDS
-from trainer.store import Entry, LocalStore
+from trainer.store import LocalStore
 
 
 def test_a_run_with_all_its_artifacts_is_done_and_carries_their_facts(store: LocalStore) -> None:
@@ -83,23 +76,6 @@ def test_an_attempt_elsewhere_is_lost_once_the_store_has_no_new_heartbeat(store:
     (path,) = store.root.glob("train/*/attempts/*/heartbeat.json")
     os.utime(path, (time.time() - 300, time.time() - 300))
     assert Run(store, recorded(store)).state == "lost"
-
-
-def test_a_stale_attempt_does_not_affect_the_state_of_its_run(store: LocalStore) -> None:
-    attempted(store, "train", 1, hours=0.1, state="stale")  # started last, by a clock that goes ahead
-    attempted(store, "train", 2, hours=0.2, state="failed")
-    assert Run(store, recorded(store)).summary.state == "failed"
-
-
-def test_a_run_whose_new_machine_was_up_before_the_old_one_died_is_running(store: LocalStore) -> None:
-    attempted(store, "train", 1, hours=1.0, state="running", process=GONE)
-    attempted(store, "train", 2, hours=3.0, state="running", process=this_process())  # on the bill since it booted
-    assert Run(store, recorded(store)).summary.state == "running"
-
-
-def test_a_run_that_never_started_working_is_interrupted(store: LocalStore) -> None:
-    summary = Run(store, recorded(store)).summary
-    assert (summary.state, summary.attempts, summary.usd, summary.val_loss) == ("interrupted", 1, 0.0, None)
 
 
 def test_the_progress_of_an_unfinished_run_is_in_its_heartbeats(store: LocalStore) -> None:
@@ -162,14 +138,6 @@ def test_a_run_recorded_with_fields_of_recipes_that_were_removed_is_read(store: 
     assert Run(store, RunRecord.from_json(json.dumps(values).encode())).recipe == Run(store, made).recipe
 
 
-def test_all_runs_are_read_oldest_first(store: LocalStore) -> None:
-    for name, updated in (("b-1", 2.0), ("a-1", 3.0), ("c-1", 1.0)):
-        body = asdict(RunRecord(name, RECIPE.model_dump(), "tokenize", {"tokenize": "tokens/t-0"}, updated))
-        store.put(f"runs/{name}.json", json.dumps(body).encode())
-    assert [r.run for r in read_records(store)] == ["c-1", "b-1", "a-1"]
-    assert [r.run for r in read_records(store, ["a", "b-1"])] == ["b-1", "a-1"]
-
-
 def test_an_evaluation_with_other_settings_stays_on_the_bill(store: LocalStore) -> None:
     before = done_run(store)
     other = recipe_with("evaluate.val_tokens=4096")
@@ -205,105 +173,8 @@ def test_running_its_recipe_mends_a_damaged_record_as_its_message_says(store: Lo
     assert replace(read_run(store, RUN).record, updated=made.updated) == made
 
 
-def test_a_record_without_an_artifact_of_a_stage_is_damaged_and_mended(store: LocalStore) -> None:
-    made = recorded(store)
-    body = asdict(replace(made, prefixes={k: v for k, v in made.prefixes.items() if k != "train"}))
-    store.put(f"runs/{RUN}.json", json.dumps(body).encode())
-    with pytest.raises(UserError, match="damaged .it names no artifact of train.; run its recipe to write it again"):
-        read_run(store, RUN)
-    recorded(store)
-    assert read_run(store, RUN).record.prefixes == made.prefixes
-
-
-def test_a_mended_record_has_the_artifacts_that_the_run_worked_on_before(store: LocalStore) -> None:
-    older = PLANS | {s: replace(PLANS[s], identity={"older": s}) for s in ("evaluate", "export")}
-    record(store, RUN, RECIPE, older, "export")
-    made = record(store, RUN, RECIPE, PLANS, "export")
-    for plans in (older, PLANS):
-        for stage, plan in plans.items():
-            put_heartbeat(store, plan.prefix, Heartbeat(RUN, stage, 1, "done", 0.0, 60.0, 1.0))
-    of_another = replace(PLANS["export"], identity={"another": "run"}).prefix
-    put_heartbeat(store, of_another, Heartbeat("another-run", "export", 1, "done", 0.0, 60.0, 1.0))
-    for until in ("export", "train"):
-        store.put(f"runs/{RUN}.json", b"{")
-        assert replace(record(store, RUN, RECIPE, PLANS, until), updated=made.updated) == made
-
-
 def test_a_start_up_to_an_earlier_stage_forgets_no_artifact(store: LocalStore) -> None:
     record(store, RUN, RECIPE, PLANS | {"export": replace(PLANS["export"], identity={"older": "export"})}, "export")
     made = record(store, RUN, RECIPE, PLANS, "export")
     assert len(made.earlier["export"]) == 1
     assert record(store, RUN, RECIPE, PLANS, "train").earlier == made.earlier
-
-
-def test_records_with_the_format_of_a_newer_skytrain_say_so_and_are_not_called_damaged(store: LocalStore) -> None:
-    done_run(store)
-    for key in (f"runs/{RUN}.json", f"{TRAIN}/MANIFEST.json", f"{TRAIN}/attempts/0001/heartbeat.json"):
-        before = store.get(key) or b""
-        store.put(key, json.dumps(json.loads(before) | {"format": 2}).encode())
-        with pytest.raises(UserError, match="by a newer skytrain .format 2, this one reads 1.; upgrade skytrain"):
-            read_manifest(store, TRAIN)
-            attempts(store, TRAIN)
-            recorded(store)
-        assert b'"format": 2' in (store.get(key) or b"")  # nor replaced
-        store.put(key, before)
-
-
-def test_a_damaged_record_of_a_run_is_a_user_error_that_names_it(store: LocalStore) -> None:
-    store.put(f"runs/{RUN}.json", b"{}")
-    with pytest.raises(UserError, match=f"runs/{RUN}.json: damaged"):
-        read_records(store)
-
-
-class CountingStore(LocalStore):
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.listings: Counter[str] = Counter()
-        self.reads: Counter[str] = Counter()
-
-    def entries(self, prefix: str) -> list[Entry]:
-        self.listings[prefix] += 1
-        return super().entries(prefix)
-
-    def get(self, key: str) -> bytes | None:
-        self.reads[key] += 1
-        return super().get(key)
-
-
-def test_all_views_of_a_run_read_each_object_once(tmp_path: Path) -> None:
-    store = CountingStore(tmp_path / "store")
-    first = record(store, RUN, RECIPE, PLANS | {"evaluate": replace(PLANS["evaluate"], label="earlier")}, "export")
-    made = recorded(store)
-    prefixes = {first.prefixes["evaluate"], *made.prefixes.values()}
-    assert len(prefixes) == len(STAGES) + 1
-    for stage, prefix in [("evaluate", first.prefixes["evaluate"]), *made.prefixes.items()]:
-        for number in (1, 2):
-            put_heartbeat(store, prefix, Heartbeat(RUN, stage, number, "done", 0.0, 60.0, 1.0))
-    store.listings.clear()
-    store.reads.clear()
-
-    snapshot = Run(store, made)
-    assert len(snapshot.account.attempts) == 2 * len(prefixes) and len(snapshot.attempts["evaluate"]) == 2
-    shown, compared = run_data(snapshot), compare(snapshot, snapshot)
-    assert shown["account"]["total"] == asdict(snapshot.account.total) and not compared.differs
-    assert snapshot.summary.state == snapshot.state
-    heartbeats = [f"{prefix}/attempts/{number:04d}/heartbeat.json" for prefix in prefixes for number in (1, 2)]
-    manifests = [f"{prefix}/MANIFEST.json" for prefix in made.prefixes.values()]
-    assert store.reads == Counter([*heartbeats, *manifests])
-    assert {prefix: n for prefix, n in store.listings.items() if "/attempts/" in prefix} == {
-        f"{prefix}/attempts/": 1 for prefix in prefixes
-    }
-    assert set(store.listings.values()) == {1}
-
-
-def test_a_record_of_a_newer_format_asks_for_an_upgrade(store: LocalStore) -> None:
-    made = recorded(store)
-    finished(store, "tokenize")
-    keys = (f"runs/{RUN}.json", f"{made.prefixes['tokenize']}/MANIFEST.json")
-    for key in keys:
-        body = json.loads(store.get(key) or b"")
-        store.put(key, json.dumps(body | {"format": 2}).encode())
-    with pytest.raises(UserError, match=f"{store.uri}/{keys[0]}: .*format 2.*upgrade skytrain"):
-        read_run(store, RUN)
-    with pytest.raises(UserError, match=f"{store.uri}/{keys[1]}: .*format 2.*upgrade skytrain"):
-        _ = Run(store, made).summary

@@ -7,6 +7,7 @@ or is killed, after at most SKYTRAIN_MLFLOW_FLUSH_SECONDS (30) for the rest. Its
 at each look, are not in the bill.
 """
 
+import math
 import os
 import resource
 import signal
@@ -58,7 +59,7 @@ class MirrorProcess:
         self.uri, self.off, self.flush_seconds = tracking_uri(None, default_uri), tracking_is_off(), flush_seconds()
         self.log = home / "tracking" / run / "mlflow.log"
         self._child: subprocess.Popen[bytes] | None = None
-        self._started = 0.0
+        self._started = -math.inf
 
     def start(self) -> None:
         """Start the child, again if it has died; not if mlflow cannot be imported. From any thread."""
@@ -106,10 +107,14 @@ def mirror_until_end(page: Callable[[Run], str], code_tags: Mapping[str, str]) -
     except Exception as error:  # a broken installation counts as none
         log(f"mlflow cannot be imported: {type(error).__name__}: {error}")
         return NO_MLFLOW
+    uri = os.environ["MLFLOW_TRACKING_URI"]
+    if uri.startswith("sqlite:") and not find_spec("sqlalchemy"):
+        log("mlflow-skinny has no SQLite: name a server in MLFLOW_TRACKING_URI, or install mlflow")
+        return NO_MLFLOW
     ending = threading.Event()
     threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
     store = open_store(sys.argv[1])
-    mirror = Mirror(store, sys.argv[2], os.environ["MLFLOW_TRACKING_URI"], page, code_tags)
+    mirror = Mirror(store, sys.argv[2], uri, page, code_tags)
     Follower(mirror, store, Path(sys.argv[3])).follow(ending)
     return 0
 
@@ -152,14 +157,11 @@ class Follower:
 
     def send(self, ended: bool) -> None:
         """Send what is new since the last call; `ended`: everything that MLflow lacks."""
-        before, now = self.run, time.monotonic()
+        whole, now = ended or self.run is None, time.monotonic()
         unknown = self._has_events() and not self.mirror.stage_id("train")
-        if ended or unknown or before is None or now - self._refreshed > REFRESH_SECONDS:
-            self.run, self._refreshed = self.mirror.send(ended), now
-        assert self.run
+        if whole or unknown or now - self._refreshed > REFRESH_SECONDS:
+            self.run, self._refreshed = self.mirror.send(ended, series=whole), now
         if train := self.mirror.stage_id("train"):
-            if before is None or ended:  # what an earlier server or mirror has missed
-                self.mirror.send_rows(self.run.series)
             if self._has_events():
                 self._send_events()
             self._measure(train)

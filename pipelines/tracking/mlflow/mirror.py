@@ -19,7 +19,7 @@ from tenacity import Retrying, stop_after_delay, wait_exponential
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import Account, account, account_table, account_tags, cost_metrics
+from pipelines.tracking.account import Account, account, account_tags, cost_metrics
 from pipelines.tracking.mlflow.registry import register
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, redacted
 from pipelines.tracking.records import Heartbeat, Progress
@@ -65,7 +65,7 @@ class Mirror:
         self._experiment = ""
         self._ids: dict[str | None, str] = {}
         self._steps: dict[str, set[int]] = {}  # of the training that MLflow has, by metric
-        self._texts: set[str] = set()  # samples of the training that MLflow has
+        self._sampled: set[int] = set()  # steps whose samples were sent
 
     @property
     def client(self) -> MlflowClient:
@@ -79,9 +79,9 @@ class Mirror:
         """The MLflow run of a stage, if this mirror has sent it."""
         return self._ids.get(stage)
 
-    def send(self, ended: bool) -> Run:
-        """Send all that the store has of the run, except for the series. `ended`: nothing of it runs any more, so
-        that files, too, are sent. Returns the snapshot that was sent."""
+    def send(self, ended: bool, series: bool = True) -> Run:
+        """Send what the store has of the run. `ended`: nothing of it runs any more, so that files, too, are sent.
+        Returns the snapshot that was sent."""
         run = read_run(self.store, self.name)
         began = min((one.beat.started for one in run.heartbeats), default=run.record.updated)
         parent = self._run_id(run, None, began)
@@ -91,13 +91,13 @@ class Mirror:
             if beats:
                 self._send_stage(run, stage, beats)
         self._send_costs(parent, run.account, [one.beat for one in run.heartbeats])
-        for step, created, values in parent_results(run):
-            self._log(parent, [(step, created, values)])
+        self._log(parent, parent_results(run))
+        if series and "train" in self._ids:
+            self.send_rows(run.series)
         status = STATUSES.get(run.state, "KILLED")
         if ended:
             for name, text in self._files(run).items():
                 self._log_text(parent, name, text)
-            self._set_table_tag(parent)
             register(self.client, self._experiment, parent, run)
             status = "FINISHED" if status == "RUNNING" else status
         self._set_status(parent, status, max((one.beat.time for one in run.heartbeats), default=began))
@@ -109,8 +109,9 @@ class Mirror:
         points = []
         for row in rows:
             step = row["step"]
-            if row.get("samples"):
-                self._log_samples(train, f"samples/step-{step:08d}.txt", row["samples"])
+            if row.get("samples") and step not in self._sampled:
+                self._log_text(train, f"samples/step-{step:08d}.txt", f"\n\n{'-' * 8}\n\n".join(row["samples"]))
+                self._sampled.add(step)
             values = {key: value for key, value in row.items() if "/" in key and key != "data/digest" and "time" in row}
             if fresh := {key: value for key, value in values.items() if step not in self._known(train, key)}:
                 points.append((step, row["time"], fresh))
@@ -121,7 +122,7 @@ class Mirror:
 
     def forget(self) -> None:
         """Look everything up again at the next call, after an error."""
-        self._client, self._ids, self._steps, self._texts = None, {}, {}, set()
+        self._client, self._ids, self._steps = None, {}, {}
 
     def _send_stage(self, run: Run, stage: str, beats: list[Heartbeat]) -> None:
         prefix, made, progress = run.record.prefixes[stage], run.manifests.get(stage), beats[-1].progress
@@ -136,8 +137,12 @@ class Mirror:
         if made:
             tags["skytrain.fingerprint"] = made.fingerprint
         self._describe(run_id, params, tags | self._tags(run, made))
-        if source := dataset_of(run, stage):
-            self.client.log_inputs(run_id, datasets=[_dataset_input(stage, *source)])
+        tokens, text = run.manifests.get("tokenize"), run.recipe.tokens
+        if tokens and stage == "tokenize":
+            self._log_input(run_id, stage, tokens.label, tokens.fingerprint, text.source or text.named)
+        elif tokens and stage == "train":
+            uri = f"{self.store.uri}/{tokens.prefix}"
+            self._log_input(run_id, stage, tokens.prefix, tokens.fingerprint, uri)
         of_stage = [one for one in run.heartbeats if one.beat.stage == stage]
         costs = account(self.name, of_stage, partial(tokens_of_steps, run.recipe.train))
         self._send_costs(run_id, costs, [one.beat for one in of_stage])
@@ -197,26 +202,21 @@ class Mirror:
             self._steps[key] = {metric.step for metric in self.client.get_metric_history(run_id, key)}
         return self._steps[key]
 
-    def _log_samples(self, run_id: str, name: str, samples: list[str]) -> None:
-        if not self._texts:
-            self._texts = {file.path for file in self.client.list_artifacts(run_id, "samples")}
-        if name not in self._texts:
-            self._log_text(run_id, name, f"\n\n{'-' * 8}\n\n".join(samples))
-            self._texts.add(name)
-
     def _files(self, run: Run) -> dict[str, str]:
         """The files of the parent by name: the recipe, the account, a sample of the model, and the report."""
-        columns = account_table(run.account)
-        table = {"columns": list(columns), "data": [list(row) for row in zip(*columns.values(), strict=True)]}
         recipe = yaml.safe_dump(run.recipe.model_dump(), sort_keys=False, allow_unicode=True)
-        files = {"recipe.yaml": recipe, "account.json": json.dumps(table)}
+        files = {"recipe.yaml": recipe, "account.json": json.dumps(run.account.to_json(), indent=1)}
         if (evaluated := run.manifests.get("evaluate")) and evaluated.facts.get("sample"):
             files["sample.txt"] = str(evaluated.facts["sample"])
         return files | ({"report.html": self.page(run)} if self.page else {})
 
-    def _set_table_tag(self, run_id: str) -> None:
-        """Let MLflow's page show the account as a table, as its own `log_table` does."""
-        self.client.set_tag(run_id, "mlflow.loggedArtifacts", json.dumps([{"path": "account.json", "type": "table"}]))
+    def _log_input(self, run_id: str, stage: str, name: str, digest: str, uri: str) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        kind, separator, _ = uri.partition("://")
+        source = kind if separator else "local", json.dumps({"uri": uri})
+        dataset = Dataset(name, digest[:DIGEST_CHARACTERS], *source)
+        self.client.log_inputs(run_id, datasets=[DatasetInput(dataset, [InputTag("mlflow.data.context", stage)])])
 
     def _log_text(self, run_id: str, name: str, text: str) -> None:
         """Store a file. Files use another connection than metrics, which this machine may lack: it tries once."""
@@ -253,18 +253,14 @@ def rebuild(store: Store, name: str, uri: str, page: Callable[[Run], str] | None
     SKYTRAIN_MLFLOW_FLUSH_SECONDS (30)."""
     os.environ.update(QUICK_MLFLOW | os.environ | {"MLFLOW_TRACKING_URI": uri})
     mirror, patience = Mirror(store, name, uri, page), flush_seconds()
-
-    def send() -> None:
-        try:
-            run = mirror.send(ended=True)
-            if mirror.stage_id("train"):
-                mirror.send_rows(run.series)
-        except Exception:
-            mirror.forget()
-            raise
-
+    retrying = Retrying(
+        stop=stop_after_delay(patience),
+        wait=wait_exponential(max=30),
+        before_sleep=lambda _: mirror.forget(),
+        reraise=True,
+    )
     try:
-        Retrying(stop=stop_after_delay(patience), wait=wait_exponential(max=30), reraise=True)(send)
+        retrying(mirror.send, ended=True)
     except UserError:
         raise
     except Exception as error:
@@ -328,16 +324,6 @@ def parent_results(run: Run) -> Iterable[tuple[int, float, dict[str, float]]]:
         yield train.fact("steps"), made.created, values
 
 
-def dataset_of(run: Run, stage: str) -> tuple[str, str, str] | None:
-    """The name, the digest and the URI of a stage's input; None if it has none, or it is not made."""
-    tokens, config = run.manifests.get("tokenize"), run.recipe.tokens
-    if tokens and stage == "tokenize":
-        return tokens.label, tokens.fingerprint, config.source or config.named
-    if tokens and stage == "train":
-        return tokens.prefix, tokens.fingerprint, f"{run.store.uri}/{tokens.prefix}"
-    return None
-
-
 def _experiment_id(client: MlflowClient, name: str, uri: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
@@ -350,14 +336,6 @@ def _experiment_id(client: MlflowClient, name: str, uri: str) -> str:
     if KIND not in experiment.tags:
         client.set_experiment_tag(experiment.experiment_id, KIND, MODEL_TRAINING)
     return experiment.experiment_id
-
-
-def _dataset_input(stage: str, name: str, digest: str, source: str) -> Any:
-    from mlflow import entities
-
-    kind, separator, _ = source.partition("://")
-    given = (name, digest[:DIGEST_CHARACTERS], kind if separator else "local", json.dumps({"uri": source}))
-    return entities.DatasetInput(entities.Dataset(*given), [entities.InputTag("mlflow.data.context", stage)])
 
 
 def _milliseconds(seconds: float) -> int:
