@@ -18,7 +18,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, File, fetch, read_manifes
 from pipelines.recipe import Recipe, vocab_size_of
 from pipelines.text.columns import reason_of
 from pipelines.text.retry import with_retries
-from pipelines.tracking.runs import Run, find_run, full_name
+from pipelines.tracking.runs import Run, find_run, full_names
 from trainer.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import UserError
@@ -276,9 +276,8 @@ def find_parent(store: Store, source: str, field: str) -> ParentWeights:
     where, named = f"{field}: {source.partition('@sha256:')[0]}", RUN_SOURCE.fullmatch(source)
     if named is None:
         raise UserError(f"{field}: {source}: names no run; write run:NAME or run:NAME@STEP")
-    runs = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in store.entries("runs/")]
     try:
-        run = find_run(store, full_name(runs, named["run"], store.uri))
+        run = find_run(store, *full_names(store, [named["run"]]))
     except UserError as error:
         raise UserError(f"{field}: {error}") from error
     prefix = run.record.prefixes.get("train") if run else None

@@ -340,9 +340,7 @@ def key_of(run: str) -> str:
 
 def read_records(store: Store, names: Iterable[str] = ()) -> list[RunRecord]:
     """The records of the runs with these names or beginnings of names (all runs by default), oldest first."""
-    runs = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in store.entries("runs/")]
-    wanted = [full_name(runs, name, store.uri) for name in names] or runs
-    found = (read_record(store, run) for run in wanted)
+    found = (read_record(store, run) for run in full_names(store, names))
     return sorted((one for one in found if one), key=lambda one: one.updated)
 
 
@@ -358,10 +356,8 @@ def usable_runs(
 
     `skip` gets a message for each run that is left out. UserError for a run that was named and cannot be read.
     """
-    named = list(names)
-    known = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in store.entries("runs/")]
-    found = []
-    for name in [full_name(known, one, store.uri) for one in named] or known:
+    named, found = list(names), []
+    for name in full_names(store, named):
         try:
             if run := find_run(store, name):
                 need(run)
@@ -388,8 +384,14 @@ def find_run(store: Store, run: str) -> Run | None:
     return Run(store, found) if found else None
 
 
-def full_name(runs: list[str], name: str, where: str) -> str:
-    """The run with a full name or the beginning of one. UserError if there is none, or several."""
+def full_names(store: Store, names: Iterable[str] = ()) -> list[str]:
+    """The full names of runs, by names or beginnings of names; of all runs by default. UserError if a name fits no run,
+    or several."""
+    runs = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in store.entries("runs/")]
+    return [_full_name(runs, name, store.uri) for name in names] or runs
+
+
+def _full_name(runs: list[str], name: str, where: str) -> str:
     found = [name] if name in runs else [run for run in runs if run.startswith(name)]
     if len(found) == 1:
         return found[0]

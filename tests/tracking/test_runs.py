@@ -27,7 +27,7 @@ from pipelines.tracking.records import Progress
 from pipelines.tracking.runs import (
     Run,
     RunRecord,
-    full_name,
+    full_names,
     read_run,
     record,
 )
@@ -113,21 +113,15 @@ def test_a_run_of_one_requested_stage_is_done_after_it(store: LocalStore) -> Non
     assert recorded(store, until="train").until == "train"
 
 
-def test_a_run_is_found_by_the_beginning_of_its_name() -> None:
-    runs = ["smoke-1a2b3c4d", "smoke-1aaaaaaa", "smoke", "gpt2-124m-99999999"]
-    assert full_name(runs, "gpt", "file:///s") == "gpt2-124m-99999999"
-    assert full_name(runs, "smoke-1a2", "file:///s") == "smoke-1a2b3c4d"
-    assert full_name(runs, "smoke", "file:///s") == "smoke"  # a full name is not ambiguous
-    with pytest.raises(UserError) as several:
-        full_name(runs, "smoke-1a", "file:///s")
-    assert str(several.value) == (
-        "smoke-1a: the beginning of more than one run in file:///s; known runs: smoke-1a2b3c4d, smoke-1aaaaaaa"
-    )
-    with pytest.raises(UserError) as none:
-        full_name(runs[:2], "gpt3", "file:///s")
-    assert str(none.value) == "gpt3: no such run in file:///s; known runs: smoke-1a2b3c4d, smoke-1aaaaaaa"
-    with pytest.raises(UserError, match="known runs: none yet; `skytrain run RECIPE` makes one"):
-        full_name([], "gpt3", "file:///s")
+def test_a_run_is_found_by_the_beginning_of_its_name(store: LocalStore) -> None:
+    for run in ("smoke-1a2b3c4d", "smoke-1a2b3c4e", "gpt2-124m-99999999"):
+        store.put(f"runs/{run}.json", b"")
+    assert full_names(store, ["gpt", "smoke-1a2b3c4d"]) == ["gpt2-124m-99999999", "smoke-1a2b3c4d"]
+    assert len(full_names(store)) == 3
+    with pytest.raises(UserError, match="smoke-1: the beginning of more than one run .*smoke-1a2b3c4d, smoke-1a2b3c4e"):
+        full_names(store, ["smoke-1"])
+    with pytest.raises(UserError, match="llama: no such run .* known runs: gpt2"):
+        full_names(store, ["llama"])
 
 
 @pytest.mark.parametrize("path", REMOVED_FIELDS)

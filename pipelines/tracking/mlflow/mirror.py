@@ -91,11 +91,11 @@ class Mirror:
             if beats:
                 self._send_stage(run, stage, beats)
         self._send_costs(parent, run.account, [one.beat for one in run.heartbeats])
-        self._log(parent, parent_results(run))
         if series and "train" in self._ids:
             self.send_rows(run.series)
         status = STATUSES.get(run.state, "KILLED")
         if ended:
+            self._log(parent, [results(run)])
             for name, text in self._files(run).items():
                 self._log_text(parent, name, text)
             register(self.client, self._experiment, parent, run)
@@ -299,29 +299,20 @@ def last_training(run: Run) -> Progress | None:
     return progress[-1] if progress else None
 
 
-def parent_results(run: Run) -> Iterable[tuple[int, float, dict[str, float]]]:
-    """Step, unix seconds and values of the results of finished stages."""
-    train, evaluated = run.manifests.get("train"), run.manifests.get("evaluate")
-    if not train:
-        return
-    for made in filter(None, (train, evaluated)):
-        values = {name: float(made.facts[name]) for name in RESULTS if made.facts.get(name) is not None}
-        if made is train:
-            values["tokens"] = float(run.summary.tokens)
-            if (trained := last_training(run)) and trained.world_size:
-                values["world_size"] = float(trained.world_size)
-            if evaluated:  # whose validation is the larger one
-                values.pop("val/loss", None)
-        else:
-            facts = made.facts.items()
-            values |= {n: float(v) for n, v in facts if n.startswith("lm_eval/") and isinstance(v, int | float)}
-            values |= {
-                f"baseline/{re.sub('[^A-Za-z0-9_.-]+', '-', name).strip('-.')}/{metric}": float(measured[metric])
-                for name, measured in made.facts.get("baselines", {}).items()
-                for metric in RESULTS
-                if metric in measured
-            }
-        yield train.fact("steps"), made.created, values
+def results(run: Run) -> tuple[int, float, dict[str, float]]:
+    """The step and the end of the training, in unix seconds, and what the finished stages have measured."""
+    made = [one for stage in ("train", "evaluate") if (one := run.manifests.get(stage))]
+    facts = {name: value for one in made for name, value in one.facts.items()}
+    wanted = (name for name in facts if name in RESULTS or name.startswith("lm_eval/"))
+    values = {name: float(facts[name]) for name in wanted if isinstance(facts[name], int | float)}
+    for name, measured in facts.get("baselines", {}).items():
+        baseline = f"baseline/{name.replace('/', '-')}"
+        values |= {f"{baseline}/{metric}": float(measured[metric]) for metric in RESULTS if metric in measured}
+    if made:
+        values["tokens"] = float(run.summary.tokens)
+        if (trained := last_training(run)) and trained.world_size:
+            values["world_size"] = float(trained.world_size)
+    return run.summary.steps, max((one.created for one in made), default=0.0), values
 
 
 def _experiment_id(client: MlflowClient, name: str, uri: str) -> str:

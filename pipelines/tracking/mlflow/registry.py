@@ -41,12 +41,18 @@ def register(client: MlflowClient, experiment: str, parent: str, run: Run) -> No
     try:
         model = _logged_model(client, experiment, parent, run, tags)
         version = _version(client, parent, run.recipe.name, tags, model)
-        if target and _is_newest_good(client, run.recipe.name, export.created):
+        if target and _good_created(client, run.recipe.name) <= export.created:
             client.set_registered_model_alias(run.recipe.name, ALIAS, version)
     except MlflowException as error:
         if error.get_http_status_code() >= 500:
             raise
         log(f"the registry of MLflow refuses the export: {error.message}")
+
+
+def _good_created(client: MlflowClient, name: str) -> float:
+    """When the export with the alias was made, in unix seconds; 0 without one."""
+    known = ALIAS in (client.get_registered_model(name).aliases or {})
+    return float(client.get_model_version_by_alias(name, ALIAS).tags.get(CREATED, 0.0)) if known else 0.0
 
 
 def _logged_model(client: MlflowClient, experiment: str, parent: str, run: Run, tags: dict[str, str]) -> str:
@@ -57,9 +63,8 @@ def _logged_model(client: MlflowClient, experiment: str, parent: str, run: Run, 
     if found:
         model = min(found, key=lambda one: (one.creation_timestamp, one.model_id))
     else:
-        sizes = {"parameters": run.recipe.model.parameters, "tokens": run.summary.tokens}
-        sizes |= {f"model.{name}": value for name, value in run.recipe.model.model_dump().items()}
-        params = {name: str(value) for name, value in sizes.items()}
+        params = {f"model.{name}": str(value) for name, value in run.recipe.model.model_dump().items()}
+        params |= {"parameters": str(run.recipe.model.parameters), "tokens": str(run.summary.tokens)}
         name = re.sub(r"[^A-Za-z0-9_-]", "-", run.name)  # MLflow allows no dot here
         model = client.create_logged_model(experiment, name, parent, tags | EXTERNAL, params)
     client.set_logged_model_tags(model.model_id, tags)
@@ -81,10 +86,3 @@ def _version(client: MlflowClient, parent: str, name: str, tags: dict[str, str],
         client.create_registered_model(name)
     made = client.create_model_version(name, tags["skytrain.uri"], parent, tags, await_creation_for=0, model_id=model)
     return str(made.version)
-
-
-def _is_newest_good(client: MlflowClient, name: str, created: float) -> bool:
-    """Whether the alias is free, or on an export that is not newer."""
-    if ALIAS not in (client.get_registered_model(name).aliases or {}):
-        return True
-    return float(client.get_model_version_by_alias(name, ALIAS).tags.get(CREATED, 0.0)) <= created
