@@ -12,7 +12,6 @@ command works, and nothing of any speed.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -29,7 +28,9 @@ from benchmarks import run_as_command
 from benchmarks.scaling import measured, started
 from pipelines.recipe import load_recipe
 from pipelines.verbs.bench import LEAST_STEPS
+from trainer.commits import series
 from trainer.errors import UserError
+from trainer.store import LocalStore
 
 
 def bench(recipe: Path, gpus: int, options: list[str]) -> float:
@@ -44,8 +45,8 @@ def run(recipe: Path, store: Path) -> list[dict[str, Any]]:
     done = subprocess.run([sys.executable, "-m", "pipelines.cli", *words], cwd=recipe.parent, stdout=sys.stderr)
     if done.returncode:
         raise UserError(f"run ended with exit code {done.returncode}")
-    (metrics,) = store.rglob("metrics.jsonl")
-    return [row for row in map(json.loads, metrics.read_text().splitlines()) if "train/loss" in row]
+    (made,) = store.glob("train/*")
+    return [row for row in series(LocalStore(store), f"train/{made.name}") if "train/loss" in row]
 
 
 def main() -> None:

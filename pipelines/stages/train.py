@@ -4,7 +4,6 @@
 (follow.py), and stores the result. Each rank runs rank.py.
 """
 
-import json
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -122,10 +121,8 @@ def rank_spec(work: Work, address: NodeAddress) -> RankSpec:
 
 
 def store_result(work: Work, state: TrainState) -> Built:
-    """Upload the final weights and the whole series."""
+    """Upload the final weights."""
     rows = series(work.store, work.plan.prefix)
-    metrics = work.folder / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     speeds = sorted(row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row)
     final = {name: value for row in rows for name, value in row.items()}
     beats = [*attempts(work.store, work.plan.prefix), work.attempt.latest]  # a short run sends its next one at the end
@@ -150,7 +147,7 @@ def store_result(work: Work, state: TrainState) -> Built:
         facts["text_from"] = state.text_from
     if work.recipe.tokens.sources:
         facts["source_tokens"] = tokens_by_source(work, state)
-    return Built([work.upload(work.folder / WEIGHTS_FILE), work.upload(metrics)], facts)
+    return Built([work.upload(work.folder / WEIGHTS_FILE)], facts)
 
 
 def tokens_by_source(work: Work, state: TrainState) -> list[int]:

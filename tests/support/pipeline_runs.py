@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER_NAME = "ein Ordner für 東京"  # of every run: with spaces and letters beyond Latin-1
 MARK = "SKYTRAIN_TEST_RUN"  # in the environment of a command and of its descendants
 STEPS = 60
-OF_ONE_RUN = ("metrics.jsonl", "README.md")  # files with times and dollars
+OF_ONE_RUN = ("README.md",)  # files with times and dollars
 # The fields of `run --json`.
 RUN_FIELDS = ["run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss", "artifacts"]
 PRICE = 36.0  # dollars an hour: a cent a second
