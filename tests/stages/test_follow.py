@@ -22,24 +22,17 @@ from trainer.errors import Died, Interrupted, Stopped, StoreUnavailable
 from trainer.events import (
     Checkpointed,
     CheckpointFailed,
-    Event,
     PhaseChanged,
     Started,
     event_to_json,
 )
 
 
-def handle(work: Work, *events: Event) -> None:
-    follower = Follower(work, None)  # type: ignore[arg-type]
-    with TerminalScreen(quiet=True).bar("train", 10) as bar:
-        for event in events:
-            follower.handle(event, bar)
-
-
 def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[str], Work]) -> None:
     train_work = work("train")
     train_work.screen = cast(TerminalScreen, recorder := Recorder())
-    handle(train_work, CheckpointFailed(1200, "OSError(28)"))
+    with TerminalScreen(quiet=True).bar("train", 10) as bar:
+        Follower(train_work, None).handle(CheckpointFailed(1200, "OSError(28)"), bar)  # type: ignore[arg-type]
     assert recorder.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
     assert train_work.attempt.latest.progress.checkpoint_failed == 1200
 
@@ -54,17 +47,6 @@ START = Started(
     micro_batch_size=1,
     micro_batch_why="micro-batches of 1, as configured",
 )
-
-
-def test_the_execution_settings_and_their_reasons_are_shown_and_in_the_heartbeat(work: Callable[[str], Work]) -> None:
-    train_work = work("train")
-    train_work.screen = cast(TerminalScreen, recorder := Recorder())
-    handle(train_work, START, Slow(1, "torch multiplies"))
-    assert recorder.notes == [f"  7 parameters, 1 x cpu, fp32, {START.micro_batch_why}; {START.engine}"]
-    assert recorder.warnings == ["slower than possible: torch multiplies"]
-    progress = train_work.attempt.latest.progress
-    assert (progress.engine, progress.precision) == (START.engine, "fp32")
-    assert progress.micro_batch == START.micro_batch_why
 
 
 def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:

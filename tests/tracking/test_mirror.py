@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from mlflow_runs import Seen, own_experiment, until
+from pipeline_runs import PRICE, Project, committed
 from run_records import RECIPE, RUN, TRAIN, attempted, done_run, recorded, row, segment
 from servers import MlflowServer, free_ports
 
@@ -348,6 +349,40 @@ def test_a_home_that_cannot_be_written_costs_a_line_and_tracking_off_starts_noth
     off = MirrorProcess(store.uri, RUN, tmp_path / "home", default_uri="sqlite:///unused.db")
     off.start()
     assert off.close() is None and not (tmp_path / "home").exists()
+
+
+def test_a_run_that_is_killed_and_run_again_has_each_step_once_its_costs_and_a_rebuilt_server_has_the_same(
+    tmp_path: Path, mlflow_server: str, experiment: str
+) -> None:
+    project = Project(tmp_path / "project")
+    project.environment |= {
+        "SKYTRAIN_TRACKING": "on",
+        "MLFLOW_TRACKING_URI": mlflow_server,
+        "MLFLOW_EXPERIMENT_NAME": experiment,
+        "SKYTRAIN_MLFLOW_FLUSH_SECONDS": "120",
+    }
+    options = "--price-per-hour", str(PRICE), "--tag", "team=research"
+    with project.started("run", "tiny.yaml", *options) as process:
+        project.wait_until(committed(project, 20), process)
+        project.kill_all(process)
+    made = project.result(*options)
+    seen = Seen(mlflow_server, experiment, made["run"])
+    assert {one.info.status for one in seen.runs.values()} == {"FINISHED"}
+    steps = [(row["step"], row["train/loss"]) for row in project.series()]
+    assert seen.points("train", "train/loss") == steps
+    parent, train = seen.runs["run"], seen.runs["train"]
+    assert parent.data.metrics["cost/usd"] == pytest.approx(made["usd"])
+    assert [value for _, value in seen.points("run", "val/loss")] == [made["val_loss"]]
+    assert parent.data.tags["team"] == train.data.tags["team"] == "research"
+
+    fresh = f"sqlite:///{tmp_path}/rebuilt.db"
+    project.run("report", "--rebuild-mlflow", "--to", fresh)
+    rebuilt = Seen(fresh, experiment, made["run"])
+    assert rebuilt.points("train", "train/loss") == steps
+    for stage, run in seen.runs.items():
+        again = rebuilt.runs[stage]
+        assert (again.data.params, again.info.status) == (run.data.params, run.info.status)
+        assert again.data.metrics.items() <= run.data.metrics.items()
 
 
 # --- passwords and settings
