@@ -1,7 +1,7 @@
 """One invocation of a run: it skips the artifacts that exist, and builds the others.
 
 For each missing artifact it claims an attempt, waits for another process that builds the same artifact, calls the
-stage's `build`, commits, and tracks. A death by a signal is recorded here too, by the next command.
+stage's `build`, and commits. A crash is recorded here too, by the next command.
 """
 
 import shutil
@@ -16,7 +16,7 @@ from pipelines.recipe import Recipe
 from pipelines.screen import Screen
 from pipelines.stage import STAGES, Built, Work, all_made, missing, run_name, stage_named
 from pipelines.text.tokenizer import keep_tokenizer
-from pipelines.tracking.deaths import after_death
+from pipelines.tracking.crashes import after_crash
 from pipelines.tracking.ledger import (
     SILENT_SECONDS,
     Attempt,
@@ -112,7 +112,7 @@ class Pipeline:
                 self._watch,
                 waited,
                 earlier,
-                lambda thread: self.stop.ask(f"the thread of the heartbeats died: {thread.error!r}"),
+                lambda thread: self.stop.ask(f"the thread of the heartbeats crashed: {thread.error!r}"),
                 self.began,
             )
             if attempt is None:  # another process was faster
@@ -211,11 +211,11 @@ class Pipeline:
         )
 
 
-def record_death(store: Store, plans: dict[str, ArtifactPlan], until: str, billing: Billing, cause: str) -> Exception:
+def record_crash(store: Store, plans: dict[str, ArtifactPlan], until: str, billing: Billing, cause: str) -> Exception:
     """Record in the store that a signal ended `skytrain run` on this machine. Returns the exception that ends the run.
 
-    Its ranks then commit and leave, because the kernel asks them to; this waits for them. A command that died before it
-    claimed an attempt gets one now, so that a command that always dies counts too.
+    Its ranks then commit and leave, because the kernel asks them to; this waits for them. A command that crashed before
+    it claimed an attempt gets one now, so that a command that always crashes counts too.
     """
     stage = next(iter(missing(store, plans, until)), None)
     if stage is None:
@@ -230,11 +230,11 @@ def record_death(store: Store, plans: dict[str, ArtifactPlan], until: str, billi
     if newest and is_alive(newest) is not False:
         return Interrupted(cause)  # this command waited for an attempt of another machine
     if newest and newest.state == "running":
-        ending = after_death(store, prefix, newest.attempt, cause)
+        ending = after_crash(store, prefix, newest.attempt, cause)
         close_dead_attempt(store, prefix, newest, state_after(ending), cause)
         return ending
     number = newest.attempt + 1 if newest else 1
-    ending = after_death(store, prefix, number, cause)
+    ending = after_crash(store, prefix, number, cause)
     if attempt := claim(store, prefix, run, stage, number, billing, earlier=beats):
         with attempt:
             attempt.update(state=state_after(ending))

@@ -20,7 +20,7 @@ from pipelines.nodes.workers import Workers
 from pipelines.screen import Bar
 from pipelines.stage import Work
 from pipelines.tracking.account import late_share
-from pipelines.tracking.deaths import after_death
+from pipelines.tracking.crashes import after_crash
 from pipelines.tracking.ledger import process_started
 from pipelines.tracking.records import ProcessId
 from trainer.config import seconds_from_environment
@@ -224,7 +224,7 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
         return
     for result in (result for result in results if result.kind == GPU and work.stop.ending is Interrupted):
         work.report(killed=result.message)
-        raise after_death(work.store, work.plan.prefix, work.attempt.number, result.message, may_start_over=True)
+        raise after_crash(work.store, work.plan.prefix, work.attempt.number, result.message, may_start_over=True)
     if workers and workers.lost and work.stop.ending is Interrupted:
         raise Interrupted(f"node {workers.lost[0]} is gone")
     if work.stop.asked:
@@ -236,11 +236,11 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
                 f"{JOIN_SECONDS:.0f} s; run this command on all nodes, and let them reach {workers.address.first}"
             )
         work.report(killed=result.message)
-        raise after_death(work.store, work.plan.prefix, work.attempt.number, result.message, may_start_over=True)
-    if death := cause_of_death(results):
-        cause = death if step is None else f"{death} after step {step:,}"
+        raise after_crash(work.store, work.plan.prefix, work.attempt.number, result.message, may_start_over=True)
+    if crash := cause_of_crash(results):
+        cause = crash if step is None else f"{crash} after step {step:,}"
         work.report(killed=cause)
-        raise after_death(work.store, work.plan.prefix, work.attempt.number, cause)
+        raise after_crash(work.store, work.plan.prefix, work.attempt.number, cause)
     messages = "\n".join(result.message for result in results if result.kind)
     raise RuntimeError(
         f"the processes of {work.plan.stage} failed; their output is in {work.folder / LOG_FILE}:\n{messages}"
@@ -257,13 +257,13 @@ def after_outage(work: Work, result: NodeResult) -> Exception:
         return work.stop.ending(f"{work.stop.reason}; {result.message}")
     with suppress(OSError, UserError):  # the store does not answer: uncounted
         prefix, number = work.plan.prefix, work.attempt.number
-        ending = after_death(work.store, prefix, number, result.message, may_start_over=True)
+        ending = after_crash(work.store, prefix, number, result.message, may_start_over=True)
         if unsaved and isinstance(ending, Died):
             return ending
     return result.error
 
 
-def cause_of_death(results: Iterable[NodeResult]) -> str | None:
+def cause_of_crash(results: Iterable[NodeResult]) -> str | None:
     """The message of a node whose rank was killed, before those of nodes whose ranks lost this peer; None if a fault
     explains the lost peers."""
     messages = {result.kind: result.message for result in reversed(list(results))}  # of each kind, the first

@@ -202,14 +202,14 @@ def after_signal(
     from pipelines.cloud.prices import billing_here
     from pipelines.nodes.address import let_workers_exit_first, this_node
     from pipelines.nodes.torchrun import signal_name
-    from pipelines.pipeline import record_death
+    from pipelines.pipeline import record_crash
     from pipelines.stage import run_name
     from pipelines.tracking.stop_request import read_stop_request
 
     cause = f"the run's command was killed by {signal_name(number)}"
     if number in REQUESTS:
         return Interrupted(cause)
-    ending = record_death(store, plans, until, billing_here(price_per_hour), cause)
+    ending = record_crash(store, plans, until, billing_here(price_per_hour), cause)
     let_workers_exit_first(this_node())
     if unless_stopped and (request := read_stop_request(store, run_name(plans))):
         return Stopped(str(request))

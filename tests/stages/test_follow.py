@@ -14,8 +14,8 @@ from pipelines.pipeline import state_after
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import follow
-from pipelines.stages.follow import Follower, cause_of_death, raise_error_of_ranks
-from pipelines.tracking.deaths import MOST_DEATHS
+from pipelines.stages.follow import Follower, cause_of_crash, raise_error_of_ranks
+from pipelines.tracking.crashes import MOST_CRASHES
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
 from trainer.errors import Died, Interrupted, Stopped, StoreUnavailable
@@ -135,7 +135,7 @@ def test_ranks_that_hang_or_cannot_save_again_and_again_without_a_commit_end_the
     monkeypatch.setattr(follow, "SIGNALS_SECONDS", 0)
     train_work = work("train")
     endings = []
-    for number in range(1, MOST_DEATHS + 2):
+    for number in range(1, MOST_CRASHES + 2):
         for name in ("train.log", "spec.json"):
             (train_work.folder / name).touch()
         (train_work.folder / file).write_text(cause)
@@ -150,13 +150,13 @@ def test_ranks_that_hang_or_cannot_save_again_and_again_without_a_commit_end_the
             assert later and cause in (progress.killed, progress.unsaved_because)
             attempt.update(state="interrupted")
         train_work.attempt = later
-    assert endings[:-1] == [(interruption, cause)] * MOST_DEATHS  # the same command starts over
-    assert endings[-1] == (Died, f"{cause}; so did attempts 1, 2, 3 end, and none of them made a commit")
+    assert endings[:-1] == [(interruption, cause)] * MOST_CRASHES  # the same command starts over
+    assert endings[-1] == (Died, f"{cause}; attempts 1, 2, 3 also crashed before saving a checkpoint")
 
 
 def test_a_killed_rank_is_the_cause_on_whichever_node_it_ran_and_lost_peers_only_without_another() -> None:
     head, killed = NodeResult(0, PEER, "connection closed"), NodeResult(1, KILLED, "rank 1 was killed by SIGKILL")
-    assert cause_of_death([head, killed]) == cause_of_death([killed, head]) == "rank 1 was killed by SIGKILL"
-    assert cause_of_death([head, NodeResult(1, PEER, "reset by peer")]) == "connection closed"
-    assert cause_of_death([head, NodeResult(1, FAULT, "KeyError")]) is None
-    assert cause_of_death([NodeResult(0)]) is None
+    assert cause_of_crash([head, killed]) == cause_of_crash([killed, head]) == "rank 1 was killed by SIGKILL"
+    assert cause_of_crash([head, NodeResult(1, PEER, "reset by peer")]) == "connection closed"
+    assert cause_of_crash([head, NodeResult(1, FAULT, "KeyError")]) is None
+    assert cause_of_crash([NodeResult(0)]) is None

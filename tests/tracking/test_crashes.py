@@ -1,10 +1,10 @@
-"""Deaths by a signal are interruptions, at most some in a row without a new commit."""
+"""Crashes are interruptions, up to some in a row without a new checkpoint."""
 
 from pathlib import Path
 
 import pytest
 
-from pipelines.tracking.deaths import MOST_DEATHS, after_death
+from pipelines.tracking.crashes import MOST_CRASHES, after_crash
 from pipelines.tracking.ledger import attempts, claim, close_dead_attempt, is_alive, seconds_between_failures
 from pipelines.tracking.records import Billing
 from trainer.commits import Commit, TrainState
@@ -19,11 +19,11 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path)
 
 
-def attempt_dies(store: LocalStore, number: int) -> int:
+def crashed(store: LocalStore, number: int) -> int:
     """Claims an attempt that a signal then ends; the exit code."""
     attempt = claim(store, PREFIX, "tiny-0123", "train", number, Billing())
     assert attempt
-    ending = ending_of(after_death(store, PREFIX, number, f"rank 0 was killed by SIGSEGV after step {7}"))
+    ending = ending_of(after_crash(store, PREFIX, number, f"rank 0 was killed by SIGSEGV after step {7}"))
     assert ending
     with attempt:
         attempt.report(killed="rank 0 was killed by SIGSEGV after step 7")
@@ -37,35 +37,35 @@ def commit(store: LocalStore, step: int, attempt: int) -> None:
 
 def test_a_crash_at_the_same_step_ends_the_run_after_some_attempts(store: LocalStore) -> None:
     commit(store, 5, attempt=1)
-    codes = [attempt_dies(store, number) for number in range(1, MOST_DEATHS + 3)]
-    # The first attempt made a commit before it died.
-    assert codes == [EXIT_INTERRUPTED] * (MOST_DEATHS + 1) + [EXIT_FAILED]
+    codes = [crashed(store, number) for number in range(1, MOST_CRASHES + 3)]
+    # The first attempt made a commit before it crashed.
+    assert codes == [EXIT_INTERRUPTED] * (MOST_CRASHES + 1) + [EXIT_FAILED]
 
 
 def test_a_new_commit_begins_a_new_count(store: LocalStore) -> None:
     commit(store, 5, attempt=1)
-    for number in range(1, MOST_DEATHS + 2):
-        attempt_dies(store, number)
-    commit(store, 9, attempt=MOST_DEATHS + 2)
-    assert attempt_dies(store, MOST_DEATHS + 2) == EXIT_INTERRUPTED
+    for number in range(1, MOST_CRASHES + 2):
+        crashed(store, number)
+    commit(store, 9, attempt=MOST_CRASHES + 2)
+    assert crashed(store, MOST_CRASHES + 2) == EXIT_INTERRUPTED
 
 
 def test_attempts_that_lost_their_machine_do_not_count(store: LocalStore) -> None:
     commit(store, 5, attempt=1)
     for number in range(2, 9):
         assert claim(store, PREFIX, "tiny-0123", "train", number, Billing())
-    assert attempt_dies(store, 9) == EXIT_INTERRUPTED
+    assert crashed(store, 9) == EXIT_INTERRUPTED
 
 
-def test_without_a_commit_or_with_a_damaged_one_the_first_death_ends_the_run(store: LocalStore) -> None:
-    assert attempt_dies(store, 1) == EXIT_FAILED
+def test_without_a_commit_or_with_a_damaged_one_the_first_crash_ends_the_run(store: LocalStore) -> None:
+    assert crashed(store, 1) == EXIT_FAILED
     commit(store, 5, attempt=1)
     damaged = store.path_of(f"{PREFIX}/checkpoints/step-00000005-a0001/COMMIT.json")
     damaged.write_bytes(damaged.read_bytes().replace(b'"step": 5', b'"step": 6'))
-    assert attempt_dies(store, 2) == EXIT_FAILED
+    assert crashed(store, 2) == EXIT_FAILED
 
 
-def test_a_killed_command_is_billed_until_its_death_is_recorded(store: LocalStore) -> None:
+def test_a_killed_command_is_billed_until_its_crash_is_recorded(store: LocalStore) -> None:
     attempt = claim(store, PREFIX, "tiny-0123", "train", 1, Billing(3.6))
     assert attempt
     attempt.__enter__()

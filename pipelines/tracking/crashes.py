@@ -1,0 +1,33 @@
+"""Crashes: a signal (kill -9, lack of memory) ended a rank, torchrun, or `skytrain run` itself; the watchdog ended a
+rank; or an attempt left because the store took no checkpoint.
+
+A crash is an interruption, after which the same command resumes: if training has a checkpoint to resume from, and at
+most MOST_CRASHES times in a row without a new one. The store has the count, so it outlives the machine.
+"""
+
+from pipelines.tracking.ledger import attempts
+from trainer.commits import newest_commit
+from trainer.errors import Died, Interrupted
+from trainer.store import Store
+
+MOST_CRASHES = 3
+
+
+def after_crash(
+    store: Store, prefix: str, attempt: int, cause: str, may_start_over: bool = False
+) -> Interrupted | Died:
+    """The exception that ends an attempt on the artifact `prefix` after a crash of this cause.
+
+    After a fault of the hardware, a hang or failed saves, the same command also `may_start_over` without a checkpoint.
+    """
+    commit = newest_commit(store, prefix)
+    if prefix.startswith("train/") and commit is None and not may_start_over:
+        return Died(f"{cause}; there is no checkpoint to resume from")
+    since = commit.attempt if commit else 0
+    beats = [beat for beat in attempts(store, prefix) if since < beat.attempt < attempt]
+    unsaved = {beat.attempt for beat in beats if beat.progress.unsaved_since and beat.state != "running"}
+    crashed = [beat.attempt for beat in beats if beat.progress.killed or beat.attempt in unsaved]
+    if len(crashed) >= MOST_CRASHES:
+        numbers = ", ".join(map(str, crashed))
+        return Died(f"{cause}; attempts {numbers} also crashed before saving a checkpoint")
+    return Interrupted(cause)
