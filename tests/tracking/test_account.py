@@ -198,8 +198,3 @@ def test_every_way_to_divide_the_bill_has_the_same_sum(beats: list[Heartbeat]) -
     assert bill.total.unpriced_hours <= bill.total.hours
     assert bill.interruptions.hours <= bill.total.hours * (1 + 1e-6)
     assert bill.goodput is None or 0 <= bill.goodput <= 1 + 1e-6
-
-
-@given(BEATS)
-def test_a_heartbeat_survives_the_store(one: Heartbeat) -> None:
-    assert Heartbeat.from_json(one.to_json()) == one

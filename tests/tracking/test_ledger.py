@@ -23,7 +23,6 @@ from pipelines.tracking.ledger import (
     claim,
     is_alive,
     is_dead,
-    latest_number,
     prior_seconds_between_failures,
     process_began,
     process_exists,
@@ -89,15 +88,6 @@ def test_one_of_many_claims_of_an_attempt_succeeds(tmp_path: Path) -> None:
     assert len(attempts(store, PREFIX)) == 1
 
 
-def test_attempts_come_in_order_and_the_newest_has_the_highest_number(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    assert attempts(store, PREFIX) == [] and latest_number(store, PREFIX) == 0
-    for number in (2, 10, 1):
-        claimed(store, number)
-    assert [b.attempt for b in attempts(store, PREFIX)] == [1, 2, 10]
-    assert latest_number(store, PREFIX) == 10
-
-
 def test_an_attempt_is_stale_once_a_later_one_is_claimed(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     first = claimed(store, 1)
@@ -141,16 +131,6 @@ def test_work_that_raises_has_failed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="boom"), claimed(store, 1):
         raise RuntimeError("boom")
     assert attempts(store, PREFIX)[0].state == "failed"
-
-
-def test_heartbeats_continue_during_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
-    store = LocalStore(tmp_path)
-    with claimed(store, 1) as attempt:
-        attempt.report(step=7)
-        until(lambda: attempts(store, PREFIX)[0].progress == Progress(step=7), "the heartbeat says step 7")
-        first = attempts(store, PREFIX)[0].time
-        until(lambda: attempts(store, PREFIX)[0].time > first, "a later heartbeat")
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -258,12 +238,6 @@ def test_another_process_with_the_same_pid_does_not_pass_for_the_attempt() -> No
     assert is_alive(replace(mine, process=replace(mine.process, pid=gone.pid))) is False
 
 
-def test_an_attempt_is_alive_as_long_as_the_processes_that_it_started() -> None:
-    dead, here = replace(this_process(), started="1"), this_process()
-    assert process_exists(beat(process=replace(dead, children=(here,)))) is True
-    assert process_exists(beat(process=replace(dead, children=(replace(here, started="1"),)))) is False
-
-
 @pytest.mark.parametrize("skew", [-8 * 86_400.0, -7200.0, 0.0, 7200.0])
 def test_a_process_of_another_machine_is_dead_only_after_a_long_silence_whatever_its_clock(
     tmp_path: Path, skew: float
@@ -350,21 +324,6 @@ def test_a_kill_between_a_heartbeat_and_the_meter_bills_nothing_twice(tmp_path: 
     meter.write_text(f"{up}")  # as if the claim had failed
     second = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 2, Billing(), earlier=[first.latest])
     assert second is not None and second.latest.started == pytest.approx(first.latest.time)
-
-
-def test_the_meter_stands_at_the_end_of_the_bill_in_the_store(
-    tmp_path: Path, meter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
-    store = Away(tmp_path / "store")
-    with claimed(store, 1):
-        until(lambda: attempts(store, PREFIX)[0].time > attempts(store, PREFIX)[0].started + 0.1, "a heartbeat comes")
-        store.fault = StoreUnavailable("no route")
-        until(lambda: store.refused >= 3, "three heartbeats were refused")
-        assert float(meter.read_text().split()[0]) == attempts(store, PREFIX)[0].time
-        store.fault = None
-    (seen,) = attempts(store, PREFIX)
-    assert meter.read_text().split() == [str(seen.time), "idle"]
 
 
 @pytest.mark.parametrize("content", ["", "soon", "\n", "nan", "inf train", "-1"])
