@@ -80,7 +80,7 @@ class Mirror:
         return self._ids.get(stage)
 
     def send(self, ended: bool, series: bool = True) -> Run:
-        """Send what the store has of the run. `ended`: nothing of it runs any more, so that files, too, are sent.
+        """Send what the store has of the run. `ended`: its command ends, so that results and files are sent, too.
         Returns the snapshot that was sent."""
         run = read_run(self.store, self.name)
         began = min((one.beat.started for one in run.heartbeats), default=run.record.updated)
@@ -99,7 +99,8 @@ class Mirror:
             for name, text in self._files(run).items():
                 self._log_text(parent, name, text)
             register(self.client, self._experiment, parent, run)
-            status = "FINISHED" if status == "RUNNING" else status
+            works = any(beats and beats[-1].state == "running" for beats in run.attempts.values())
+            status = "FINISHED" if status == "RUNNING" and not works else status  # it ends after an earlier stage
         self._set_status(parent, status, max((one.beat.time for one in run.heartbeats), default=began))
         return run
 
