@@ -124,9 +124,9 @@ class Follower:
                 then = "the training has ended, and its last state is saved again" if ended else "training continues"
                 warn(f"checkpoint of step {step:,} failed ({reason}); {then}")
                 work.report(checkpoint_failed=step)
-            case Checkpointed(step, seconds):
+            case Checkpointed(_, seconds):
                 self.unsaved_since = None
-                work.report(unsaved_since=None, unsaved_because=None, committed_step=step, save_seconds=seconds)
+                work.report(unsaved_since=None, unsaved_because=None, save_seconds=seconds)
             case Skipped(step, reason):
                 warn(f"update {step:,} skipped: {reason}")
             case Slow(_, reason):
@@ -286,7 +286,7 @@ def report_start(work: Work, event: Started) -> None:
     """Report the hardware and the first step of the ranks."""
     hardware: dict[str, Any] = {"device": event.device, "precision": event.precision, "world_size": event.world_size}
     hardware |= {"engine": event.engine, "micro_batch": event.micro_batch_why}
-    work.report(resumed_from=event.step, lowest_step=event.step, step=event.step, **hardware)
+    work.report(resumed_from=event.step, step=event.step, **hardware)
     resumed = f", resumed from step {event.step:,}" if event.step else ""
     work.screen.note(
         f"  {event.parameters:,} parameters, {event.world_size} x {event.device}, "

@@ -201,7 +201,6 @@ class Attempt:
         except (OSError, UserError):
             pass
         except Exception as error:
-            self.report(watch_failed=repr(error))
             if repr(error) not in self._logged:
                 self._logged.add(repr(error))
                 log.warning("heartbeat of attempt %d: %r; trying again", self.number, error)

@@ -44,12 +44,10 @@ class Progress(Stored):
     step: int | None = None  # updates done
     time: float | None = None  # unix seconds of the last row
     resumed_from: int | None = None  # step
-    lowest_step: int | None = None  # to which the attempt went back, at least `resumed_from`
+    lowest_step: int | None = None  # to which an attempt of version 0.1 went back
     highest_step: int | None = None  # of this and all earlier attempts
     steps_done: int | None = None  # by this attempt
     steps_redone: int | None = None  # of them, those that an earlier attempt had done
-    rollbacks: int | None = None
-    committed_step: int | None = None
     checkpoint_failed: int | None = None  # step of the last checkpoint that failed
     unsaved_since: float | None = None  # unix seconds, of the first failure since the last commit
     unsaved_because: str | None = None  # the error of the last failure
@@ -69,7 +67,6 @@ class Progress(Stored):
     waiting: bool | None = None  # on a standby machine, for a machine that trains
     notice: str | None = None  # why the attempt was asked to stop
     killed: str | None = None  # the cause, if a signal or the watchdog ended a process of the attempt
-    watch_failed: str | None = None  # the error of a watch: a bug
     metrics: Mapping[str, Number] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

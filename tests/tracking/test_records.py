@@ -47,8 +47,6 @@ HEARTBEAT = CLAIM | {
         "highest_step": 40,
         "steps_done": 40,
         "steps_redone": 3,
-        "rollbacks": 1,
-        "committed_step": 40,
         "checkpoint_failed": 30,
         "save_seconds": 0.125,
         "world_size": 8,
@@ -70,7 +68,7 @@ HEARTBEAT = CLAIM | {
     },
 }
 TOKENIZE = CLAIM | {"stage": "tokenize", "progress": {"tokens": 0, "tokens_per_second": 0.0}}
-STANDBY = CLAIM | {"progress": {"waiting": True, "watch_failed": "ValueError()"}}
+STANDBY = CLAIM | {"progress": {"waiting": True}}
 PREFIXES = {"tokenize": "tokens/t-0", "train": "train/a-1"}
 RUN = {"run": "a-1", "recipe": {"name": "a"}, "until": "train", "prefixes": PREFIXES, "updated": 1.5}
 LATER = {"earlier": {"train": ["train/a-0"]}, "experiment": "speed", "tags": {"team": "research"}}
