@@ -49,11 +49,6 @@ TASKS_FILE, BASELINES_FILE, DATA_FOLDER = "core.yaml", "eval_meta_data.csv", "ev
 SHUFFLE_SEED, EXAMPLES_SEED = 1337, 1234
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
-FIELDS: dict[Kind, str] = {
-    "multiple_choice": "query, choices and gold",
-    "schema": "context_options, continuation and gold",
-    "language_modeling": "context and continuation",
-}
 
 
 @dataclass(frozen=True)
@@ -91,13 +86,11 @@ def core(
     tasks: Sequence[Task],
     encode: Encode,
     end_of_text: int,
-    progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, float]:
-    """CORE and the centred accuracy of every task, by metric. `progress` gets the number of finished tasks; for
-    `before_batch` see `score_items`. A collective call."""
+    """CORE and the centred accuracy of every task, by metric; for `before_batch` see `score_items`. A collective
+    call."""
     centred = {}
-    for done, task in enumerate(tasks):
-        progress(done)
+    for task in tasks:
         right = answers(model, world, before_batch, task, read_items(task), encode, end_of_text)
         centred[f"core/{task.name}"] = (sum(right) / len(right) - task.baseline) / (1 - task.baseline)
     return {"eval/core": sum(centred.values()) / len(centred)} | centred
@@ -239,7 +232,7 @@ def bundle_digest(tasks: Sequence[Task]) -> str:
 def read_items(task: Task) -> list[Item]:
     """The items of a task, shuffled. UserError for a file of something else."""
     items = read_jsonl(
-        task.file, f"an item of kind {task.kind} ({FIELDS[task.kind]})", lambda row: _item(task.kind, row)
+        task.file, f"an item of kind {task.kind}, with all of its fields", lambda row: _item(task.kind, row)
     )
     if len(items) <= task.examples:
         raise UserError(

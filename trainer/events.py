@@ -100,18 +100,9 @@ class Sampled:
     texts: list[str]
 
 
-@dataclass(frozen=True)
-class Progressed:
-    """A measurement has done a part of its work."""
-
-    what: str
-    done: int
-    whole: int
-
-
 EVENTS_FILE = "events.jsonl"  # in the work folder of an attempt
 
-Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | Sampled | Progressed
+Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | Sampled
 
 KINDS: dict[str, type[Event]] = {
     "row": Row,
@@ -123,7 +114,6 @@ KINDS: dict[str, type[Event]] = {
     "skipped": Skipped,
     "slow": Slow,
     "sampled": Sampled,
-    "progress": Progressed,
 }
 KIND_OF = {event: kind for kind, event in KINDS.items()}
 

@@ -46,10 +46,8 @@ def hellaswag(
     before_batch: Callable[[], None],
     items: Sequence[HellaSwagItem],
     encode: Encode,
-    progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, float]:
-    """The accuracies over all items by metric. `progress` gets the number of scored items; for `before_batch` see
-    `score_items`. A collective call."""
+    """The accuracies over all items by metric; for `before_batch` see `score_items`. A collective call."""
 
     def rows_of(indices: Sequence[int]) -> list[list[Row]]:
         some = [items[i] for i in indices]
@@ -60,7 +58,7 @@ def hellaswag(
             for item, context in zip(some, contexts, strict=True)
         ]
 
-    scores = score_items(model, len(items), rows_of, world, before_batch, progress)
+    scores = score_items(model, len(items), rows_of, world, before_batch)
     pairs = list(zip(items, scores, strict=True))
     return {
         "eval/hellaswag_acc_norm": float(

@@ -72,12 +72,11 @@ def score_items(
     rows_of: Callable[[Sequence[int]], list[list[Row]]],
     world: World,
     before_batch: Callable[[], None] = lambda: None,
-    progress: Callable[[int], None] = lambda done: None,
 ) -> list[list[RowScore]]:
     """Score the rows of `count` items, on every rank; the ranks divide the items. A collective call.
 
     `rows_of` makes the rows of some items, given their indices. `before_batch` is called equally often on every rank,
-    so it may communicate; it may raise to end the measurement. `progress` gets the number of items done.
+    so it may communicate; it may raise to end the measurement.
     """
     scores: list[list[RowScore]] = []
     for begin in range(0, count, ITEMS_AT_ONCE * world.world_size):
@@ -86,7 +85,6 @@ def score_items(
         found = iter(score_rows(model, [row for group in groups for row in group], world, before_batch))
         shares = world.gather([[next(found) for _ in group] for group in groups])
         scores += [shares[i % world.world_size][i // world.world_size] for i in range(len(part))]
-        progress(len(scores))
     return scores
 
 

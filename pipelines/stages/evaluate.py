@@ -6,8 +6,7 @@ this node share the work: one process is the pipeline's own, several are ranks t
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from pipelines.nodes.address import NodeAddress, processes_on_this_node
 from pipelines.nodes.ranks import RankSpec, start_torchrun, wait_for_orphans
 from pipelines.recipe import Recipe
 from pipelines.sample import load_weights
-from pipelines.screen import Bar, Screen
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow_events, held, pass_on_stop, raise_error_of_ranks
 from pipelines.stages.harness import harness_facts, verify_tasks
@@ -26,7 +24,7 @@ from pipelines.text.tokenizer import token_bytes, tokenizer_of
 from pipelines.weight_sources import bring, brought, check_baseline, content_identity, name_of
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError
-from trainer.events import EVENTS_FILE, PhaseChanged, Progressed, Row
+from trainer.events import EVENTS_FILE, PhaseChanged, Row
 from trainer.metrics import PhaseClock
 from trainer.process import failpoint
 from trainer.store import Store
@@ -73,7 +71,8 @@ def build(work: Work) -> Built:
         bring(source, work.store, cache, "evaluate.baselines")
     weights = work.fetch("train", "model.safetensors")
     processes = processes_on_this_node(recipe.runtime)
-    measured = measured_here(work, weights) if processes == 1 else measured_on_ranks(work, weights, processes)
+    with work.screen.bar("evaluate", None):
+        measured = measured_here(work, weights) if processes == 1 else measured_on_ranks(work, weights, processes)
     if recipe.evaluate.lm_eval:
         scores = harness_facts(work, weights)
         work.report(metrics={name: value for name, value in scores.items() if isinstance(value, float)})
@@ -95,11 +94,10 @@ def measured_here(work: Work, weights: Path) -> dict[str, Any]:
     work.import_torch()
     from trainer.parallel import World
 
-    world, tokens, cache = World.alone(work.recipe.runtime), work.inputs["tokenize"], work.home / "cache"
-    with bars(work.screen) as progress:
-        return measure(
-            work.recipe, work.store, tokens, weights, cache, work.clock, world, work.check, work.report, progress
-        )
+    world, tokens = World.alone(work.recipe.runtime), work.inputs["tokenize"]
+    return measure(
+        work.recipe, work.store, tokens, weights, work.home / "cache", work.clock, world, work.check, work.report
+    )
 
 
 def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, Any]:
@@ -119,13 +117,11 @@ def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, An
     work.clock.enter("ranks")
     torchrun = start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, NodeAddress())
     stopping = False
-    with held(work, torchrun), bars(work.screen) as progress:
+    with held(work, torchrun):
         for event in follow_events(work.folder / EVENTS_FILE, torchrun):
             match event:
                 case PhaseChanged(phases, phase):
                     work.rank_phases = phases, phase
-                case Progressed(what, done, whole):
-                    progress(what, done, whole)
                 case Row():
                     work.report(event.metrics)
             stopping = stopping or pass_on_stop(work, torchrun, nothing_to_lose=True)
@@ -141,22 +137,6 @@ def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, An
     return measured
 
 
-@contextmanager
-def bars(screen: Screen) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar for each measurement, one after the other: the context takes a name, the work done and the whole."""
-    shown: dict[str, Bar] = {}
-    with ExitStack() as stack:
-
-        def update(what: str, done: int, whole: int) -> None:
-            if what not in shown:
-                stack.close()
-                shown.clear()
-                shown[what] = stack.enter_context(screen.bar(what, whole))
-            shown[what].update(done, f"{done:,} of {whole:,}")
-
-        yield update
-
-
 def measure(
     recipe: Recipe,
     store: Store,
@@ -167,12 +147,11 @@ def measure(
     world: "World",
     check: Callable[[], None],
     report: Callable[[Mapping[str, float]], None],
-    progress: Callable[[str, int, int], None],
 ) -> dict[str, Any]:
     """The measures of the weights and of the baselines, and a sample of text. A collective call.
 
     `check` is called before each batch, equally often on every rank; it may raise to end the measurement. `report` gets
-    metrics as they are known, `progress` a name, the work done and the whole.
+    metrics as they are known.
     """
 
     import torch
@@ -192,7 +171,7 @@ def measure(
         recipe.model.vocab_size,
         recipe.tokens.weights,
     )
-    measures, sizes = measures_of(recipe, encoding, cache, world, progress), torch.tensor(token_bytes(encoding))
+    measures, sizes = measures_of(recipe, encoding, cache, world), torch.tensor(token_bytes(encoding))
 
     def losses_of(model: "LanguageModel") -> dict[str, float]:
         most = recipe.evaluate.val_tokens

@@ -134,32 +134,18 @@ def verify_items(source: str) -> int:
     return sum(len(read_items(task)) for task in core_tasks(source))
 
 
-def measures_of(
-    recipe: Recipe,
-    encoding: "tiktoken.Encoding",
-    cache: Path,
-    world: "World",
-    progress: Callable[[str, int, int], None] = lambda what, done, whole: None,
-) -> "tuple[Measure, ...]":
-    """HellaSwag and CORE, as far as the recipe has them. `progress` gets a name, the work done and the whole."""
+def measures_of(recipe: Recipe, encoding: "tiktoken.Encoding", cache: Path, world: "World") -> "tuple[Measure, ...]":
+    """HellaSwag and CORE, as far as the recipe has them."""
     from trainer.core import core
     from trainer.hellaswag import hellaswag
 
     encode = several_encoder(encoding, max(1, (os.cpu_count() or 1) // world.world_size))
     measures: list[Measure] = []
     if source := recipe.evaluate.hellaswag:
-        items = hellaswag_items(source, cache)
-        done = partial(_done, progress, "hellaswag", len(items))
-        measures.append(partial(hellaswag, items=items, encode=encode, progress=done))
+        measures.append(partial(hellaswag, items=hellaswag_items(source, cache), encode=encode))
     if source := recipe.evaluate.core:
-        tasks = core_tasks(source)
-        done = partial(_done, progress, "CORE", len(tasks))
-        measures.append(partial(core, tasks=tasks, encode=encode, end_of_text=encoding.eot_token, progress=done))
+        measures.append(partial(core, tasks=core_tasks(source), encode=encode, end_of_text=encoding.eot_token))
     return tuple(measures)
-
-
-def _done(progress: Callable[[str, int, int], None], what: str, whole: int, done: int) -> None:
-    progress(what, done, whole)
 
 
 def evaluation_in_training(

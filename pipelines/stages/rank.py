@@ -25,7 +25,7 @@ from pipelines.tracking.ledger import latest_number
 from pipelines.weight_sources import bring, find_parent
 from trainer.config import RUN_COMMIT
 from trainer.errors import EXIT_DONE, EXIT_FAILED, Interrupted, StaleAttempt
-from trainer.events import EVENTS_FILE, EventLog, Progressed
+from trainer.events import EVENTS_FILE, EventLog
 from trainer.health import STARTED, StartWatch, Watchdog
 from trainer.metrics import PhaseClock
 from trainer.process import StopSignal, die_with_parent
@@ -154,7 +154,6 @@ def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, s
                 world,
                 check,
                 report=lambda metrics: log.row(spec.reached, **metrics),
-                progress=lambda what, done, whole: log.write(Progressed(what, done, whole)),
             )
             if world.rank == 0:
                 (folder / FACTS_FILE).write_text(json.dumps(facts))

@@ -206,7 +206,7 @@ def test_a_damaged_file_of_a_bundle_is_named(bundle: Path, file: str, content: s
 def test_a_bad_item_is_named_with_its_line(tmp_path: Path, kind: Any, row: Any) -> None:
     path = tmp_path / "items.jsonl"
     path.write_text("\n" + json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=rf"items\.jsonl: line 2: must be an item of kind {kind} \(") as mistake:
+    with pytest.raises(UserError, match=rf"items\.jsonl: line 2: must be an item of kind {kind}, ") as mistake:
         read_items(Task("x", kind, 0, " ", 0.5, path))
     assert "\n" not in str(mistake.value)
 

@@ -16,7 +16,6 @@ from trainer_runs import ALONE, Runner, weights
 
 from trainer.__main__ import run as run_alone
 from trainer.commits import committed_state, series
-from trainer.config import TrainConfig, identity_of
 from trainer.data import TokenData
 from trainer.errors import UserError
 from trainer.evaluation import Evaluation, Sampling, validation, validation_loss
@@ -153,13 +152,6 @@ def test_a_validation_loss_ends_the_run_at_most_at_its_target(runner: Callable[.
     _, state = run.attempt()
     assert (state.step, state.val_loss) == (6, losses[6])
     assert run.commits()[0] == 6 and state.is_complete(run.config.train)
-
-
-def test_a_training_without_a_target_keeps_its_identity() -> None:
-    train = TrainConfig(batch_tokens=64, max_steps=10, learning_rate=0.001)
-    assert "stop_at" not in identity_of(train)
-    aimed = TrainConfig.model_validate(train.model_dump() | {"stop_at": {"hellaswag": 0.2955}})
-    assert identity_of(aimed) == identity_of(train) | {"stop_at": {"hellaswag": 0.2955}}
 
 
 def test_two_ranks_share_the_texts_and_both_have_all(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from trainer.events import (
     Event,
     EventLog,
     PhaseChanged,
-    Progressed,
     Row,
     Sampled,
     Skipped,
@@ -55,7 +54,6 @@ LINES: dict[str, Event] = {
     '{"event": "skipped", "step": 3, "reason": "b"}': Skipped(3, "b"),
     '{"event": "slow", "step": 3, "reason": "b"}': Slow(3, "b"),
     '{"event": "sampled", "step": 3, "texts": ["a", "b"]}': Sampled(3, ["a", "b"]),
-    '{"event": "progress", "what": "core", "done": 1, "whole": 2}': Progressed("core", 1, 2),
 }
 
 

@@ -109,27 +109,26 @@ def test_ranks_share_the_items_and_each_gets_all_scores_in_as_many_rounds(monkey
     model, rows, ranks = model_of(CONFIG), some_rows(40), Ranks(3)
     groups = [rows[i : i + i % 4] for i in range(0, 31, 3)] + [[Row([1, 2], 2)]]  # the last one has nothing to score
     expected = [naive(model, group) for group in groups[:-1]]
-    results: dict[int, tuple[list[list[RowScore]], int, list[int]]] = {}
+    results: dict[int, tuple[list[list[RowScore]], int]] = {}
 
     def run(rank: int) -> None:
         rounds: list[int] = []
-        done: list[int] = []
 
         def rows_of(indices: Sequence[int]) -> list[list[Row]]:
             return [groups[i] for i in indices]
 
         world = ranks.world(rank)
-        scores = score_items(model, len(groups), rows_of, world, lambda: rounds.append(1), done.append)
-        results[rank] = scores, len(rounds), done
+        scores = score_items(model, len(groups), rows_of, world, lambda: rounds.append(1))
+        results[rank] = scores, len(rounds)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({rounds for _, rounds, _ in results.values()}) == 1 and results[0][1] > 1
-    for scores, _, done in results.values():
-        assert done == [12] and scores[-1] == [RowScore(math.inf, 0, False)]
+    assert len({rounds for _, rounds in results.values()}) == 1 and results[0][1] > 1
+    for scores, _ in results.values():
+        assert len(scores) == 12 and scores[-1] == [RowScore(math.inf, 0, False)]
         for group, theirs in zip(scores[:-1], expected, strict=True):
             agrees(group, theirs)
 
