@@ -6,18 +6,23 @@ Bytes that are not UTF-8 become U+FFFD, as do lone surrogates of JSON; their doc
 
 import functools
 import zlib
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainer.errors import UserError
+from pipelines.text.retry import is_transient
+from trainer.errors import StoreUnavailable, UserError
 
 if TYPE_CHECKING:
     import numpy as np
 
+T = TypeVar("T")
 BATCH_BYTES = 2 << 20  # 500k tokens; 6 ms of work for gigatoken and 1 ms around it, 160 ms for tiktoken
 BATCH_TEXTS = 4_000  # the limit for tiny texts
-ROWS = 1_000  # of a dataset that only `datasets` can read: ~5 MB of web text
+BATCHES_AHEAD = 4  # that are read while one is encoded
 
 
 @dataclass(frozen=True)
@@ -47,23 +52,26 @@ class TextBatch:
 Batches = Generator[TextBatch, None, None]
 
 
-def joined(first: list[TextBatch], rest: Iterator[TextBatch]) -> Batches:
-    """Two sequences of batches as one."""
-    try:
-        yield from first
-        yield from rest
-    finally:
-        if isinstance(rest, Generator):
-            rest.close()
+def from_document(batches: Iterable[TextBatch], number: int) -> Iterator[TextBatch]:
+    """The batches without their first `number` documents."""
+    for batch in batches:
+        if number < len(batch):
+            yield batch.from_document(number) if number else batch
+        number = max(0, number - len(batch))
 
 
-def texts_of(batches: Batches) -> Generator[str, None, None]:
-    """The documents of all batches."""
-    try:
-        for batch in batches:
-            yield from batch.texts()
-    finally:
-        batches.close()
+def read_ahead(items: Generator[T, None, None], count: int = BATCHES_AHEAD) -> Generator[T, None, None]:
+    """The same items, made in a thread, at most `count` ahead. Closes `items`."""
+    with ThreadPoolExecutor(1, "read") as thread:
+        pending = deque(thread.submit(next, items, None) for _ in range(count))
+        try:
+            while (item := pending.popleft().result()) is not None:
+                pending.append(thread.submit(next, items, None))
+                yield item
+        finally:
+            for future in pending:
+                future.cancel()
+            thread.submit(items.close).result()
 
 
 def packed(texts: Iterable[tuple[str, bool]]) -> Iterator[TextBatch]:
@@ -79,7 +87,7 @@ def packed(texts: Iterable[tuple[str, bool]]) -> Iterator[TextBatch]:
         if replaced:
             invalid.append(len(contents))
         contents.append(content)
-        size += len(contents[-1])
+        size += len(content)
         if size >= BATCH_BYTES or len(contents) >= BATCH_TEXTS:
             yield batch_of(contents, invalid)
             contents, invalid, size = [], [], 0
@@ -101,6 +109,8 @@ def column_batches(column: Any) -> Iterator[TextBatch]:
     import numpy as np
     import pyarrow as pa
 
+    if pa.types.is_string_view(column.type):
+        column = column.cast(pa.large_string())
     try:
         column.validate(full=True)
         valid = True
@@ -123,46 +133,24 @@ def column_batches(column: Any) -> Iterator[TextBatch]:
 
 def _repaired(batch: TextBatch) -> TextBatch:
     """The batch with U+FFFD for what is not UTF-8."""
-    contents = [batch.content[start:end] for start, end in zip(batch.bounds, batch.bounds[1:], strict=False)]
-    invalid = [number for number, content in enumerate(contents) if not is_utf8(content)]
-    for number in invalid:
-        contents[number] = contents[number].decode(errors="replace").encode()
-    return batch_of(contents, invalid)
+    found = [decoded(batch.content[start:end]) for start, end in zip(batch.bounds, batch.bounds[1:], strict=False)]
+    return batch_of([text.encode() for text, _ in found], [n for n, (_, invalid) in enumerate(found) if invalid])
 
 
-def stream_batches(stream: Any, column: str, where: str, start: int) -> Batches:
-    """Batches of one column of a streaming dataset, from row `start` on."""
-    import pyarrow as pa
-
+def decoded(content: bytes) -> tuple[str, bool]:
+    """The text with U+FFFD for bytes that are not UTF-8, and whether it had such bytes."""
     try:
-        for table in stream.skip(start).with_format("arrow").iter(batch_size=ROWS):
-            check_column(table.schema, column, where)
-            for chunk in table.column(column).chunks:
-                yield from column_batches(chunk)
-    except (EOFError, zlib.error, pa.ArrowInvalid, OSError) as error:  # truncated, damaged or removed
-        raise unreadable(where, error) from error
-
-
-def is_utf8(content: bytes) -> bool:
-    try:
-        content.decode()
+        return content.decode(), False
     except UnicodeDecodeError:
-        return False
-    return True
-
-
-def has_surrogates(text: str) -> bool:
-    """Whether a text has no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+        return content.decode(errors="replace"), True
 
 
 def utf8(text: str) -> bytes:
     """UTF-8, with U+FFFD for each lone surrogate."""
-    return (without_surrogates(text) if has_surrogates(text) else text).encode()
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return without_surrogates(text).encode()
 
 
 def without_surrogates(text: str) -> str:
@@ -170,13 +158,19 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
-
-
-def unreadable(where: str, error: Exception) -> UserError:
-    """The error for a text that fails while it is read."""
-    return UserError(f"tokens.source: '{where}' cannot be read further ({reason_of(error)})")
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """UserError for a text that is truncated, damaged or removed, or whose server does not answer."""
+    try:
+        yield
+    except (UserError, StoreUnavailable):
+        raise
+    except Exception as error:
+        # pyarrow's by its name: texts other than parquet don't wait for its import.
+        known = isinstance(error, EOFError | zlib.error | OSError | ImportError) or is_transient(error)
+        if not (known or type(error).__name__ == "ArrowInvalid"):
+            raise
+        raise UserError(f"tokens.source: '{where}' cannot be read ({reason_of(error)})") from error
 
 
 def check_column(schema: Any, column: str, where: str) -> None:

@@ -2,8 +2,7 @@
 
 gigatoken (https://github.com/marcelroed/gigatoken) encodes GPT-2's BPE some 25 times as fast as tiktoken, which is the
 reference. Both were compared over all code points: their ids differ only around the characters that Unicode 17 added,
-which gigatoken knows and tiktoken does not, so texts with these go to tiktoken. And while a text is read, a sample of
-each batch is encoded by both: after the first difference everything goes to tiktoken.
+which gigatoken knows and tiktoken does not, so texts with these go to tiktoken.
 """
 
 import base64
@@ -12,19 +11,14 @@ import importlib.util
 import itertools
 import re
 import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.text.columns import Batches, TextBatch, batch_of, utf8, without_surrogates
-from pipelines.text.opened import read_ahead
+from pipelines.text.columns import TextBatch, batch_of, utf8, without_surrogates
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +26,6 @@ if TYPE_CHECKING:
 
     Ids = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
-SAMPLE_BYTES = 2_000  # of each batch, which both encode; at most twice as many, up to the end of a word
 COPY_IDS = 300  # a copy of so many ids takes the time of one step of a loop
 # gigatoken keeps every word that it has met. New words take the time, so time bounds its memory: random words
 # added 90 MB a second, the words of a Wikipedia less than 10.
@@ -52,10 +45,6 @@ DIFFERENT = {
 }
 
 
-class EncodersDiffer(Exception):
-    """gigatoken gave other ids than tiktoken: what it gave since the last finished shard must not be used."""
-
-
 @dataclass(frozen=True)
 class TokenBatch:
     """The tokens of some consecutive documents, each of which begins with <|endoftext|>."""
@@ -73,9 +62,9 @@ class TokenBatch:
         return document, at - int(self.starts[document])
 
 
-def encoder_name(encoding: "tiktoken.Encoding", reference: bool = False) -> str:
-    """The library and version that encodes; with `reference`, tiktoken's."""
-    library = "tiktoken" if reference or not has_fast_encoder(encoding) else "gigatoken"
+def encoder_name(encoding: "tiktoken.Encoding") -> str:
+    """The library and version that encodes."""
+    library = "gigatoken" if has_fast_encoder(encoding) else "tiktoken"
     return f"{library} {version(library)}"
 
 
@@ -84,39 +73,19 @@ def has_fast_encoder(encoding: "tiktoken.Encoding") -> bool:
     return encoding.name != "bytes" and importlib.util.find_spec("gigatoken") is not None
 
 
-def token_stream(
-    encoding: "tiktoken.Encoding", texts: Batches, threads: int, reference: bool = False
-) -> Generator[TokenBatch, None, None]:
-    """The tokens of all texts, in order; with `reference`, by tiktoken alone. EncodersDiffer if gigatoken errs.
-
-    A literal "<|endoftext|>" inside a text is ordinary text. All libraries release the GIL, so threads are enough: one
-    reads ahead, the others encode. At most 2 x threads batches are pending. Closing the stream ends its threads, and
-    closes `texts`.
-    """
-    fast = None if reference or not has_fast_encoder(encoding) else FastEncoder(encoding)
-    if fast:  # reading, hashing and uploading take as long; every encoder learns the words anew
-        threads = max(1, threads - 1)
-    encoder = fast or Reference(encoding)
-    pending: deque[Future[TokenBatch]] = deque()
-    with ThreadPoolExecutor(threads, "tokenize") as pool, closing(read_ahead(texts)) as batches:
-        try:
-            for batch in batches:
-                pending.append(pool.submit(_encode_batch, encoding, encoder, batch))
-                if len(pending) >= 2 * threads:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+def token_batches(encoder: "Encoder", batches: Iterable[TextBatch]) -> Iterator[TokenBatch]:
+    """The tokens of all documents, in order. A literal "<|endoftext|>" inside a text is ordinary text."""
+    return (with_ends_of_text(encoder.encoding, batch, *encoder.encode(batch)) for batch in batches)
 
 
-def _encode_batch(encoding: "tiktoken.Encoding", encoder: "FastEncoder | Reference", texts: TextBatch) -> TokenBatch:
+def with_ends_of_text(
+    encoding: "tiktoken.Encoding", texts: TextBatch, ids: "Ids", bounds: "np.ndarray"
+) -> TokenBatch:
+    """The ids of documents, with <|endoftext|> before each."""
     import numpy as np
 
     from trainer.shards import token_dtype
 
-    ids, bounds = encoder.encode(texts)
     tokens = np.empty(len(ids) + len(texts), token_dtype(encoding.n_vocab))
     starts = bounds[:-1] + np.arange(len(texts))
     if len(texts) * COPY_IDS > len(ids):
@@ -128,42 +97,21 @@ def _encode_batch(encoding: "tiktoken.Encoding", encoder: "FastEncoder | Referen
     return TokenBatch(tokens, starts, len(texts.content), texts.invalid)
 
 
-class Reference(threading.local):
-    """tiktoken, with a copy of its encoding for each thread: the thread that uses a regex first has it without a lock,
-    and other threads take 1.16 times the processor time."""
+class Encoder:
+    """The ids of a tokenizer, by gigatoken if it knows the tokenizer. For one thread."""
 
     def __init__(self, encoding: "tiktoken.Encoding") -> None:
-        import tiktoken
-
-        self.encoding = tiktoken.Encoding(
-            encoding.name,
-            pat_str=encoding._pat_str,
-            mergeable_ranks=encoding._mergeable_ranks,
-            special_tokens=encoding._special_tokens,
-        )
+        self.encoding, self._is_fast = encoding, has_fast_encoder(encoding)
+        self._fast: Any = None  # gigatoken's encoder; it knows no special tokens
+        self._seconds = 0.0  # of work since it was made
 
     def encode(self, texts: TextBatch) -> "tuple[Ids, np.ndarray]":
-        """As FastEncoder.encode."""
+        """The ids of all documents, one behind the other, and their bounds (documents + 1,)."""
         import numpy as np
 
-        rows = [encode(self.encoding, text) for text in texts.texts()]
-        return np.concatenate(rows), np.cumsum([0, *map(len, rows)])
-
-
-class FastEncoder:
-    """gigatoken with the ranks of a tiktoken encoding; it knows no special tokens. Every thread has an encoder."""
-
-    def __init__(self, encoding: "tiktoken.Encoding") -> None:
-        self.encoding = encoding
-        self._of_thread = threading.local()
-
-    def encode(self, texts: TextBatch) -> "tuple[Ids, np.ndarray]":
-        """The ids of all documents, one behind the other, and their bounds (documents + 1,).
-
-        EncodersDiffer if their sample has other ids than by tiktoken.
-        """
-        import numpy as np
-
+        if not self._is_fast:
+            rows = [encode(self.encoding, text) for text in texts.texts()]
+            return np.concatenate(rows), np.cumsum([0, *map(len, rows)])
         if int(np.diff(texts.bounds).max(initial=0)) > LONG_BYTES:
             pieces, first = in_pieces(texts)
             ids, bounds = self._encode(pieces)
@@ -175,59 +123,36 @@ class FastEncoder:
 
         started = time.thread_time()
         documents = [texts.content[start:end] for start, end in itertools.pairwise(texts.bounds.tolist())]
-        encoded = self._encoder().encode_batch(documents, parallel=False)
-        self._of_thread.seconds += time.thread_time() - started
+        encoded = self.fast().encode_batch(documents, parallel=False)
+        self._seconds += time.thread_time() - started
         ids, bounds = np.asarray(encoded.layout.content.data), np.asarray(encoded.layout.offsets.data)
         rows = {number: encode(self.encoding, texts.text(number)) for number in may_differ(texts)}
-        sample = next((n for n, document in enumerate(documents) if document and n not in rows), None)
-        if sample is not None:
-            self._compare(documents[sample], ids[bounds[sample] : bounds[sample + 1]])
         if not rows:
             return ids, bounds
         pieces = [rows[n] if n in rows else ids[bounds[n] : bounds[n + 1]] for n in range(len(texts))]
         return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
 
-    def _compare(self, document: bytes, ids: "Ids") -> None:
-        """EncodersDiffer if the document, or the beginning of a long one, has other ids by tiktoken."""
-        import numpy as np
-
-        if is_long := len(document) > 2 * SAMPLE_BYTES:
-            border = BORDER.search(document, SAMPLE_BYTES, 2 * SAMPLE_BYTES)
-            document = document[: border.end()] if border else b""
-        expected = encode(self.encoding, document.decode())
-        if not np.array_equal(ids[: len(expected)] if is_long else ids, expected):
-            raise EncodersDiffer(f"{encoder_name(self.encoding)} gave other ids than tiktoken")
-
-    def _encoder(self) -> Any:
-        """This thread's encoder; a new one with an empty cache where it has become large."""
-        of_thread = self._of_thread
-        if not hasattr(of_thread, "encoder") or of_thread.seconds > CACHE_SECONDS:
+    def fast(self) -> Any:
+        """gigatoken's encoder; a new one with an empty cache where it has become large."""
+        if self._fast is None or self._seconds > CACHE_SECONDS:
             from gigatoken.gigatoken_rs import BPETokenizer
 
-            of_thread.encoder = None  # its memory first
+            self._fast = None  # its memory first
             with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
                 Path(file.name).write_bytes(_rank_file(self.encoding))
-                of_thread.encoder, of_thread.seconds = BPETokenizer.from_tiktoken(file.name, "gpt2", None), 0.0
-        return of_thread.encoder
+                self._fast, self._seconds = BPETokenizer.from_tiktoken(file.name, "gpt2", None), 0.0
+        return self._fast
 
 
-def several_encoder(encoding: "tiktoken.Encoding", threads: int) -> "Callable[[Sequence[str]], list[Ids]]":
-    """A function that gives the ids of each of several texts, by the fast encoder as long as it gives tiktoken's."""
-    fast = FastEncoder(encoding) if has_fast_encoder(encoding) else None
+def several_encoder(encoding: "tiktoken.Encoding") -> "Callable[[Sequence[str]], list[Ids]]":
+    """A function that gives the ids of each of several texts."""
+    encoder = Encoder(encoding)
 
     def encode_several(texts: Sequence[str]) -> "list[Ids]":
-        nonlocal fast
-        if fast and texts:
-            try:
-                ids, bounds = fast.encode(batch_of([utf8(text) for text in texts]))
-            except EncodersDiffer:
-                fast = None
-            else:
-                return [ids[begin:end] for begin, end in itertools.pairwise(bounds.tolist())]
-        with ThreadPoolExecutor(threads) as pool:
-            parts = [texts[part::threads] for part in range(threads)]
-            found = list(pool.map(lambda part: [encode(encoding, text) for text in part], parts))
-        return [found[n % threads][n // threads] for n in range(len(texts))]
+        if not texts:
+            return []
+        ids, bounds = encoder.encode(batch_of([utf8(text) for text in texts]))
+        return [ids[begin:end] for begin, end in itertools.pairwise(bounds.tolist())]
 
     return encode_several
 

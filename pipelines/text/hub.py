@@ -1,19 +1,23 @@
 """A dataset on the Hugging Face Hub as a source of text, pinned to a commit."""
 
+import functools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.text.columns import Batches, datasets_library, reason_of, stream_batches
-from pipelines.text.files import Files, check_parts
+from pipelines.text.columns import TextBatch, check_column, column_batches, datasets_library, reading, reason_of
+from pipelines.text.files import Files
 from pipelines.text.retry import with_retries
+from pipelines.text.text import Piece, Text
 from trainer.errors import UserError
 
 HUB = "hf://datasets/"
+ROWS = 1_000  # of a dataset that only `datasets` can read: ~5 MB of web text
 
 
 @dataclass(frozen=True)
-class HubDataset:
+class HubDataset(Text):
     """The train split of a dataset on the Hugging Face Hub at one commit."""
 
     repository: str
@@ -29,37 +33,41 @@ class HubDataset:
             "text_column": self.column,
         }
 
-    def files(self) -> None:
-        return None
+    @property
+    def where(self) -> str:
+        return f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")
 
-    def text_bytes(self) -> None:
-        return None
+    def resolved(self) -> Text:
+        """Its parquet files, as nearly all datasets have them; else itself, which `datasets` streams."""
+        files = (self._builder().config.data_files or {}).get("train")
+        if type(self._builder()).__name__ == "Parquet" and files:
+            return Files("parquet", tuple(files), self.column, self.where, self.commit)
+        return self
 
-    def state(self) -> dict[str, Any]:
-        return {}
+    def pieces(self) -> list[Piece]:
+        return [Piece((str(number),)) for number in range(self._stream().num_shards)]
 
-    def batches(self, start: int, part: int = 0, parts: int = 1) -> Batches:
-        datasets = datasets_library()
-        where = f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")
+    def read(self, piece: Piece) -> Iterator[TextBatch]:
+        stream = self._stream()
+        rows = stream.shard(stream.num_shards, int(piece.names[0]), contiguous=False)
+        with reading(self.where):
+            for table in rows.with_format("arrow").iter(batch_size=ROWS):
+                check_column(table.schema, self.column, self.where)
+                for chunk in table.column(self.column).chunks:
+                    yield from column_batches(chunk)
+
+    def _stream(self) -> Any:
+        return with_retries(lambda: self._builder().as_streaming_dataset(split="train"))
+
+    @functools.cache  # noqa: B019  (one dataset a process)
+    def _builder(self) -> Any:
         try:
-            builder = with_retries(
-                lambda: datasets.load_dataset_builder(self.repository, self.subset, revision=self.commit)
-            )
-            files = (builder.config.data_files or {}).get("train")
-            if type(builder).__name__ == "Parquet" and files:
-                # Nearly all datasets. The footers show which files lie before `start`.
-                return Files("parquet", tuple(files), self.column, where).batches(start, part, parts)
-            stream = with_retries(lambda: builder.as_streaming_dataset(split="train"))
-            if parts > 1:
-                check_parts(stream.num_shards, parts, where)
-                stream = stream.shard(parts, part, contiguous=False)  # by files, as for all sources
-        except UserError:
-            raise
+            load = datasets_library().load_dataset_builder
+            return with_retries(lambda: load(self.repository, self.subset, revision=self.commit))
         except Exception as error:  # not found, gated, no such subset, no network
             raise UserError(
-                f"tokens.source: {where} at {self.commit[:12]} cannot be opened ({reason_of(error)})"
+                f"tokens.source: {self.where} at {self.commit[:12]} cannot be opened ({reason_of(error)})"
             ) from error
-        return stream_batches(stream, self.column, where, start)
 
 
 def pinned_commit(source: str, revision: str | None) -> str:

@@ -1,16 +1,16 @@
 """The standard library of the running Python as a source of text: no download, no account."""
 
 import hashlib
-import itertools
 import os
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.text.columns import Batches, joined, packed
-from pipelines.text.files import files_of_part, state_of
+from pipelines.text.columns import TextBatch, packed
+from pipelines.text.files import state_of
+from pipelines.text.text import Piece, Text, grouped
 from trainer.errors import UserError
 
 STDLIB = "python-stdlib"
@@ -18,7 +18,7 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "li
 
 
 @dataclass(frozen=True)
-class StandardLibrary:
+class StandardLibrary(Text):
     """Every module of the running Python that can be decoded, one document each, sorted by relative path."""
 
     folder: Path
@@ -30,8 +30,11 @@ class StandardLibrary:
             digest.update(f"{content} {name}\n".encode())
         return {"source": STDLIB, "sha256": digest.hexdigest()}
 
-    def files(self) -> int:
-        return len(self._names())
+    def pieces(self) -> list[Piece]:
+        return grouped(((name, (self.folder / name).stat().st_size) for name in self._names()), whole=False)
+
+    def read(self, piece: Piece) -> Iterator[TextBatch]:
+        return packed((text, False) for text in self._texts(piece.names))
 
     def text_bytes(self) -> int:
         return sum((self.folder / name).stat().st_size for name in self._names())
@@ -39,12 +42,7 @@ class StandardLibrary:
     def state(self) -> dict[str, Any]:
         return {name: state_of(self.folder / name) for name in self._names()}
 
-    def batches(self, start: int, part: int = 0, parts: int = 1) -> Batches:
-        names = files_of_part(self._names(), part, parts, STDLIB)
-        texts = ((text, False) for text in itertools.islice(self._texts(names), start, None))
-        return joined([], packed(texts))
-
-    def _texts(self, names: Iterable[str]) -> Iterator[str]:
+    def _texts(self, names: tuple[str, ...]) -> Iterator[str]:
         for name in names:
             try:
                 with tokenize.open(self.folder / name) as file:

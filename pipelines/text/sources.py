@@ -1,25 +1,23 @@
 """Text in a fixed order, from a source that one string of a recipe names.
 
 A source has an identity, which decides its bytes and enters the fingerprint, and documents, numbered from 0 in a fixed
-order: an interrupted run resumes at document number n. The files of a source can be distributed over several parts
-(file j belongs to part j mod parts); each part numbers its documents from 0. A source must be pinned to a version.
+order: an interrupted run resumes at document number n. A source must be pinned to a version.
 """
 
 import difflib
+import glob
 import os
 import re
 import sysconfig
-from collections.abc import Generator, Hashable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from pipelines.recipe import LLMC, TokensConfig
-from pipelines.text.columns import Batches, texts_of
-from pipelines.text.files import Files, check_parts, common_kind
+from pipelines.text.files import Files, common_kind
 from pipelines.text.hub import HUB, HubDataset, pinned_commit
 from pipelines.text.library import STDLIB, StandardLibrary
-from pipelines.text.local import local_paths
+from pipelines.text.text import Text
 from trainer.errors import UserError
 
 # A rule of thumb: GPT-2's tokens are a little longer in English, and shorter in code and in other languages.
@@ -28,56 +26,24 @@ REMOTE = ("https", "http", "s3", "hf")
 SOURCES = f"{STDLIB}, {HUB}ORG/NAME, or a path, glob or URL of .parquet, .jsonl or .txt files"
 
 
-class Source(Protocol):
-    """A source of text, pinned to a version."""
-
-    def identity(self) -> dict[str, Any]:
-        """Its canonical identity, for the fingerprint: equal identities give equal documents."""
-        ...
-
-    def files(self) -> int | None:
-        """The number of its files; None if only a server knows."""
-        ...
-
-    def text_bytes(self) -> int | None:
-        """About the bytes of its text; None if only a server knows, or if it is packed."""
-        ...
-
-    def state(self) -> Mapping[str, Hashable]:
-        """Its files by name, each with a state that changes when the file does; none for a pinned text."""
-        ...
-
-    def batches(self, start: int, part: int = 0, parts: int = 1) -> Batches:
-        """The documents of a part in their fixed order, from number `start` on. UserError if it cannot be read."""
-        ...
-
-
 def source_identity(
-    source: str,
-    subset: str | None,
-    revision: str | None,
-    text_column: str,
-    base: Path | None = None,
-    parts: int = 1,
+    source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None = None
 ) -> dict[str, Any]:
     """The identity of a source, for the fingerprint: equal identities give equal documents.
 
     The identity of local files is the sha256 of their contents, in reading order, without their paths; of the standard
     library, one sha256 over paths and contents; of objects in S3, their ETags; of other remote text, its revision.
     Reads all local bytes; only S3 is asked. Relative paths start at `base` (default: the current directory).
-    UserError for a source that does not exist, cannot be pinned, or has fewer files than `parts`.
+    UserError for a source that does not exist or cannot be pinned.
     """
-    text = open_source(source, subset, revision, text_column, base)
-    if (files := text.files()) is not None:
-        check_parts(files, parts, source)
-    return text.identity()
+    return open_source(source, subset, revision, text_column, base).identity()
 
 
 def estimated_tokens(config: TokensConfig) -> int | None:
     """About the number of tokens of a text that is not tokenized yet; None if only a server knows."""
     if (tokens := declared_tokens(config)) is not None and config.max_tokens is None:
         return tokens
-    text = open_source(config.source, config.subset, config.revision, config.text_column, None)
+    text = text_of(config)
     if (size := text.text_bytes()) is None:
         return tokens
     estimate = int(size / BYTES_PER_TOKEN[config.tokenizer if config.tokenizer == "bytes" else "gpt2"])
@@ -102,27 +68,12 @@ def source_label(source: str, subset: str | None) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(filter(None, (parts[1], subset))))
 
 
-def documents(
-    source: str,
-    subset: str | None,
-    revision: str | None,
-    text_column: str,
-    start: int = 0,
-    base: Path | None = None,
-    part: int = 0,
-    parts: int = 1,
-) -> Generator[str, None, None]:
-    """The documents of one part of the source in their fixed order, from number `start` on.
-
-    Parquet files that lie entirely before `start` are not read. A null text is an empty document, so that document
-    numbers are row numbers. UserError as for `source_identity`, and for damaged files. Close it (`contextlib.closing`)
-    if you stop before its end: `datasets` reports an open parquet file when Python exits.
-    """
-    text = open_source(source, subset, revision, text_column, base)
-    return texts_of(text.batches(start, part, parts))
+def text_of(config: TokensConfig) -> Text:
+    """The text of a recipe."""
+    return open_source(config.source, config.subset, config.revision, config.text_column)
 
 
-def open_source(source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None) -> Source:
+def open_source(source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None = None) -> Text:
     """The source that the fields of a recipe name. UserError if they do not fit together."""
     scheme, separator, _ = source.partition("://")
     if separator and scheme not in REMOTE:
@@ -154,12 +105,33 @@ def local_files(source: str, column: str, base: Path) -> Files:
             f"tokens.source: '{source}' is a folder; name its files: '{source}/*.parquet'"
             f", or {LLMC}{source} for token shards"
         )
-    paths = tuple(local_paths(source, base))
+    paths = local_paths(source, base)
     if not paths:
         near = difflib.get_close_matches(source, [STDLIB], n=1)
         meant = f"did you mean '{near[0]}'? " if near else ""
         raise UserError(f"tokens.source: no file matches '{source}' ({path}); {meant}use {SOURCES}")
     return Files(common_kind(paths), paths, column, source)
+
+
+def local_paths(source: str, base: Path) -> tuple[str, ...]:
+    """The files that `source` names, below `base` if it is relative, in the order of names; none if nothing matches.
+
+    A file that several links lead to counts once, under its first name: otherwise a text would be in training and in
+    validation. UserError for a link to nothing.
+    """
+    named = os.path.expanduser(source)
+    path = os.path.join(base.absolute(), named)
+    if os.path.isfile(path):
+        return (path,)
+    # Brackets in the name of the base folder are not a pattern.
+    pattern = os.path.join(glob.escape(str(base.absolute())), named)
+    real: dict[str, str] = {}
+    for name in sorted(glob.glob(pattern, recursive=True)):
+        if os.path.islink(name) and not os.path.exists(name):
+            raise UserError(f"tokens.source: '{name}' is a link to nothing; remove it or correct it")
+        if os.path.isfile(name):
+            real.setdefault(os.path.realpath(name), name)
+    return tuple(real.values())
 
 
 def s3_files(source: str, revision: str | None, column: str) -> Files:
