@@ -1,5 +1,4 @@
-"""Text in parquet on S3 to token shards on S3: the tokenize stage, with gigatoken and with tiktoken, against the usual
-script and datatrove.
+"""Text in parquet on S3 to token shards on S3: the tokenize stage against the usual script and datatrove.
 
 `python -m benchmarks.tokenizing make FOLDER MB [ROOT …]` writes parquet of 100 MB of text a file from the documentation
 and sources below some folders (default: all installed packages): each text once, between 200 and 200,000 characters.
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 SHARD_TOKENS = 100_000_000
-WAYS = ("stage", "datatrove", "script", "stage, tiktoken")
+WAYS = ("stage", "datatrove", "script")
 BUCKET = "tokenizing"
 SAMPLE_SECONDS = 0.5  # between two looks at the memory
 KINDS = (
@@ -96,12 +95,12 @@ def make(folder: Path, megabytes: int, roots: list[Path]) -> None:
     print(f"{written / 1e6:,.0f} MB of text in {files} files")
 
 
-def stage(source: str, work: Path, reference: bool) -> int:
-    """The parts of the tokenize stage on one node, with receipts and checksums."""
+def stage(source: str, work: Path) -> int:
+    """The shards of the tokenize stage, with receipts and checksums."""
     from pipelines.artifacts.manifest import ArtifactPlan, upload
     from pipelines.artifacts.store import S3Store
     from pipelines.recipe import TokensConfig
-    from pipelines.text.parts import PartsJob, Reading, make_parts
+    from pipelines.text.shard_writer import ShardsJob, make_shards
     from pipelines.text.sources import source_identity
 
     config = TokensConfig(source=f"{source}/*.parquet", shard_tokens=SHARD_TOKENS, val_shards=1)
@@ -109,8 +108,8 @@ def stage(source: str, work: Path, reference: bool) -> int:
     plan = ArtifactPlan("tokenize", "bench", {"stage": "tokenize", "text": text})
     store = S3Store(BUCKET, work.name)
     put = partial(upload, store, plan.prefix, 1)
-    job = PartsJob(config, plan, store, range(1), work, put, lambda: None, print, Reading(reference=reference))
-    return [progress.stored for progress in make_parts(job)][-1]
+    job = ShardsJob(config, plan, store, work, put, lambda: None, print)
+    return [progress.stored for progress in make_shards(job)][-1]
 
 
 def encode_document(row: dict[str, Any]) -> Any:
@@ -191,7 +190,7 @@ def one(way: str, source: str, tokenizer: str) -> dict[str, float]:
             case "datatrove":
                 tokens = datatrove(source, Path(folder), tokenizer)
             case _:
-                tokens = stage(source, Path(folder), reference=way.endswith("tiktoken"))
+                tokens = stage(source, Path(folder))
         wall = time.perf_counter() - started
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {"tokens": tokens, "wall": wall, "cpu": sum(each.ru_utime + each.ru_stime for each in used)}

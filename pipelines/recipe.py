@@ -126,14 +126,6 @@ class TokensConfig(Section):
         description="Without val_fraction: the first shards are held out whole, as in build-nanogpt and llm.c. "
         "With it: the upper limit of its share; null: 1",
     )
-    # Two digits name a part, and no source is worth more nodes.
-    parts: int = Field(
-        default=1,
-        ge=1,
-        le=100,
-        description="Number of streams that the source's files are dealt out to. Up to this many nodes work at once; "
-        "the number decides the bytes, the number of nodes does not",
-    )
 
     @field_validator("tokenizer", mode="before")
     @classmethod
@@ -183,11 +175,6 @@ class TokensConfig(Section):
         return " + ".join(f"{share:.0%} {one.named}" for share, one in zip(shares, self.each(), strict=True))
 
     @property
-    def streams(self) -> int:
-        """The number of nodes that can make tokens at once: the parts of all texts that are not adopted."""
-        return sum(one.parts for one in self.each() if not one.adopts)
-
-    @property
     def weights(self) -> tuple[float, ...]:
         """Of the sources of a mixture; none of a single text."""
         return tuple(one.weight for one in self.sources or ())
@@ -226,10 +213,6 @@ class TokensConfig(Section):
             return {"val_tokens": self.val_tokens}
         shards = {"val_shards": self.val_shards or 1}
         return shards if self.val_whole_shards else shards | {"val_fraction": self.val_fraction or VAL_FRACTION}
-
-    def tokens_of_part(self, part: int) -> int | None:
-        """Upper limit of a part's tokens; the limits of all parts add up to max_tokens."""
-        return None if self.max_tokens is None else len(range(part, self.max_tokens, self.parts))
 
 
 class EvaluateConfig(Section):
@@ -381,7 +364,13 @@ class Recipe(Section):
         if tokens.max_tokens is None and tokens.val_tokens is None:
             return
         if tokens.val_whole_shards:
-            self._a_part_outlasts_the_held_out_shards(tokens)
+            held_out = tokens.held_out(0)
+            if tokens.max_tokens is not None and tokens.max_tokens <= held_out + block_size:
+                raise ValueError(
+                    f"tokens.max_tokens {tokens.max_tokens} leaves nothing to train on: the first "
+                    f"{tokens.val_whole_shards} shard(s) of {tokens.shard_tokens} tokens are held out; use more tokens "
+                    "or a smaller shard_tokens, or val_fraction instead of val_shards"
+                )
             return
         held_out = tokens.held_out(tokens.max_tokens or 0)
         if held_out <= block_size:
@@ -393,17 +382,6 @@ class Recipe(Section):
             raise ValueError(
                 f"tokens.max_tokens {tokens.max_tokens} leaves nothing to train on: {held_out:,} tokens are held out; "
                 "use more tokens or a smaller tokens.val_tokens"
-            )
-
-    def _a_part_outlasts_the_held_out_shards(self, tokens: TokensConfig) -> None:
-        block_size = self.model.block_size
-        first = tokens.tokens_of_part(0)
-        if first is not None and first <= tokens.held_out(first) + block_size:
-            divided = f" in {tokens.parts} parts" if tokens.parts > 1 else ""
-            raise ValueError(
-                f"tokens.max_tokens {tokens.max_tokens}{divided} leaves nothing to train on: the first "
-                f"{tokens.val_whole_shards} shard(s) of {tokens.shard_tokens} tokens are held out; use more tokens"
-                f"{', fewer parts' if divided else ''} or a smaller shard_tokens, or val_fraction instead of val_shards"
             )
 
     def repeated_text(self, train_tokens: int, share: float = 1.0, of: str = "the text") -> str | None:

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 # Fields that recipes once had, each with the version that removed it and what to do instead.
 REMOVED_FIELDS = {
+    "tokens.parts": "removed in version 0.2: a node tokenizes on all its cores; for several nodes, deal the files to "
+    "several recipes and mix them by tokens.sources",
     "train.follow_tokens": "removed in version 0.2: run `skytrain run RECIPE --stage tokenize` first",
     "train.rollback_above_nats": "removed in version 0.2: set train.skip_grad_norm_zscore, or train.branch_from an "
     "earlier commit",

@@ -255,7 +255,7 @@ def stage_work(stage: str, work: Workload, offer: Offer, nodes: int) -> StageWor
 def tokenize_work(recipe: Recipe, offer: Offer) -> StageWork:
     """The work of one node that makes one part of the text."""
     cores = offer.vcpus / 2  # two threads of a core are hardly faster than one
-    hours = tokenize_seconds(tokens_of(recipe) / recipe.tokens.parts, cores) / 3600
+    hours = tokenize_seconds(tokens_of(recipe), cores) / 3600
     shard = min(hours, tokenize_seconds(recipe.tokens.shard_tokens, cores) / 3600)
     return StageWork(hours, segment=shard)  # a shard is uploaded while the next one is made
 

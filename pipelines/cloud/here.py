@@ -78,7 +78,7 @@ def run_here(
     tokens = {"tokenize": max(0, tokens_of(recipe) - made), "train": int(training_tokens(work))}
     gpus = processes_on_this_node(recipe.runtime) if gpus_here() and recipe.runtime.device != "cpu" else 1
     seconds = {
-        "tokenize": tokenize_seconds(tokens["tokenize"], os.cpu_count() or 1) / min(nodes, recipe.tokens.streams or 1),
+        "tokenize": tokenize_seconds(tokens["tokenize"], os.cpu_count() or 1),
         "train": tokens["train"] / speed.tokens_per_second,
         "evaluate": evaluated_tokens(recipe, gpus) / 3 / speed.tokens_per_second,  # the forward pass alone
         "export": 0.0,

@@ -156,7 +156,7 @@ def cloud_plan(
         by_stage[stage] = fitting or for_training
     if text_is_only_here(recipe, clouds):  # `launch` tokenizes it here
         del by_stage["tokenize"]
-    node_counts = {"tokenize": recipe.tokens.parts, "train": nodes}
+    node_counts = {"tokenize": 1, "train": nodes}
     on_demand = [offer for offer in for_training if not offer.spot]
     if limits.hours and "train" in work.stages and on_demand and len(on_demand) < len(for_training):
         by_stage["evaluate"], node_counts["evaluate"] = on_demand, nodes

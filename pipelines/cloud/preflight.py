@@ -15,9 +15,10 @@ from pipelines.recipe import LLMC, Recipe, TokensConfig
 from pipelines.stages.export import NEEDS
 from pipelines.stages.measures import read_source, verify_items
 from pipelines.text.adopted import is_remote, shards_found
+from pipelines.text.files import first_documents
 from pipelines.text.hub import HUB
 from pipelines.text.library import STDLIB
-from pipelines.text.sources import documents
+from pipelines.text.sources import text_of
 from pipelines.weight_sources import local_sources
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
@@ -95,7 +96,7 @@ def text_readable(text: TokensConfig) -> Finding:
     try:
         if text.adopts:
             return Finding("text", f"{len(shards_found(text)):,} shards in {text.source}")
-        with closing(documents(text.source, text.subset, text.revision, text.text_column)) as texts:
+        with closing(first_documents(text_of(text))) as texts:
             next(texts)
     except (UserError, StoreUnavailable) as error:
         return broken("text", str(error), "correct tokens.source, or the AWS_* variables")

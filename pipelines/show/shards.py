@@ -19,19 +19,12 @@ def print_shards(shards: Sequence[ShardContents], documents: Documents) -> None:
         table.add_row(cell(shard.path.name), *numbers, cell(f"{begin}{shard.peek[:40]!r}"))
     out = console()
     out.print(table)
-    out.print(f"{sum(shard.tokens for shard in shards):,} tokens in {repeated(documents)}")
+    out.print(f"{sum(shard.tokens for shard in shards):,} tokens in {sum(documents.counts):,} documents")
     out.print(f"lengths of documents, in tokens; the longest has {documents.longest:,}")
     lengths = documents.lengths()
     most = max(count for _, count in lengths) or 1
     for name, count in lengths:
         out.print(f"  {name:>16}  {count:>12,}  {'▒' * -(-BAR * count // most)}")
-
-
-def repeated(documents: Documents) -> str:
-    """The number of documents, and how many of them are equal to an earlier one."""
-    total, again = sum(documents.counts), documents.repeats.count()
-    share = f" ({again / total:.2%})" if total else ""
-    return f"{total:,} documents, {again:,} of them again{share}"
 
 
 def print_faults(faults: Sequence[tuple[str, str]]) -> None:

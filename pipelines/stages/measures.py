@@ -139,7 +139,7 @@ def measures_of(recipe: Recipe, encoding: "tiktoken.Encoding", cache: Path, worl
     from trainer.core import core
     from trainer.hellaswag import hellaswag
 
-    encode = several_encoder(encoding, max(1, (os.cpu_count() or 1) // world.world_size))
+    encode = several_encoder(encoding)
     measures: list[Measure] = []
     if source := recipe.evaluate.hellaswag:
         measures.append(partial(hellaswag, items=hellaswag_items(source, cache), encode=encode))

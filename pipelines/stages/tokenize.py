@@ -1,39 +1,28 @@
-"""tokenize: text becomes token shards (pipelines/text/parts.py)."""
+"""tokenize: text becomes token shards (pipelines/text/shard_writer.py)."""
 
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, fetch, find, upload
-from pipelines.recipe import Recipe, TokensConfig
-from pipelines.screen import Bar
+from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.text.adopted import adopted_shards, identity_of_shards, shards_found
 from pipelines.text.mixture import mixed_facts, mixed_files, plan_of_text, recipes_of_sources, texts_of
-from pipelines.text.parts import (
-    PartsJob,
-    PartsProgress,
-    Reading,
-    ShardReceipt,
-    finished_part,
-    forget_receipts,
-    make_parts,
-    part_prefix,
-    rows_in,
-)
-from pipelines.text.sources import open_source
+from pipelines.text.receipts import ShardReceipt, finished_receipts, forget_receipts
+from pipelines.text.shard_writer import Reading, ShardsJob, make_shards, rows_in
+from pipelines.text.sources import text_of
 from pipelines.text.split import SplitShard, split_text
 from pipelines.text.tokenizer import TOKENIZER_FILE, kept_tokenizer, tokenizer_of
 from pipelines.tracking.ledger import attempts
 from trainer.errors import Interrupted, UserError
 from trainer.store import Store
 
-POLL_SECONDS = 0.2  # between two checks of the workers' progress
+POLL_SECONDS = 0.2  # between two moves of the bar
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
@@ -55,8 +44,7 @@ def build(work: Work) -> Built:
     (one,) = texts
     if one.recipe.tokens.adopts:
         return adopt(one)
-    make_all_parts(one)
-    built = finish(one)
+    built = finish(one, make_all_shards(one))
     work.report(tokens=built.facts["tokens"])
     return built
 
@@ -70,16 +58,12 @@ def works_on(work: Work, recipe: Recipe, plan: ArtifactPlan) -> Work:
     return replace(work, plan=plan, recipe=recipe, scratch_of=work.plan)
 
 
-def finish(work: Work) -> Built:
-    """The split and the facts of a text whose parts are finished."""
+def finish(work: Work, receipts: list[ShardReceipt]) -> Built:
+    """The split and the facts of a text whose shards are finished."""
     config = work.recipe.tokens
-    parts = [part for n in range(config.parts) if (part := finished_part(work.store, work.plan, n)) is not None]
-    if len(parts) < config.parts:  # this process stood still for so long that gc took it for dead
-        work.attempt.check()
-        raise Interrupted(f"{work.plan.prefix}/parts/ has {len(parts)} lists of {config.parts}: gc removed the others")
     eot = tokenizer_of(config, work.store, work.plan.prefix).eot_token
     shards = split_text(
-        parts,
+        receipts,
         config,
         lambda file: fetch(work.store, work.plan.prefix, file, work.folder),
         work.upload,
@@ -88,11 +72,13 @@ def finish(work: Work) -> Built:
     )
     check_split(work.recipe, shards)
     files = [shard.file for shard in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
-    facts = facts_of(shards, documents_of(parts)) | packing_facts(shards, eot, work.recipe.row_tokens)
-    about = facts_of_text(parts)
-    if invalid := about.get("invalid_documents"):
+    documents = receipts[-1].document if receipts else 0
+    facts = facts_of(shards, documents) | packing_facts(shards, eot, work.recipe.row_tokens)
+    facts["encoders"] = dict(Counter(receipt.encoder or "unknown" for receipt in receipts))
+    if invalid := sum(receipt.invalid for receipt in receipts):
         work.screen.note(f"  {invalid:,} documents were not valid UTF-8: U+FFFD stands for their damaged bytes")
-    return Built(files, facts | about)
+        facts["invalid_documents"] = invalid
+    return Built(files, facts)
 
 
 def mix(work: Work, texts: list[Work]) -> Built:
@@ -112,13 +98,7 @@ def tokens_of_source(work: Work) -> Manifest:
         work.screen.note(f"  {own.prefix} exists: {named}")
         return made
     work.screen.note(f"  {own.prefix}: {named}")
-    if work.recipe.tokens.adopts:
-        built = adopt(work)
-    else:
-        make_all_parts(work)
-        if made := find(work.store, own):  # of another mixture
-            return made
-        built = finish(work)
+    built = adopt(work) if work.recipe.tokens.adopts else finish(work, make_all_shards(work))
     assert work.scratch_of
     manifest = Manifest(
         stage=own.stage,
@@ -175,91 +155,45 @@ def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
         forget_receipts(store, plan, max(done))
 
 
-def make_all_parts(work: Work) -> None:
-    """Make the parts that no other node makes, and wait until all are finished."""
-    report(work, parts_made(work))
-
-
-def report(work: Work, made: Iterable[PartsProgress]) -> None:
-    """Report the progress while parts are made."""
-    started = time.monotonic()
-    for own in made:
-        speed = own.new / (time.monotonic() - started)
-        tokens = max(work.attempt.latest.progress.tokens or 0, own.stored)
-        work.report(tokens=tokens, tokens_per_second=speed)
-    check(work)
-
-
-def parts_made(work: Work) -> Generator[PartsProgress, None, None]:
-    """As `make_parts`, for this node's parts of a text, with a bar."""
+def make_all_shards(work: Work) -> list[ShardReceipt]:
+    """Make the missing shards of a text, with a bar. Returns the receipts of all."""
     config = work.recipe.tokens
-    size = size_of_text(config)
-    folder = work.folder / work.plan.name  # sources that are made in step have shards of the same names
+    size = None if config.max_tokens else text_of(config).text_bytes()
+    folder = work.folder / work.plan.name  # the sources of a mixture have shards of the same names
     folder.mkdir(exist_ok=True)
-    with work.screen.bar("tokenize", config.max_tokens or size) as bar:
-        shown = ReadingBar(bar, Reading(), config.max_tokens, size, list)
+    reading, started = Reading(), time.monotonic()
+    drawn = before = 0.0  # tokens of earlier attempts
 
-        def look() -> None:
-            check(work)
-            shown.draw()
-
-        job = PartsJob(
-            config,
-            work.plan,
-            work.store,
-            range(config.parts),
-            folder,
-            partial(upload, work.store, work.plan.prefix, work.attempt.number),
-            look,
-            work.screen.note,
-            shown.reading,
-            work.recipe.row_tokens,
-            work.attempt.number,
-        )
-        for own in make_parts(job):
-            shown.before = own.stored - own.new
-            yield own
-        shown.end()
-
-
-@dataclass
-class ReadingBar:
-    """The bar of the stage: bytes of the node's own text, or tokens where there is a limit. It moves within a shard."""
-
-    bar: Bar
-    reading: Reading
-    max_tokens: int | None
-    size: int | None  # of the text, in bytes
-    others: Callable[[], list[PartsProgress]]  # of other nodes
-    before: int = 0  # tokens of earlier attempts
-    started: float = field(default_factory=time.monotonic)
-    drawn: float = 0.0
-
-    def draw(self) -> None:
-        if time.monotonic() - self.drawn < POLL_SECONDS:
+    def draw() -> None:
+        """Move the bar within a shard: over the bytes of the text, or over tokens where there is a limit."""
+        nonlocal drawn
+        work.check()
+        if time.monotonic() - drawn < POLL_SECONDS:
             return
-        self.drawn = time.monotonic()
-        others = self.others()
-        read = self.reading.tokens + sum(one.new for one in others)
-        tokens = self.before + self.reading.tokens + sum(one.stored for one in others)
-        note = f"{short_number(read / (self.drawn - self.started))} tok/s"
-        if self.size is None:
-            self.bar.update(min(tokens, self.max_tokens or tokens), f"{short_number(tokens)} tokens  {note}")
+        drawn = time.monotonic()
+        tokens, note = before + reading.tokens, f"{short_number(reading.tokens / (drawn - started))} tok/s"
+        if size is None:
+            bar.update(min(tokens, config.max_tokens or tokens), f"{short_number(tokens)} tokens  {note}")
         else:
             # Earlier attempts left the tokens that they made on record, not the bytes that they read.
-            done = min(self.size, self.reading.bytes * tokens // max(1, self.reading.tokens))
-            self.bar.update(done, f"{short_number(done)} of {short_number(self.size)} bytes  {note}")
+            done = min(size, int(reading.bytes * tokens) // max(1, reading.tokens))
+            bar.update(done, f"{short_number(done)} of {short_number(size)} bytes  {note}")
 
-    def end(self) -> None:
-        if self.size is not None:
-            self.bar.update(self.size, f"{short_number(self.size)} bytes")
-
-
-def size_of_text(config: TokensConfig) -> int | None:
-    """About the bytes of the text that one node reads to its end; None with a limit, and where only a server knows."""
-    if config.max_tokens is not None:
-        return None
-    return open_source(config.source, config.subset, config.revision, config.text_column, None).text_bytes()
+    put = partial(upload, work.store, work.plan.prefix, work.attempt.number)
+    row_tokens = work.recipe.row_tokens
+    job = ShardsJob(config, work.plan, work.store, folder, put, draw, work.screen.note, reading, row_tokens)
+    with work.screen.bar("tokenize", config.max_tokens or size) as bar:
+        for progress in make_shards(job):
+            before = progress.stored - progress.new
+            work.report(tokens=progress.stored, tokens_per_second=progress.new / (time.monotonic() - started))
+        if size is not None:
+            bar.update(size, f"{short_number(size)} bytes")
+    work.check()
+    receipts = finished_receipts(work.store, work.plan)
+    if receipts is None:  # this process stood still for so long that gc took it for dead
+        work.attempt.check()
+        raise Interrupted(f"{work.plan.prefix}/parts/ is gone; run again to make its shards")
+    return receipts
 
 
 def short_number(value: float) -> str:
@@ -268,25 +202,6 @@ def short_number(value: float) -> str:
         if value >= unit:
             return f"{value / unit:.3g}{letter}"
     return f"{value:.0f}"
-
-
-def check(work: Work) -> None:
-    """Raise if asked to stop, or if a newer attempt has taken over."""
-    work.check()
-
-
-def documents_of(parts: list[list[ShardReceipt]]) -> int:
-    """The number of documents of the whole text."""
-    return sum(part[-1].document for part in parts if part)
-
-
-def facts_of_text(parts: list[list[ShardReceipt]]) -> dict[str, Any]:
-    """The libraries that encoded the text, each with its number of shards as they were read; and the number of
-    documents in which U+FFFD stands for bytes that were not UTF-8, if there are any."""
-    receipts = [receipt for part in parts for receipt in part]
-    invalid = sum(receipt.invalid for receipt in receipts)
-    encoders = {"encoders": dict(Counter(receipt.encoder or "unknown" for receipt in receipts))}
-    return encoders | ({"invalid_documents": invalid} if invalid else {})
 
 
 def facts_of(shards: list[SplitShard], documents: int) -> dict[str, Any]:
@@ -324,13 +239,6 @@ def check_split(recipe: Recipe, shards: list[SplitShard]) -> None:
     """UserError unless both splits hold a sequence and the validation split is complete."""
     t, block = recipe.tokens, recipe.model.block_size
     total = sum(shard.tokens for shard in shards)
-    first = sum(shard.tokens for shard in shards if f"_{part_prefix(0, t)}" in shard.file.name)
-    # The other parts would hide that training lacks this one.
-    if t.val_whole_shards and t.parts > 1 and first < t.held_out(total):
-        raise UserError(
-            f"tokens.val_shards: {t.val_shards} shard(s) of {t.shard_tokens:,} tokens are to be held out of the first "
-            f"of {t.parts} parts, and it has {first:,} tokens: use val_fraction, fewer parts or more text"
-        )
     if t.val_whole_shards:
         held_out, remedy = f"the first {t.val_shards} shard(s) of {t.shard_tokens:,}", "use val_fraction or more text"
     else:

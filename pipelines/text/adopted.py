@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 from pipelines.artifacts.manifest import File
 from pipelines.artifacts.store import S3Object, S3Store, open_store
 from pipelines.recipe import LLMC, TokensConfig
-from pipelines.text.parts import RECORDS, rows_in
+from pipelines.text.receipts import RECORDS
+from pipelines.text.shard_writer import rows_in
 from pipelines.text.split import SplitShard
 from trainer.errors import UserError
 from trainer.process import failpoint

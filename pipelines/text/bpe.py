@@ -10,8 +10,8 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from pipelines.recipe import TokensConfig
-from pipelines.text.columns import texts_of
-from pipelines.text.sources import open_source
+from pipelines.text.files import first_documents
+from pipelines.text.sources import text_of
 from pipelines.text.tokenizer import TOKENIZER_FILE, byte_symbols, encoding_of, tokenizer_files
 from trainer.errors import UserError
 
@@ -34,9 +34,7 @@ class Sample:
 
     def texts(self) -> Iterator[str]:
         """The sampled documents; of each its first characters."""
-        t = self.config
-        source = open_source(t.source, t.subset, t.revision, t.text_column, None)
-        with closing(texts_of(source.batches(0))) as documents:
+        with closing(first_documents(text_of(self.config))) as documents:
             for document in documents:
                 text = document[: min(DOCUMENT_CHARACTERS, self.limit - self.characters)]
                 self.characters, self.documents = self.characters + len(text), self.documents + 1

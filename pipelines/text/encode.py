@@ -78,9 +78,7 @@ def token_batches(encoder: "Encoder", batches: Iterable[TextBatch]) -> Iterator[
     return (with_ends_of_text(encoder.encoding, batch, *encoder.encode(batch)) for batch in batches)
 
 
-def with_ends_of_text(
-    encoding: "tiktoken.Encoding", texts: TextBatch, ids: "Ids", bounds: "np.ndarray"
-) -> TokenBatch:
+def with_ends_of_text(encoding: "tiktoken.Encoding", texts: TextBatch, ids: "Ids", bounds: "np.ndarray") -> TokenBatch:
     """The ids of documents, with <|endoftext|> before each."""
     import numpy as np
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -260,6 +260,10 @@ def opened(path: str) -> IO[bytes]:
     """A file at a path or a URL, for reading."""
     if "://" not in path:
         return open(path, "rb", buffering=BUFFER_BYTES)
+    if path.startswith("s3://"):
+        from pipelines.text.objects import S3Files
+
+        return cast(IO[bytes], S3Files().open(path))
     import fsspec
 
     return cast(IO[bytes], with_retries(lambda: fsspec.open(path, "rb").open()))
@@ -284,7 +288,7 @@ def unpacked(path: str) -> IO[bytes]:
     return io.BufferedReader(pa.input_stream(opened(path), compression=codec), BUFFER_BYTES)
 
 
-def first_documents(source: Text) -> Iterator[str]:
+def first_documents(source: Text) -> Generator[str, None, None]:
     """The documents of a text from its first one on, in this process."""
     source = source.resolved()
     for piece in source.pieces():

@@ -1,10 +1,7 @@
 """A look into token shards in llm.c's format: what they hold, and whether they can be trained on.
 
 The files may come from `tokenize` or from llm.c. A document begins with <|endoftext|>. One that lies in two shards is
-counted where it begins, with its length in that shard, and not compared with others. Two documents are equal if 64 bits
-of their hashes are.
-
-Memory does not grow with the shards: CHUNK_TOKENS of one file, and the hashes of `Repeats`.
+counted where it begins, with its length in that shard. Memory does not grow with the shards: CHUNK_TOKENS of one file.
 """
 
 import json
@@ -12,12 +9,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.text.repeats import Repeats
 from pipelines.text.tokenizer import TOKENIZER_FILE
 from trainer.errors import UserError
 from trainer.store import sha256_of
@@ -64,8 +58,7 @@ def shard_paths(path: Path) -> list[Path]:
 class Documents:
     """The documents of all shards: the histogram of their lengths [tokens], and how many came before."""
 
-    def __init__(self, repeats: Repeats | None = None) -> None:
-        self.repeats = repeats or Repeats()
+    def __init__(self) -> None:
         self.counts = [0] * (len(LENGTH_BOUNDS) + 1)
         self.longest = 0
 
@@ -94,13 +87,15 @@ def contents_of(path: Path, encoding: "tiktoken.Encoding", documents: Documents)
     from trainer.shards import shard_at
 
     shard = shard_at(path)
-    open_one = OpenDocument(encoding.eot_token, documents)
+    open_since = -1  # where the last document began
     count = largest = outside = 0
     first, first_outside = -1, ""
     for at in range(0, shard.tokens, CHUNK_TOKENS):
         tokens = tokens_of(path, shard, at, CHUNK_TOKENS)
         starts = np.flatnonzero(tokens == encoding.eot_token)
-        open_one.read(tokens, starts)
+        bounds = [open_since, *(starts + at)] if open_since >= 0 else starts + at
+        documents.add_lengths(np.diff(bounds))
+        open_since = int(bounds[-1]) if len(bounds) else -1
         if count == 0 and len(starts):
             first = at + int(starts[0])
         count += len(starts)
@@ -110,7 +105,8 @@ def contents_of(path: Path, encoding: "tiktoken.Encoding", documents: Documents)
             if len(wrong) and not outside:
                 first_outside = f"the first {tokens[wrong[0]]} at token {at + int(wrong[0]):,}"
             outside += len(wrong)
-    open_one.end()
+    if open_since >= 0:  # the last document may go on in the next shard
+        documents.add_lengths(np.array([shard.tokens - open_since]))
     faults = []
     if outside:
         faults.append(f"{outside:,} ids outside the {encoding.n_vocab:,} of the tokenizer, {first_outside}")
@@ -129,46 +125,6 @@ def tokens_of(path: Path, shard: "Shard", first: int, count: int) -> "np.ndarray
 
     offset = HEADER_BYTES * shard.header + shard.token_bytes * first
     return np.fromfile(path, f"<u{shard.token_bytes}", count, offset=offset)
-
-
-class OpenDocument:
-    """The document that goes on in the next tokens of a shard; the documents that end are added to `documents`."""
-
-    def __init__(self, eot: int, documents: Documents) -> None:
-        self.eot, self.documents = eot, documents
-        self._length = 0  # in tokens; 0: no document has begun in this shard
-        self._hash = hash_of(b"")
-
-    def read(self, tokens: "np.ndarray", starts: "np.ndarray") -> None:
-        """Read the next tokens, in which documents begin at `starts`."""
-        import numpy as np
-
-        content, width = tokens.data.cast("B"), tokens.itemsize
-        bounds = [*starts.tolist(), len(tokens)]
-        if self._length:
-            self._length += bounds[0]
-            self._hash.update(content[: width * bounds[0]])
-        if not len(starts):
-            return
-        digests = [hash_of(content[width * a : width * b]).digest() for a, b in pairwise(bounds[:-1])]
-        if self._length:
-            digests.append(self._hash.digest())
-            self.documents.add_lengths(np.array([self._length]))
-        self.documents.add_lengths(np.diff(starts))
-        self.documents.repeats.add(np.frombuffer(b"".join(digests), np.uint64))
-        self._length = bounds[-1] - bounds[-2]
-        self._hash = hash_of(content[width * bounds[-2] :])
-
-    def end(self) -> None:
-        """The shard has ended. Its last document may go on in the next one."""
-        import numpy as np
-
-        if self._length:
-            self.documents.add_lengths(np.array([self._length]))
-
-
-def hash_of(document: "bytes | memoryview") -> blake2b:
-    return blake2b(document, digest_size=8)
 
 
 def contents_of_all(

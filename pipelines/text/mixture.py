@@ -33,15 +33,13 @@ def plan_of_text(recipe: Recipe) -> ArtifactPlan:
         return ArtifactPlan("tokenize", label_of_text(t), identity | recipe.packing_identity)
     identity = {
         "stage": "tokenize",
-        "text": source_identity(t.source, t.subset, t.revision, t.text_column, parts=t.parts),
+        "text": source_identity(t.source, t.subset, t.revision, t.text_column),
         "tokenizer": t.tokenizer_identity,
         "shard_tokens": t.shard_tokens,
         "max_tokens": t.max_tokens,
         **t.split_identity(),
         **recipe.packing_identity,
     }
-    if t.parts > 1:  # a text in one part keeps the fingerprint that it had before parts existed
-        identity["parts"] = t.parts
     return ArtifactPlan("tokenize", label_of_text(t), identity)
 
 

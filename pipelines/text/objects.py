@@ -1,4 +1,4 @@
-"""Text in S3: objects as files that can be read from any position, for fsspec and all libraries on top of it.
+"""Text in S3: objects as files that can be read from any position, by fsspec.
 
 The requests are those of the store (pipelines/artifacts/store.py): the same credentials, endpoint, retries and errors.
 A file is read in ranges of the object that was opened: an object that is replaced meanwhile is an error.
@@ -14,26 +14,18 @@ from pipelines.artifacts.store import S3Object, S3Store
 from trainer.config import seconds_from_environment
 from trainer.errors import UserError
 
-BLOCK_BYTES = 8 << 20  # read at once: 0.1 s of one connection, and few requests a file
+BLOCK_BYTES = 4 << 20  # read at once, also behind the end of a piece
 
 
 def matching_objects(source: str) -> dict[str, S3Object]:
     """The objects that s3://BUCKET/KEY or a pattern of keys names, by their URL in order. UserError without any."""
-    files = filesystem()
+    files = S3Files()
     path = files._strip_protocol(source)
     found = files.glob(path, detail=True) if fsspec.core.has_magic(path) else {path: files.info_or_none(path)}
     objects = {f"s3://{name}": info["object"] for name, info in sorted(found.items()) if info}
     if not objects:
         raise UserError(f"tokens.source: no object matches '{source}'")
     return objects
-
-
-def filesystem() -> "S3Files":
-    """The file system for s3:// URLs, also for libraries that open URLs through fsspec."""
-    fsspec.register_implementation("s3", S3Files, clobber=True)
-    files = fsspec.filesystem("s3")
-    assert isinstance(files, S3Files)
-    return files
 
 
 class S3Files(AbstractFileSystem):

@@ -171,7 +171,9 @@ def _start(number: int) -> "tuple[subprocess.Popen[bytes], Connection]":
     ours, theirs = Pipe()
     command = [sys.executable, "-m", "pipelines.text.pool", str(theirs.fileno())]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     theirs.close()
     return child, ours
 

@@ -73,7 +73,9 @@ def text_of(config: TokensConfig) -> Text:
     return open_source(config.source, config.subset, config.revision, config.text_column)
 
 
-def open_source(source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None = None) -> Text:
+def open_source(
+    source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None = None
+) -> Text:
     """The source that the fields of a recipe name. UserError if they do not fit together."""
     scheme, separator, _ = source.partition("://")
     if separator and scheme not in REMOTE:

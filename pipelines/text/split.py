@@ -1,8 +1,8 @@
-"""The validation split of a text: its first tokens, counted over the parts in order.
+"""The validation split of a text: its first tokens.
 
-A recipe that holds out whole shards knows their names in advance. A share of the text is known only when all parts are
-finished, so until then its first shards are named text_…. Then the head, alone, names them, and cuts the one in which
-the boundary lies: the split depends on the recipe and the text, not on nodes or attempts.
+A recipe that holds out whole shards knows their names in advance. A share of the text is known only when all shards are
+finished, so until then the first ones are named text_…. Then they get their names, and the one in which the boundary
+lies is cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import File
 from pipelines.recipe import TokensConfig
-from pipelines.text.parts import ShardReceipt, part_prefix
+from pipelines.text.receipts import ShardReceipt
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ class SplitShard:
 
 
 def split_text(
-    parts: Sequence[Sequence[ShardReceipt]],
+    receipts: Sequence[ShardReceipt],
     config: TokensConfig,
     fetch: Callable[[File], Path],
     save: Callable[[Path], File],
@@ -41,24 +41,18 @@ def split_text(
 
     The shard in which the boundary lies becomes two; the others are only named.
     """
-    total = sum(receipt.tokens for part in parts for receipt in part)
+    total = sum(receipt.tokens for receipt in receipts)
     left = 0 if config.val_whole_shards else min(config.held_out(total), total)
     shards: list[SplitShard] = []
-    for number, part in enumerate(parts):
-        for index, receipt in enumerate(part):
-            name = f"{part_prefix(number, config)}{index:06d}"
-            if 0 < left < receipt.tokens:
-                shards += cut(receipt, left, name, fetch, save, folder, rows_of)
-            elif index < config.val_undecided_shards:
-                split = "val" if left else "train"
-                shards.append(
-                    SplitShard(
-                        replace(receipt.file, name=f"{split}_{name}.bin"), receipt.tokens, receipt.max_id, receipt.rows
-                    )
-                )
-            else:
-                shards.append(SplitShard(receipt.file, receipt.tokens, receipt.max_id, receipt.rows))
-            left -= min(left, receipt.tokens)
+    for index, receipt in enumerate(receipts):
+        if 0 < left < receipt.tokens:
+            shards += cut(receipt, left, f"{index:06d}", fetch, save, folder, rows_of)
+        else:
+            file = receipt.file
+            if index < config.val_undecided_shards:
+                file = replace(file, name=f"{'val' if left else 'train'}_{index:06d}.bin")
+            shards.append(SplitShard(file, receipt.tokens, receipt.max_id, receipt.rows))
+        left -= min(left, receipt.tokens)
     return shards
 
 

@@ -310,23 +310,6 @@ def test_with_a_stand_in_catalog_an_unmeasured_network_is_marked_as_assumed(
         assert ("assumed: nodes scale as well as" in shown) is is_assumed and "~" in shown
 
 
-def test_with_a_stand_in_catalog_every_part_of_the_tokens_has_a_node_and_all_are_paid(market, tmp_path: Path) -> None:
-    one, four = (
-        cloud_plans.cloud_plan(
-            load_recipe("gpt2-124m", ["tokens.subset=sample-350BT", f"tokens.parts={parts}"]),
-            LocalStore(tmp_path),
-            clouds=("a",),
-            train_nodes=("H100:8",),
-        )
-        .candidates[1]
-        .estimates["tokenize"]
-        for parts in (1, 4)
-    )
-    assert (one.nodes, four.nodes) == (1, 4)
-    assert 0.25 * one.hours < four.hours < 0.35 * one.hours  # waiting and starting up are not divided
-    assert one.usd < four.usd < 1.3 * one.usd
-
-
 def test_with_a_stand_in_catalog_a_deadline_puts_evaluate_on_the_machine_that_may_finish_training(
     market, tmp_path: Path
 ) -> None:

@@ -50,7 +50,6 @@ OTHER: dict[str, dict[str, Any]] = {
         "val_fraction": 0.02,
         "val_tokens": 1_000_000,
         "val_shards": 2,
-        "parts": 4,
     },
     "model": {"family": "modern", "n_layer": 13, "n_head": 6, "n_embd": 1536, "block_size": 512, "vocab_size": 50_304},
     "train": {
@@ -238,6 +237,10 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
             "my.yaml: export.formats: input should be 'hf', 'gguf' or 'llmc' (got 'ggfu'); did you mean 'gguf'?",
         ),
         (
+            "tokens.parts=8",
+            "my.yaml: tokens.parts: was removed in version 0.2: a node tokenizes on all its cores; for several nodes,",
+        ),
+        (
             "train.follow_tokens=true",
             "my.yaml: train.follow_tokens: was removed in version 0.2: run `skytrain run RECIPE --stage tokenize`",
         ),
@@ -266,12 +269,6 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
             "tokens.val_shards=4",
             "tokens.max_tokens 8000000 leaves nothing to train on: the first 4 shard(s) of 2000000",
         ),
-        ("tokens.parts=101", "my.yaml: tokens.parts: input should be less than or equal to 100 (got 101)"),
-        (
-            "tokens.parts=4",
-            "tokens.max_tokens 8000000 in 4 parts leaves nothing to train on: the first 1 shard(s) of 2000000 tokens "
-            "are held out; use more tokens, fewer parts or a smaller shard_tokens",
-        ),
         # --set itself
         ("train.max_steps", "--set train.max_steps: not of the form section.field=value, such as train.max_steps=50"),
         ("name.x=1", "--set name.x=1: name has no fields"),
@@ -284,14 +281,6 @@ def test_a_mistake_is_one_line_with_file_and_field(tmp_path: Path, change: str, 
     message = complaint(write_recipe(tmp_path), change)
     assert line in message
     assert message.startswith(("--set ", str(tmp_path / "my.yaml: ")))
-
-
-@pytest.mark.parametrize("parts", [1, 3, 7, 100])
-def test_parts_share_max_tokens_evenly_and_give_no_token_more(parts: int) -> None:
-    tokens = load_recipe("gpt2-124m", ["tokens.max_tokens=99_999_999_999", f"tokens.parts={parts}"]).tokens
-    shares = [tokens.tokens_of_part(part) for part in range(parts)]
-    assert sum(filter(None, shares)) == 99_999_999_999 and len({*shares}) <= 2
-    assert load_recipe("gpt2-124m", [f"tokens.parts={parts}"]).tokens.tokens_of_part(0) is None
 
 
 def test_all_mistakes_of_a_recipe_are_reported_at_once(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from pipelines.recipe import load_recipe
 from pipelines.stages import tokenize
 from pipelines.stages.tokenize import check_split, forget_removed_artifact
 from pipelines.text import columns
-from pipelines.text.parts import PartsProgress, finished_part, make_parts
+from pipelines.text.receipts import finished_receipts
+from pipelines.text.shard_writer import Progress, make_shards
 from pipelines.text.split import SplitShard
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
@@ -27,54 +28,40 @@ from trainer.errors import UserError
 def test_a_finished_artifact_without_its_manifest_is_made_again(tmp_path: Path) -> None:
     files = FourFiles(tmp_path)
 
-    def ended(number: int, state: str) -> PartsProgress:
-        mine = files.job(range(3), tmp_path / "store", number)
+    def ended(number: int, state: str) -> Progress:
+        mine = files.job(tmp_path / "store", number)
         attempt = claim(mine.store, mine.plan.prefix, "tiny-1", "tokenize", number, Billing())
         assert attempt
         with attempt:
             forget_removed_artifact(mine.store, mine.plan)
-            *_, progress = make_parts(mine)
+            *_, progress = make_shards(mine)
             attempt.update(state=state)
         return progress
 
-    assert ended(1, "interrupted").new == 12_336
+    assert ended(1, "interrupted").new == 13_001
     assert ended(2, "done").new == 0
-    assert ended(3, "interrupted").new == 12_336  # a shard was damaged, and the manifest removed as advised
+    assert ended(3, "interrupted").new == 13_001  # a shard was damaged, and the manifest removed as advised
     assert ended(4, "interrupted").new == 0  # the shard that attempt 3 made again is kept
 
 
 def test_shards_that_the_store_lost_are_made_again(tmp_path: Path) -> None:
     files = FourFiles(tmp_path)
-    *_, before = make_parts(files.job(range(3), tmp_path / "store", 1))
-    mine = files.job(range(3), tmp_path / "store", 2)
+    *_, before = make_shards(files.job(tmp_path / "store", 1))
+    mine = files.job(tmp_path / "store", 2)
     shards = [e.key for e in mine.store.entries(f"{mine.plan.prefix}/a0001/")]
     mine.store.delete(shards[-1])
-    *_, again = make_parts(mine)
+    *_, again = make_shards(mine)
     assert again.stored == before.stored and 0 < again.new < before.new
     stored = {entry.key for entry in mine.store.entries("")}
-    parts = [finished_part(mine.store, mine.plan, part) for part in range(3)]
-    assert all(part is not None and {f"{mine.plan.prefix}/{r.file.key}" for r in part} <= stored for part in parts)
+    receipts = finished_receipts(mine.store, mine.plan)
+    assert receipts and {f"{mine.plan.prefix}/{one.file.key}" for one in receipts} <= stored
 
 
-@pytest.mark.parametrize(
-    ("parts", "tokens", "message"),
-    [
-        (2, {"train_01_000000": 1500}, r"val_shards: 2 shard\(s\) .* of the first of 2 parts, and it has 0 tokens"),
-        (
-            2,
-            {"val_00_000000": 1500, "val_00_000001": 9, "train_01_000000": 1500},
-            "it has 1,509 tokens: use val_fr",
-        ),
-        (2, {"val_00_000000": 1500, "val_00_000001": 1500, "train_01_000000": 1500}, None),
-        (2, {"val_00_000000": 1500, "val_00_000001": 1500}, "no training sequence"),
-        (1, {"val_000000": 1500, "val_000001": 9}, "no training sequence"),
-    ],
-)
-def test_the_validation_split_has_the_requested_size(parts: int, tokens: dict[str, int], message: str | None) -> None:
+def test_a_text_without_a_training_sequence_is_refused() -> None:
     recipe = load_recipe("smoke", SMALL)
-    config = recipe.tokens.model_copy(update={"parts": parts, "shard_tokens": 1500, "val_shards": 2})
-    shards = [SplitShard(File(f"{name}.bin", "", 0, ""), n) for name, n in tokens.items()]
-    with pytest.raises(UserError, match=message) if message else nullcontext():
+    config = recipe.tokens.model_copy(update={"shard_tokens": 1500, "val_shards": 2})
+    shards = [SplitShard(File(f"{name}.bin", "", 0, ""), n) for name, n in (("val_000000", 1500), ("val_000001", 9))]
+    with pytest.raises(UserError, match="no training sequence"):
         check_split(recipe.model_copy(update={"tokens": config}), shards)
 
 
@@ -118,7 +105,7 @@ def test_the_bar_of_own_files_moves_within_a_shard_and_ends_full(
         "smoke", [*SMALL, *(f"tokens.{k}={'null' if v is None else v}" for k, v in tokens.items())]
     )
     work.plan = tokenize.plan(work.recipe, {})
-    tokenize.make_all_parts(work)
+    tokenize.make_all_shards(work)
     (size,) = screen.totals
     done = [completed for completed, _ in screen.shown]
     assert size == pytest.approx(sum(len(text.encode()) for text in texts), rel=0.1)

@@ -1,15 +1,16 @@
-"""Odd texts; and a text of four files in three parts, with the work of nodes that tokenize it."""
+"""Odd texts; and a text of four files, with the work of an attempt that tokenizes it."""
 
 import uuid
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.recipe import TokensConfig
-from pipelines.text.parts import PartsJob
+from pipelines.text.shard_writer import ShardsJob
 from pipelines.text.sources import source_identity
+from trainer.shards import read_shard
 from trainer.store import LocalStore
 
 ODD_TEXTS = [
@@ -29,27 +30,25 @@ ODD_TEXTS = [
 
 
 class FourFiles:
-    """Four text files in a folder, in three parts; or the files there of a pattern, with other fields."""
+    """Four text files in a folder; or the files there of a pattern, with other fields."""
 
     def __init__(self, folder: Path, pattern: str | None = None, **fields: Any) -> None:
         for name in () if pattern else range(4):
             (folder / f"{name}.txt").write_text(f"{name} " * 2000)
-        standard = {"tokenizer": "bytes", "shard_tokens": 1500, "max_tokens": 13_001, "val_shards": 2, "parts": 3}
+        standard = {"tokenizer": "bytes", "shard_tokens": 1500, "max_tokens": 13_001, "val_shards": 2}
         self.config = TokensConfig(source=f"{folder}/{pattern or '*.txt'}", **(fields if pattern else standard))
         text = source_identity(self.config.source, None, None, "text")
         self.plan = ArtifactPlan("tokenize", "files", {"stage": "tokenize", "text": text})
 
-    def job(
-        self,
-        parts: Sequence[int],
-        store: Path,
-        attempt: int = 1,
-        check: Callable[[], None] = lambda: None,
-        config: TokensConfig | None = None,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> PartsJob:
-        """Some parts, made by a node with its own folder and a store."""
+    def job(self, store: Path, attempt: int = 1, processes: int = 1, **fields: Any) -> ShardsJob:
+        """Its shards, made in an attempt with its own folder and a store."""
         opened, folder = LocalStore(store), store.with_name(f"{store.name} scratch {uuid.uuid4().hex}")
         folder.mkdir()
         put = partial(upload, opened, self.plan.prefix, attempt)
-        return PartsJob(config or self.config, self.plan, opened, parts, folder, put, check, note, attempt=attempt)
+        job = ShardsJob(self.config, self.plan, opened, folder, put, lambda: None, lambda text: None)
+        return replace(job, processes=processes, **fields)
+
+
+def shards_in(store: Path) -> dict[str, list[int]]:
+    """The tokens of all shards of a store."""
+    return {path.name: read_shard(path).tolist() for path in sorted(store.glob("tokens/*/a*/*.bin"))}

@@ -1,10 +1,8 @@
 """Promises of encoding: tiktoken's ids for every text, whichever library makes them."""
 
-import itertools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,22 +10,19 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import ODD_TEXTS, FourFiles
+from texts import ODD_TEXTS
 
-from pipelines.text import columns, encode, opened, parts
+from pipelines.text import columns, encode
 from pipelines.text.columns import Batches, TextBatch, batch_of, packed
 from pipelines.text.encode import (
-    EncodersDiffer,
-    FastEncoder,
+    Encoder,
     encoder_name,
     may_differ,
     several_encoder,
     split_at_long_spaces,
-    token_stream,
+    token_batches,
 )
-from pipelines.text.parts import finished_part, make_parts
 from pipelines.text.tokenizer import tokenizer
-from trainer.shards import read_shard
 
 CHARACTERS = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
 
@@ -49,24 +44,25 @@ def one_batch(*texts: str) -> TextBatch:
     return batch_of([text.encode() for text in texts])
 
 
-def rows(encoding: tiktoken.Encoding, texts: Iterable[str], threads: int = 1, **options: Any) -> list[list[int]]:
+def rows(encoding: tiktoken.Encoding, texts: Iterable[str]) -> list[list[int]]:
     """The ids of each document."""
     found = []
-    for batch in token_stream(encoding, batches(texts), threads, **options):
+    for batch in token_batches(Encoder(encoding), batches(texts)):
         assert batch.tokens.dtype == np.uint16
         found += [row.tolist() for row in np.split(batch.tokens, batch.starts[1:])]
     return found
 
 
-@pytest.mark.parametrize("reference", [False, True])
-@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("fast", [False, True])
 def test_a_stream_is_end_of_text_and_encode_ordinary_of_every_document_in_order(
-    gpt2: tiktoken.Encoding, shared_data: Path, monkeypatch: pytest.MonkeyPatch, threads: int, reference: bool
+    gpt2: tiktoken.Encoding, shared_data: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:
     monkeypatch.setattr(columns, "BATCH_BYTES", 100_000)
+    if not fast:
+        monkeypatch.setattr(encode, "has_fast_encoder", lambda encoding: False)
     texts = corpus(shared_data, 150) + ODD_TEXTS + ["one<|endoftext|>two", "of Unicode 17: \u088f's \U0002b73a'll"]
     expected = [[50_256, *gpt2.encode_ordinary(text)] for text in texts]
-    assert rows(gpt2, iter(texts), threads, reference=reference) == expected
+    assert rows(gpt2, iter(texts)) == expected
 
 
 def test_a_long_document_has_its_tokens_though_it_is_encoded_in_pieces(
@@ -86,7 +82,6 @@ def test_a_long_document_has_its_tokens_though_it_is_encoded_in_pieces(
 
 def test_gpt2s_text_is_encoded_by_the_fast_library_and_other_text_by_tiktoken(gpt2: tiktoken.Encoding) -> None:
     assert encoder_name(gpt2).startswith("gigatoken ")
-    assert encoder_name(gpt2, reference=True).startswith("tiktoken ")
     assert encoder_name(tokenizer("bytes")).startswith("tiktoken ")
 
 
@@ -94,7 +89,7 @@ def test_gpt2s_text_is_encoded_by_the_fast_library_and_other_text_by_tiktoken(gp
 def test_both_libraries_agree_around_every_code_point_that_is_not_left_to_tiktoken(
     gpt2: tiktoken.Encoding, around: str
 ) -> None:
-    fast = FastEncoder(gpt2)._encoder()
+    fast = Encoder(gpt2).fast()
     texts = [around.replace("{}", one) for one in CHARACTERS]
     different = set(may_differ(one_batch(*texts)))
     same = [text for number, text in enumerate(texts) if number not in different]
@@ -107,29 +102,24 @@ def test_both_libraries_agree_around_every_code_point_that_is_not_left_to_tiktok
 def test_the_libraries_differ_somewhere_so_the_exception_is_needed(gpt2: tiktoken.Encoding) -> None:
     text = "\u088f's"
     assert may_differ(one_batch("a", text)) == [1]
-    assert FastEncoder(gpt2)._encoder().encode(text).tolist() != gpt2.encode_ordinary(text)
+    assert Encoder(gpt2).fast().encode(text).tolist() != gpt2.encode_ordinary(text)
     assert rows(gpt2, [text]) == [[50_256, *gpt2.encode_ordinary(text)]]
 
 
-def test_several_texts_have_tiktokens_ids_and_tiktoken_takes_over_after_a_difference(
-    gpt2: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_texts_have_tiktokens_ids(gpt2: tiktoken.Encoding) -> None:
     texts = ["", "a b", "\u088f's", "x\ud800", " \n"]
-    expected = gpt2.encode_ordinary_batch(texts)
-    encode_several = several_encoder(gpt2, threads=2)
-    assert [ids.tolist() for ids in encode_several(texts)] == expected and encode_several([]) == []
+    encode_several = several_encoder(gpt2)
+    assert [ids.tolist() for ids in encode_several(texts)] == gpt2.encode_ordinary_batch(texts)
+    assert encode_several([]) == []
 
-    def differ(*_: object) -> None:
-        raise EncodersDiffer
 
-    monkeypatch.setattr(FastEncoder, "_compare", differ)
-    assert [ids.tolist() for ids in encode_several(texts)] == expected
-    monkeypatch.setattr(FastEncoder, "encode", None)  # it is asked no more
-    assert [ids.tolist() for ids in encode_several(texts)] == expected
+def test_both_libraries_give_the_same_ids_of_sample_text(gpt2: tiktoken.Encoding, shared_data: Path) -> None:
+    texts = corpus(shared_data, 400)
+    assert rows(gpt2, texts) == [[50_256, *gpt2.encode_ordinary(text)] for text in texts]
 
 
 def test_both_libraries_agree_on_random_texts(gpt2: tiktoken.Encoding) -> None:
-    fast = FastEncoder(gpt2)
+    fast = Encoder(gpt2)
     pieces = st.sampled_from(
         [" ", "  ", "\n", "\t", "'", "'s", "'LL", "<|endoftext|>", "\u3000", "\x85", "\u200b", "½"]
     )
@@ -149,10 +139,14 @@ def test_lone_surrogates_become_the_replacement_character_and_pairs_become_one(g
         assert encoding.decode(row[1:]) == "a\ufffdb😀"
 
 
-@pytest.mark.parametrize("reference", [False, True])
-def test_a_million_spaces_before_a_word_do_not_exhaust_the_regex(gpt2: tiktoken.Encoding, reference: bool) -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_million_spaces_before_a_word_do_not_exhaust_the_regex(
+    gpt2: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    if not fast:
+        monkeypatch.setattr(encode, "has_fast_encoder", lambda encoding: False)
     spaces = " " * 1_200_000
-    (row,) = rows(gpt2, [f"see {spaces}word\n{spaces}"], reference=reference)
+    (row,) = rows(gpt2, [f"see {spaces}word\n{spaces}"])
     assert gpt2.decode(row[1:]) == f"see {spaces}word\n{spaces}"
 
 
@@ -169,71 +163,12 @@ def test_cutting_long_spaces_changes_no_token(gpt2: tiktoken.Encoding) -> None:
     assert split_at_long_spaces("a    b", longest=2) == ["a   ", " b"]
 
 
-def test_a_stream_reads_only_a_few_batches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "BATCH_BYTES", 100)
-    taken = itertools.count()
-    texts = ("x" * 50 for _ in taken)  # endless
-    stream = token_stream(tokenizer("bytes"), batches(texts), threads=2)
-    assert [len(next(stream).tokens) for _ in range(5)] == [102] * 5
-    stream.close()
-    assert next(taken) <= 10 + 2 * (2 * 2 + opened.BATCHES_AHEAD)
-
-
 def test_a_full_cache_is_given_up_without_a_change_of_ids(
     gpt2: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encode, "CACHE_SECONDS", 0.0)
-    fast, text = FastEncoder(gpt2), "some words, again and again"
-    encoders = set()
+    fast, text = Encoder(gpt2), "some words, again and again"
     for _ in range(3):
+        before = fast._fast
         ids, _ = fast.encode(one_batch(text))
-        assert ids.tolist() == gpt2.encode_ordinary(text)
-        encoders.add(id(fast._of_thread.encoder))
-    assert fast._of_thread.seconds > 0
-
-
-def test_after_the_first_difference_tiktoken_encodes_from_the_last_stored_shard_on_and_receipts_say_so(
-    gpt2: tiktoken.Encoding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(columns, "BATCH_TEXTS", 1)
-    monkeypatch.setattr(parts.os, "cpu_count", lambda: 1)
-    (tmp_path / "text").mkdir()
-    files = FourFiles(tmp_path / "text")
-    config = files.config.model_copy(update={"tokenizer": "gpt2", "parts": 1, "shard_tokens": 1024, "max_tokens": None})
-
-    def made(name: str) -> tuple[list[list[int]], list[str | None], list[str]]:
-        """The tokens of all shards, the libraries that encoded them, and the notes on the way."""
-        notes: list[str] = []
-        job = files.job(range(1), tmp_path / name, config=config, note=notes.append)
-        list(make_parts(job))
-        receipts = finished_part(job.store, job.plan, 0) or []
-        shards = [read_shard(tmp_path / name / job.plan.prefix / one.file.key).tolist() for one in receipts]
-        return shards, [one.encoder for one in receipts], notes
-
-    sound = made("sound")
-    encoder = FastEncoder(gpt2)._encoder()
-
-    class Erring:
-        def encode_batch(self, texts: Any, parallel: bool) -> Any:
-            return encoder.encode_batch([text.replace(b"2", b"7") for text in texts], parallel=parallel)
-
-    def erring(self: FastEncoder) -> Any:
-        self._of_thread.seconds = 0.0
-        return Erring()
-
-    monkeypatch.setattr(FastEncoder, "_encoder", erring)
-    wrong = made("wrong")
-    assert wrong[0] == sound[0] and len(sound[0]) == 8
-    fast, reference = encoder_name(gpt2), encoder_name(gpt2, reference=True)
-    assert (set(sound[1]), sound[2]) == ({fast}, [])
-    assert wrong[1] == [fast] * 3 + [reference] * 5  # the third text begins in the fourth shard
-    assert [note for note in wrong[2] if "gave other ids than tiktoken" in note]
-
-
-@pytest.mark.parametrize("texts", [["two words"], ["", "\u088f", "two words " * 10_000]])
-def test_a_difference_in_any_batch_is_an_error_of_the_stream(
-    gpt2: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch, texts: list[str]
-) -> None:
-    monkeypatch.setattr(encode, "encode", lambda encoding, text: np.array([1], np.uint32))
-    with pytest.raises(EncodersDiffer, match="gave other ids than tiktoken"):
-        rows(gpt2, texts)
+        assert ids.tolist() == gpt2.encode_ordinary(text) and fast._fast is not before

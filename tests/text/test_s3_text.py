@@ -1,6 +1,7 @@
 """Text in S3 is read with the store's credentials, and its identity is that of its objects."""
 
 import gzip
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +17,12 @@ from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.artifacts.store import S3Store
 from pipelines.cloud.preflight import texts_reachable
 from pipelines.recipe import TokensConfig, load_recipe
-from pipelines.text import columns
-from pipelines.text.files import Files
+from pipelines.text import text
+from pipelines.text.files import first_documents
 from pipelines.text.objects import store_of
-from pipelines.text.parts import PartsJob, finished_part, make_parts
-from pipelines.text.sources import documents, estimated_tokens, source_identity
+from pipelines.text.receipts import finished_receipts
+from pipelines.text.shard_writer import ShardsJob, make_shards
+from pipelines.text.sources import estimated_tokens, open_source, source_identity
 from trainer.errors import UserError
 
 TEXTS = [f"row {n} größer 東京\nsecond line\r\n" for n in range(2500)]
@@ -48,8 +50,8 @@ def put_texts(bucket: S3Store, folder: Path) -> None:
     bucket._client.put_object(Bucket=bucket.bucket, Key="txt/")  # a folder marker of a web console
 
 
-def read(source: str, start: int = 0, **options: Any) -> list[str]:
-    return list(documents(source, None, None, "text", start, **options))
+def read(source: str, start: int = 0) -> list[str]:
+    return list(itertools.islice(first_documents(open_source(source, None, None, "text")), start, None))
 
 
 def identity(source: str) -> dict[str, Any]:
@@ -61,7 +63,6 @@ def test_every_kind_of_file_in_s3_gives_the_documents_of_a_local_file(bucket: S3
     uri = f"s3://{bucket.bucket}"
     assert read(f"{uri}/some texts/**/*.parquet") == TEXTS
     assert read(f"{uri}/some texts/part=?/rows*.parquet", start=1999) == TEXTS[1999:]
-    assert read(f"{uri}/some texts/**/*.parquet", part=1, parts=2) == TEXTS[2000:]
     assert store_of.cache_info().misses == 1, "a client of boto3 for each thread is slow"
     assert read(f"{uri}/lines.jsonl") == TEXTS == read(f"{uri}/packed/*.jsonl.gz")
     assert read(f"{uri}/txt/*.txt") == [text.replace("\r\n", "\n") for text in TEXTS[:2]]
@@ -72,17 +73,17 @@ def test_the_footers_of_parquet_are_read_once_for_plan_and_text(
 ) -> None:
     put_texts(bucket, tmp_path)
     source, asked = f"s3://{bucket.bucket}/some texts/**/*.parquet", list[str]()
-    real = Files._read_footer
+    real = pq.read_metadata
 
-    def read_footer(text: Files, path: str) -> tuple[int, int]:
-        asked.append(path)
-        return real(text, path)
+    def read_metadata(file: Any) -> Any:
+        asked.append(file.path)
+        return real(file)
 
-    monkeypatch.setattr(Files, "_read_footer", read_footer)
+    monkeypatch.setattr(pq, "read_metadata", read_metadata)
     identity(source)
     config = TokensConfig(source=source, tokenizer="bytes")
     assert (estimated_tokens(config) or 0) > 0
-    assert read(source) == TEXTS and read(source, start=2100) == TEXTS[2100:]
+    assert read(source) == TEXTS
     assert len(asked) == 2
     pq.write_table(pa.table({"text": ["another"]}), tmp_path / "rows.parquet")
     bucket.upload(tmp_path / "rows.parquet", "some texts/part=1/rows [1].parquet")
@@ -108,7 +109,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_named(bucket: S3Store, t
     lines = [json.dumps({"text": str(n) + "x" * 1000}) + "\n" for n in range(40_000)]  # 40 MB: several ranges
     (tmp_path / "a.jsonl").write_text("".join(lines))
     bucket.upload(tmp_path / "a.jsonl", "a.jsonl")
-    texts = documents(f"s3://{bucket.bucket}/a.jsonl", None, None, "text")
+    texts = first_documents(open_source(f"s3://{bucket.bucket}/a.jsonl", None, None, "text"))
     assert next(texts) == "0" + "x" * 1000
     bucket.put("a.jsonl", b"{}")
     with pytest.raises(UserError, match=r"a.jsonl: changed while it was read; run again"):
@@ -148,15 +149,15 @@ def test_faults_of_the_server_change_no_shard(bucket: S3Store, tmp_path: Path, m
     put_texts(bucket, tmp_path)
 
     def made(attempt: int) -> list[tuple[str, str, int]]:
-        monkeypatch.setattr(columns, "BATCH_BYTES", 20_000)
-        config = TokensConfig(source=f"{uri}/**/*.parquet", tokenizer="bytes", shard_tokens=20_000, parts=2)
-        text = source_identity(config.source, None, None, "text")
-        plan = ArtifactPlan("tokenize", f"run{attempt}", {"stage": "tokenize", "text": text})
+        monkeypatch.setattr(text, "PIECE_BYTES", 20_000)
+        config = TokensConfig(source=f"{uri}/**/*.parquet", tokenizer="bytes", shard_tokens=20_000)
+        identity = source_identity(config.source, None, None, "text")
+        plan = ArtifactPlan("tokenize", f"run{attempt}", {"stage": "tokenize", "text": identity})
         store = S3Store(bucket.bucket, "tokens", time_limit_s=30)
         (folder := tmp_path / str(attempt)).mkdir()
         put = partial(upload, store, plan.prefix, 1)
-        list(make_parts(PartsJob(config, plan, store, range(2), folder, put, lambda: None, print)))
-        receipts = [receipt for part in range(2) for receipt in finished_part(store, plan, part) or []]
+        list(make_shards(ShardsJob(config, plan, store, folder, put, lambda: None, print, processes=2)))
+        receipts = finished_receipts(store, plan) or []
         return [(receipt.file.name, receipt.file.sha256, receipt.document) for receipt in receipts]
 
     uri = f"s3://{bucket.bucket}/some texts"

@@ -1,6 +1,5 @@
-"""The validation split: a share of the text, the same for every number of nodes and size of shards."""
+"""The validation split: a share of the text, the same for every size of shards."""
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from texts import FourFiles
 
 from pipelines.artifacts.manifest import fetch, upload
 from pipelines.recipe import TokensConfig, load_recipe
-from pipelines.text.parts import finished_part, make_parts, parts_in_order
+from pipelines.text.receipts import finished_receipts
+from pipelines.text.shard_writer import make_shards
 from pipelines.text.split import SplitShard, split_text
 from trainer.errors import UserError
 from trainer.shards import read_shard
@@ -21,17 +21,15 @@ Tokens = dict[str, list[int]]
 TOTAL = 4 * 4001  # tokens of the four files
 
 
-def made(folder: Path, nodes: int = 1, attempt: int = 1, **fields: Any) -> tuple[list[SplitShard], Tokens]:
-    """The shards of the four files, made by some nodes and then split; and their tokens by name."""
+def made(folder: Path, attempt: int = 1, **fields: Any) -> tuple[list[SplitShard], Tokens]:
+    """The shards of the four files, made and then split; and their tokens by name."""
     folder.mkdir(exist_ok=True)
     files = FourFiles(folder)
     files.config = TokensConfig(source=f"{folder}/*.txt", tokenizer="bytes", **{"shard_tokens": 1500} | fields)
     store = LocalStore(folder / "store")
-    for rank in range(nodes):
-        list(make_parts(files.job(parts_in_order(rank, nodes, files.config.parts), store.root, attempt)))
-    parts = [finished_part(store, files.plan, part) or [] for part in range(files.config.parts)]
+    list(make_shards(files.job(store.root, attempt)))
     shards = split_text(
-        parts,
+        finished_receipts(store, files.plan) or [],
         files.config,
         lambda file: fetch(store, files.plan.prefix, file, folder),
         partial(upload, store, files.plan.prefix, attempt),
@@ -73,14 +71,6 @@ def test_the_share_of_a_large_text_is_at_most_val_shards_shards(tmp_path: Path) 
     for number, (fields, size) in enumerate(cases):
         _, tokens = made(tmp_path / str(number), **fields)
         assert len(held_out(tokens)) == size and sum(map(len, tokens.values())) == TOTAL
-
-
-@pytest.mark.parametrize("fields", [{}, {"val_fraction": 0.4, "val_shards": 9}, {"val_tokens": 7000}])
-def test_every_number_of_nodes_gives_the_same_split(fields: dict[str, Any], tmp_path: Path) -> None:
-    _, alone = made(tmp_path / "1", parts=3, **fields)
-    for nodes in (2, 3, 5):
-        assert made(tmp_path / str(nodes), nodes, parts=3, **fields)[1] == alone
-    assert len(held_out(alone)) == fields.get("val_tokens", math.floor(TOTAL * fields.get("val_fraction", 0.01)))
 
 
 def test_a_split_that_was_interrupted_is_made_again_without_new_shards_of_text(tmp_path: Path) -> None:

@@ -24,12 +24,11 @@ from servers import free_ports
 from texts import ODD_TEXTS
 
 from pipelines.recipe import vocab_size_of
-from pipelines.text import files, retry
-from pipelines.text.columns import texts_of
+from pipelines.text import retry
 from pipelines.text.files import Files
 from pipelines.text.library import StandardLibrary
-from pipelines.text.opened import opened
-from pipelines.text.sources import documents, open_source, source_identity, source_label
+from pipelines.text.sources import open_source, source_identity, source_label
+from pipelines.text.text import Text, read_piece
 from pipelines.text.tokenizer import (
     byte_symbols,
     merges_of,
@@ -59,7 +58,23 @@ def rows(tmp_path: Path) -> Path:
 
 
 def read(source: str | Path, start: int = 0, column: str = "text", **options: Any) -> list[str]:
-    return list(documents(str(source), None, None, column, start, **options))
+    """The documents from number `start` on, which lie in the last pieces."""
+    return read_from(open_source(str(source), None, None, column, **options), start)
+
+
+def read_from(source: Text, start: int) -> list[str]:
+    source, found = source.resolved(), list[str]()
+    for piece in source.pieces():
+        count = source.count(piece)
+        if start < count:
+            found += [one for batch in read_piece(source, piece, start) for one in batch.texts()]
+        start = max(0, start - count)
+    return found
+
+
+def batches_of(source: Text) -> list[tuple[list[str], tuple[int, ...]]]:
+    """The documents of each batch, and those that were not valid UTF-8."""
+    return [(batch.texts(), batch.invalid) for piece in source.pieces() for batch in source.read(piece)]
 
 
 def identity(source: str | Path, column: str = "text", **options: Any) -> dict[str, Any]:
@@ -127,7 +142,7 @@ def test_a_library_module_that_cannot_be_decoded_is_left_out(tmp_path: Path) -> 
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "d.py").write_bytes(b"left out")
     library = StandardLibrary(tmp_path)
-    assert list(texts_of(library.batches(0))) == ["# coding: latin-1\n# é"]
+    assert read_from(library, 0) == ["# coding: latin-1\n# é"]
     before = library.identity()
     (tmp_path / "b.py").rename(tmp_path / "z.py")
     assert library.identity() != before
@@ -143,55 +158,6 @@ def test_documents_from_number_n_on_are_the_rest_of_all_documents(rows: Path) ->
         assert len(everything) in (15, 12, 4)
         for start in range(len(everything) + 2):
             assert read(source, start) == everything[start:], (source, start)
-
-
-def test_parts_are_assigned_file_by_file_and_cover_all_of_the_text(rows: Path, tmp_path: Path) -> None:
-    lines = tmp_path / "lines"
-    lines.mkdir()
-    for name in range(3):
-        write_lines(lines / f"{name}.jsonl", *({"text": f"{name}.{n}"} for n in range(4)))
-        (lines / f"{name}.txt").write_text(f"file {name}")
-    for source, base, size in (("*.parquet", rows, 5), ("*.jsonl", lines, 4), ("*.txt", lines, 1)):
-        whole = read(source, base=base)
-        first, second = (read(source, base=base, part=part, parts=2) for part in (0, 1))
-        assert (first, second) == (whole[:size] + whole[2 * size :], whole[size : 2 * size]), source
-        assert read(source, size, base=base, part=0, parts=2) == whole[2 * size :]  # numbered from 0 in each part
-    modules = read("python-stdlib")
-    assert [read("python-stdlib", part=part, parts=3) for part in range(3)] == [modules[n::3] for n in range(3)]
-
-
-def test_more_parts_than_files_are_refused_before_anything_is_read(rows: Path) -> None:
-    message = r"tokens.parts: '\*.parquet' has only 3 file\(s\), and each of the 4 parts needs one; use at most 3"
-    with pytest.raises(UserError, match=message):
-        identity("*.parquet", base=rows, parts=4)
-    with pytest.raises(UserError, match=message):
-        read("*.parquet", base=rows, part=0, parts=4)
-    with pytest.raises(UserError, match=r"'https://host.invalid/a.parquet' has only 1 file.*; use at most 1"):
-        source_identity("https://host.invalid/a.parquet", None, "1", "text", parts=2)
-    assert source_identity(
-        "https://host.invalid/*.parquet", None, "1", "text", parts=99
-    )  # the number of files is not known yet
-    assert identity("*.parquet", base=rows, parts=3) == identity("*.parquet", base=rows)
-
-
-def test_a_part_may_be_empty_although_the_text_is_not(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "0.parquet")
-    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "1.parquet")
-    assert [read("*.parquet", base=tmp_path, part=part, parts=2) for part in (0, 1)] == [["a", "b"], []]
-
-
-def test_parquet_files_before_the_start_are_not_read(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[tuple[str, ...]] = []
-    each_opened = files.each_opened
-
-    def noted(paths: Any, open_: Any) -> Any:
-        opened.append(tuple(Path(path).name for path in paths))
-        return each_opened(paths, open_)
-
-    monkeypatch.setattr(files, "each_opened", noted)
-    monkeypatch.chdir(rows)
-    assert read("*.parquet", 11) == [f"document 2.{row}" for row in range(1, 5)]
-    assert opened == [("part-2.parquet",)]
 
 
 def test_files_are_named_by_path_or_glob_from_the_current_or_a_given_folder(
@@ -229,13 +195,13 @@ def test_bytes_that_are_not_utf8_become_the_replacement_character_and_their_docu
     strings = pa.array(damaged, pa.binary()).view(pa.string())
     for name, column in {"a": strings, "b": strings.cast(pa.large_string())}.items():
         pq.write_table(pa.table({"text": column}), tmp_path / f"{name}.parquet")
-        source = open_source(f"{tmp_path}/{name}.parquet", None, None, "text", None)
-        assert [(batch.texts(), batch.invalid) for batch in source.batches(0)] == [(expected, (1, 4))]
+        source = open_source(f"{tmp_path}/{name}.parquet", None, None, "text")
+        assert batches_of(source) == [(expected, (1, 4))]
         assert read(tmp_path / f"{name}.parquet", 1) == expected[1:]
     lines = b"".join(b'{"text": "%s"}\n' % (one or b"") for one in damaged)
     (tmp_path / "l.jsonl").write_bytes(lines + rb'{"text": "\ud800"}')
-    source = open_source(f"{tmp_path}/l.jsonl", None, None, "text", None)
-    assert [(batch.texts(), batch.invalid) for batch in source.batches(0)] == [([*expected, "\ufffd"], (1, 4, 5))]
+    source = open_source(f"{tmp_path}/l.jsonl", None, None, "text")
+    assert batches_of(source) == [([*expected, "\ufffd"], (1, 4, 5))]
 
 
 def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path: Path) -> None:
@@ -321,7 +287,7 @@ def test_labels_are_short_and_valid_as_folder_names() -> None:
 def test_an_invalid_source_is_refused_before_it_is_opened(
     source: str, subset: str | None, revision: str | None, message: str
 ) -> None:
-    for ask in (source_identity, documents):
+    for ask in (source_identity, open_source):
         with pytest.raises(UserError, match=message) as caught:
             ask(source, subset, revision, "text")
         assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
@@ -347,25 +313,26 @@ def test_a_wrong_column_is_refused_with_the_existing_ones(rows: Path, tmp_path: 
             ask(parquet, column="body")
         with pytest.raises(UserError, match=r"'id' in '.*part-0.parquet' holds int64, not strings"):
             ask(parquet, column="id")
-        with pytest.raises(UserError, match=r"no 'body' in document 0 of '.*l.jsonl'; it has: text, id"):
+        with pytest.raises(UserError, match=r"no 'body' in line 1 of '.*l.jsonl'; it has: text, id"):
             ask(lines, column="body")
-        with pytest.raises(UserError, match=r"'id' of document 0 of '.*l.jsonl' is int, not a string"):
+        with pytest.raises(UserError, match=r"'id' of line 1 of '.*l.jsonl' is int, not a string"):
             ask(lines, column="id")
-    with pytest.raises(UserError, match=r"no 'text' in document 1 of '.*l.jsonl'; it has: body"):
+    with pytest.raises(UserError, match=r"no 'text' in line 2 of '.*l.jsonl'; it has: body"):
         read(lines)
-    with pytest.raises(UserError, match=r"no 'text' in document 2 of '.*l.jsonl'; it has: none"):
-        read(lines, 2)
 
 
 def test_a_later_parquet_file_without_the_column_is_named_before_reading_starts(rows: Path) -> None:
     pq.write_table(pa.table({"body": ["x"]}), rows / "part-2.parquet")
     with pytest.raises(UserError, match=r"no 'text' in '.*part-2.parquet'; it has: body"):
-        documents("part-*.parquet", None, None, "text", base=Path(str(rows)))
+        open_source("part-*.parquet", None, None, "text", Path(str(rows))).pieces()
 
 
 def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "empty.parquet")
     (tmp_path / "empty.jsonl").write_text("\n\n")
+    for name in ("empty.parquet", "empty.jsonl"):
+        with pytest.raises(UserError, match=rf"{name}' has no documents"):
+            identity(tmp_path / name)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing PAR1")
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text": ')
     (tmp_path / "bad.txt.gz").write_bytes(gzip.compress(os.urandom(9_000))[:5_000])
@@ -375,33 +342,24 @@ def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
         file.seek(100_000)
         file.write(bytes(500_000))
     for name, message in {
-        "empty.parquet": "has no documents",
-        "empty.jsonl": "has no documents",
-        "bad.parquet": "cannot be read as parquet",
-        "bad.jsonl": r"document 1 of '.*bad.jsonl' is not JSON",
-        "bad.txt.gz": "cannot be read further",
-        "bad.txt.zst": "cannot be read further",
-        "cut.parquet": "cannot be read further",
+        "bad.parquet": "cannot be read",
+        "bad.jsonl": r"line 2 of '.*bad.jsonl' is not JSON",
+        "bad.txt.gz": "cannot be read",
+        "bad.txt.zst": "cannot be read",
+        "cut.parquet": "cannot be read",
     }.items():
         with pytest.raises(UserError, match=rf"{name}.* {message}|{message}"):
             read(tmp_path / name)
 
 
-def test_a_document_of_a_part_is_named_by_its_number_there(tmp_path: Path) -> None:
-    for name in range(3):
-        write_lines(tmp_path / f"{name}.jsonl", {"text": "x"}, {"text": "y"} if name < 2 else {"body": "z"})
-    with pytest.raises(
-        UserError, match=r"in document 3 of '\*.jsonl' \(counted in its files 0, 2, 4, …\); it has: body"
-    ):
-        read("*.jsonl", base=tmp_path, part=0, parts=2)
-
-
 def test_local_files_are_read_without_network_noise_or_cached_copies(rows: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     code = (
-        "import sys; from pipelines.text.sources import documents\n"
-        "print(len(list(documents(sys.argv[1], None, None, 'text'))))\n"
-        "unfinished = documents(sys.argv[1], None, None, 'text'); next(unfinished); unfinished.close()"
+        "import sys; from pipelines.text.files import first_documents\n"
+        "from pipelines.text.sources import open_source\n"
+        "documents = lambda: first_documents(open_source(sys.argv[1], None, None, 'text'))\n"
+        "print(len(list(documents())))\n"
+        "unfinished = documents(); next(unfinished); unfinished.close()"
     )
     run = subprocess.run(
         [sys.executable, "-c", code, str(rows / "part-0.parquet")],
@@ -499,7 +457,9 @@ def read_apart(hub: str, home: Path, *calls: tuple[Any, ...]) -> list[list[str]]
     A UserError takes the place of the documents.
     """
     code = (
-        "import json, sys; from pipelines.text.sources import documents; from trainer.config import UserError\n"
+        "import json, sys; from pipelines.text.files import first_documents\n"
+        "from pipelines.text.sources import open_source; from trainer.errors import UserError\n"
+        "documents = lambda *call: first_documents(open_source(*call))\n"
         "for call in json.loads(sys.argv[1]):\n"
         "    try: print(json.dumps(list(documents(*call))))\n"
         "    except UserError as error: print(json.dumps([f'UserError: {error}']))"
@@ -523,50 +483,22 @@ def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: str, tm
         hub,
         tmp_path / "home",
         (source, "small", COMMIT, "text"),
-        (source, "small", COMMIT, "text", 7),
-        (f"{source}/part-*.parquet", None, COMMIT, "text", 8),
-    ) == [everything[:10], everything[7:10], everything[8:]]
-
-
-@pytest.mark.slow
-def test_text_on_the_hub_is_assigned_by_files_too(hub: str, tmp_path: Path) -> None:
-    source = "hf://datasets/org/name"
-    parquet = ("small", COMMIT, "text", 2, None, 1, 2), (None, COMMIT, "text", 0, None, 3, 4)
-    (subset, (mistake,)) = read_apart(hub, tmp_path / "home", *((source, *call) for call in parquet))
-    assert subset == [f"document 1.{row}" for row in range(2, 5)]
-    assert "tokens.parts: 'hf://datasets/org/name' has only" in mistake
-
+        (f"{source}/part-*.parquet", None, COMMIT, "text"),
+    ) == [everything[:10], everything]
     for path in (folder := tmp_path / "hub").iterdir():
         path.unlink()
     (folder / "README.md").touch()
-    for name in range(3):  # formats that `datasets` streams by itself
+    for name in range(3):  # a format that `datasets` streams by itself
         write_lines(folder / f"{name}.jsonl", *({"text": f"line {name}.{n}"} for n in range(2)))
-    lines = (1, None, 0, 2), (0, None, 1, 2), (0, None, 0, 4)
-    first, second, (mistake,) = read_apart(
-        hub, tmp_path / "another home", *((source, None, COMMIT, "text", *call) for call in lines)
-    )
-    assert (first, second) == (["line 0.1", "line 2.0", "line 2.1"], ["line 1.0", "line 1.1"])
-    assert "tokens.parts: 'hf://datasets/org/name' has only" in mistake
+    (lines,) = read_apart(hub, tmp_path / "another home", (source, None, COMMIT, "text"))
+    assert lines == [f"line {name}.{n}" for name in range(3) for n in range(2)]
 
 
 @pytest.mark.slow
 def test_requests_to_a_busy_hub_are_retried(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Hub, "busy", 3)
-    (found,) = read_apart(hub, tmp_path / "home", ("hf://datasets/org/name", "small", COMMIT, "text", 7))
-    assert found == [f"document 1.{row}" for row in range(2, 5)] and _Hub.busy == 0
-
-
-@pytest.mark.parametrize("wait", [{"Retry-After": "2"}, {"RateLimit": '"pages";r=0;t=2'}])
-def test_a_local_server_with_the_hubs_answers_to_too_many_requests_gets_the_wait_that_it_asks_for(
-    hub: str, wait: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_Hub, "wait", wait)
-    opened_ = opened(f"{hub}/part-2.parquet")
-    monkeypatch.setattr(_Hub, "busy", 1)
-    monkeypatch.setattr(_Hub, "asked", [])
-    assert opened_.read(4) == b"PAR1"  # in the middle of a file that is open
-    first, second, *_ = _Hub.asked
-    assert second - first >= 2
+    (found,) = read_apart(hub, tmp_path / "home", ("hf://datasets/org/name", "small", COMMIT, "text"))
+    assert len(found) == 10 and _Hub.busy == 0
 
 
 def test_an_unreachable_server_is_reported_after_retries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,8 +511,8 @@ def test_an_unreachable_server_is_reported_after_retries(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(fsspec, "open", noted)
     monkeypatch.setattr(retry, "RETRY_SECONDS", 2.0)
-    with pytest.raises(UserError, match="cannot be read as parquet"):
-        Files("parquet", (), "text", "where")._footer(f"http://127.0.0.1:{free_ports(1)[0]}/0.parquet")
+    with pytest.raises(UserError, match="cannot be read"):
+        Files("parquet", (f"http://127.0.0.1:{free_ports(1)[0]}/0.parquet",), "text", "where", "1").pieces()
     assert len(asked) > 1
 
 
@@ -602,10 +534,9 @@ def test_text_that_the_hub_does_not_have_is_reported(hub: str, tmp_path: Path) -
 
 def test_remote_files_are_read_by_url(hub: str) -> None:
     last = [f"document 2.{row}" for row in range(5)]
-    assert list(documents(f"{hub}/part-2.parquet", None, "a label", "text")) == last
-    assert list(documents(f"{hub}/part-2.parquet", None, "a label", "text", 4)) == last[4:]
-    with pytest.raises(UserError, match=r"part-7.parquet' cannot be read as parquet \(FileNotFoundError"):
-        documents(f"{hub}/part-7.parquet", None, "a label", "text")
+    assert read_from(open_source(f"{hub}/part-2.parquet", None, "a label", "text"), 0) == last
+    with pytest.raises(UserError, match=r"part-7.parquet' cannot be read \(FileNotFoundError"):
+        open_source(f"{hub}/part-7.parquet", None, "a label", "text").pieces()
 
 
 # Tokenizer files
@@ -675,22 +606,6 @@ def test_each_real_file_is_read_once_however_many_links_lead_to_it(tmp_path: Pat
     assert read("**/*.txt", base=tmp_path) == ["x", "y"] and read("b/*.txt", base=tmp_path) == ["x", "y"]
 
 
-@pytest.mark.parametrize(
-    ("link", "target"), [("a/b/up", ".."), ("a/b/self", "."), ("a/b/all", "../.."), ("a/b/m", "../../c")]
-)
-def test_a_loop_of_links_is_named_instead_of_followed(tmp_path: Path, link: str, target: str) -> None:
-    base = tmp_path / "some [texts]*"
-    (base / "a" / "b").mkdir(parents=True)
-    (base / "c").mkdir()
-    (base / "a" / "b" / "x.txt").write_text("x")
-    (base / "c" / "back").symlink_to("../a")
-    assert read("**/*.txt", base=base) == ["x"]
-    (base / link).symlink_to(target)
-    with pytest.raises(UserError, match=r"is a link to a folder that contains it; remove it, or name the folders"):
-        identity("**/*.txt", base=base)
-    assert identity("a/b/*.txt", base=base)  # without ** nothing is followed for ever
-
-
 def test_a_link_to_nothing_and_a_file_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("x")
     (tmp_path / "y.txt").symlink_to("nowhere.txt")
@@ -713,5 +628,5 @@ def test_a_path_that_cannot_exist_is_a_user_error(source: str, tmp_path: Path) -
 def test_json_too_deep_for_a_reader_is_named(tmp_path: Path) -> None:
     path = tmp_path / "deep.jsonl"
     path.write_text('{"text": "x"}\n{"text": ' + "[" * 200_000 + "]" * 200_000 + "}\n")
-    with pytest.raises(UserError, match=r"document 1 of '.*deep.jsonl' is not JSON"):
+    with pytest.raises(UserError, match=r"line 2 of '.*deep.jsonl' is not JSON"):
         read(path)

@@ -12,7 +12,7 @@ import pytest
 from pipelines.artifacts.manifest import Manifest
 from pipelines.cloud.claims import LaunchClaim
 from pipelines.cloud.request import LaunchRecord
-from pipelines.text.parts import ShardReceipt
+from pipelines.text.receipts import ShardReceipt
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import RunRecord

@@ -1,0 +1,300 @@
+"""The shards of a text depend on the text alone: not on processes, attempts, crashes or interruptions."""
+
+import gzip
+import itertools
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from texts import ODD_TEXTS, FourFiles, shards_in
+
+from pipelines.text import pool, text
+from pipelines.text.columns import TextBatch
+from pipelines.text.encode import TokenBatch
+from pipelines.text.pool import cores, tokens_of
+from pipelines.text.receipts import finished_receipts, receipt_key
+from pipelines.text.shard_writer import Progress, ShardsJob, make_shards
+from pipelines.text.sources import open_source
+from pipelines.text.tokenizer import tokenizer
+from trainer.errors import Interrupted, UserError
+from trainer.store import LocalStore
+
+TEXTS = [f"{number} größer 東京 " * (number % 50) + ODD_TEXTS[number % len(ODD_TEXTS)] for number in range(400)]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> FourFiles:
+    return FourFiles(tmp_path)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "PIECE_BYTES", 20_000)
+
+
+def write_texts(folder: Path, kind: str) -> FourFiles:
+    """TEXTS in three files of a kind, some of them damaged UTF-8."""
+    for number in range(3):
+        rows, path = TEXTS[number * 100 : (number + 1) * 150], folder / f"{number}.{kind}"
+        lines = "".join(json.dumps({"text": one}) + "\n\n" for one in rows).encode() + b'{"text": "\xff"}\n'
+        if kind == "parquet":
+            pq.write_table(pa.table({"text": rows}), path, row_group_size=10)
+        else:
+            path.write_bytes(gzip.compress(lines) if kind.endswith("gz") else lines)
+    return FourFiles(folder, f"*.{kind}", tokenizer="gpt2", shard_tokens=5000)
+
+
+def made(job: ShardsJob) -> Progress:
+    """The last progress of a job."""
+    *_, last = make_shards(job)
+    return last
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(("kind", "processes"), [("jsonl", 4), ("jsonl.gz", 2), ("parquet", 2)])
+def test_any_number_of_processes_makes_the_same_shards_and_resumes_the_work_of_another(
+    kind: str, processes: int, tmp_path: Path, shared_data: Path
+) -> None:
+    files = write_texts(tmp_path, kind)
+    whole = made(files.job(tmp_path / "alone"))
+    expected = shards_in(tmp_path / "alone")
+    assert len(expected) > 5 and whole.new == whole.stored == sum(map(len, expected.values()))
+    with closing(make_shards(files.job(tmp_path / "store", 1, 1))) as steps:
+        first = list(itertools.islice(steps, 3))[-1]  # stopped after two shards
+    last = made(files.job(tmp_path / "store", 2, processes))
+    assert shards_in(tmp_path / "store") == expected
+    assert 2 * 5000 <= first.new <= last.stored - last.new < whole.new == last.stored
+    found = [finished_receipts(LocalStore(tmp_path / name), files.plan) or [] for name in ("alone", "store")]
+    places = [[(one.document, one.offset, one.invalid) for one in receipts] for receipts in found]
+    assert places[0] == places[1] and sum(invalid for *_, invalid in places[0]) == 3 * (kind != "parquet")
+    assert not list(tmp_path.glob("* scratch */*"))
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_process_that_is_killed_interrupts_and_the_next_attempt_makes_the_same_shards(tmp_path: Path) -> None:
+    files = write_texts(tmp_path, "jsonl")
+    files.config = files.config.model_copy(update={"tokenizer": "bytes"})
+    steps = make_shards(files.job(tmp_path / "store", 1, 2))
+    next(steps)
+    next(steps)
+    for child in psutil.Process().children():
+        if "pipelines.text.pool" in child.cmdline():
+            child.kill()
+    with pytest.raises(Interrupted, match=r"a process of tokenize has ended \(SIGKILL\); run again to resume"):
+        list(steps)
+    made(files.job(tmp_path / "store", 2, 2))
+    made(files.job(tmp_path / "alone"))
+    assert shards_in(tmp_path / "store") == shards_in(tmp_path / "alone")
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_processes_read_a_stated_number_of_pieces_ahead(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * 1000}) + "\n" for _ in range(1000)))
+    source = open_source(f"{tmp_path}/a.jsonl", None, None, "text")
+    assert len(source.pieces()) == 51
+    with closing(tokens_of(source, tokenizer("bytes"), 0, tmp_path / "scratch", processes=2)) as stream:
+        next(stream)
+        seen: list[int] = []
+        while len(seen) < 3 or seen[-1] != seen[-3]:
+            time.sleep(0.3)
+            seen.append(len(list((tmp_path / "scratch" / "blocks").iterdir())))
+        assert 1 <= seen[-1] <= 2 * pool.PIECES_AHEAD
+        assert sum(len(batch.starts) for batch in stream) + 20 >= 1000
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_a_large_packed_file_is_given_back_in_blocks_and_its_process_waits_for_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(pool, "read_piece", lambda *_: (batch for batch in [TextBatch(b"ab", np.array([0, 2]))] * 5))
+    blocks = pool._blocks(None, Stub(), None, 0, tmp_path / "7-0")  # type: ignore[arg-type]
+    assert [block.take().starts.tolist() for block in blocks] == [[0]] * 5 and not list(tmp_path.iterdir())
+
+
+class Stub:
+    """An encoder of two ids a document."""
+
+    encoding = tokenizer("bytes")
+
+    def encode(self, texts: TextBatch) -> Any:
+
+        return np.array([1, 2], np.uint32), np.array([0, 2])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.usefixtures("small_pieces")
+def test_a_damaged_line_is_named_with_its_place_after_the_shards_before_it(tmp_path: Path, processes: int) -> None:
+    files = write_texts(tmp_path, "jsonl")
+    files.config = files.config.model_copy(update={"tokenizer": "bytes"})
+    lines = (tmp_path / "1.jsonl").read_bytes().split(b"\n")
+    lines[150] = b'{"text": "cut o'
+    (tmp_path / "1.jsonl").write_bytes(b"\n".join(lines))
+    files = FourFiles(tmp_path, "*.jsonl", tokenizer="bytes", shard_tokens=5000)
+    with pytest.raises(UserError, match=r"line 151 of '.*1.jsonl' is not JSON"):
+        list(make_shards(files.job(tmp_path / "store", 1, processes)))
+    assert shards_in(tmp_path / "store")
+
+
+def test_the_cores_are_those_of_the_process_and_of_its_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
+    monkeypatch.setattr(pool, "CPU_MAX", tmp_path / "cpu.max")
+    for content, number in (("max 100000", 8), ("350000 100000", 4), ("50000 100000", 1), ("9900000 100000", 8)):
+        (tmp_path / "cpu.max").write_text(content)
+        assert cores() == number
+
+
+def test_the_shards_hold_max_tokens_with_the_first_ones_for_validation(files: FourFiles, tmp_path: Path) -> None:
+    assert made(files.job(tmp_path / "store")) == Progress(13_001, 13_001)
+    shards = shards_in(tmp_path / "store")
+    sizes = {f"val_{n:06d}.bin": 1500 for n in range(2)}
+    sizes |= {f"train_{n:06d}.bin": size for n, size in enumerate([1500] * 6 + [1001])}
+    assert {name: len(tokens) for name, tokens in shards.items()} == sizes
+    assert shards["val_000000.bin"] + shards["val_000001.bin"] == [256, *b"0 " * 2000][:3000]
+
+
+def test_a_finished_text_is_not_opened_again(files: FourFiles, tmp_path: Path) -> None:
+    whole = made(files.job(tmp_path / "store"))
+    for path in tmp_path.glob("*.txt"):
+        path.unlink()
+    assert list(make_shards(files.job(tmp_path / "store", 2))) == [Progress(whole.stored, 0)]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"[" * 100_000, b"[7]", lambda body: body.replace(b'"a0001/', b'"../../a0001/')]
+)
+@pytest.mark.parametrize("record", ["shards/000001.json", "parts/00.json"])
+def test_a_damaged_receipt_is_named_and_its_shards_are_made_again(
+    files: FourFiles, tmp_path: Path, record: str, damage: bytes | Callable[[bytes], bytes]
+) -> None:
+    whole = made(files.job(tmp_path / "store"))
+    (prefix,) = (path.parent.parent for path in tmp_path.glob("store/tokens/*/parts/00.json"))
+    if record.startswith("shards"):
+        (prefix / "parts/00.json").unlink()
+    good = (prefix / record).read_bytes()
+    (prefix / record).write_bytes(damage if isinstance(damage, bytes) else damage(good))
+    notes: list[str] = []
+    again = made(files.job(tmp_path / "store", 2, note=notes.append))
+    (told,) = (note for note in notes if "damaged (" in note)
+    assert told.startswith(f"  file://{prefix / record}: ") and again.stored == whole.stored
+    assert made(files.job(tmp_path / "store", 3)).new == 0  # the record is good again
+
+
+def test_a_full_disk_is_one_line_and_with_room_again_the_shards_are_those_of_a_run_without_it(
+    files: FourFiles, tmp_path: Path
+) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        small = files.job(tmp_path / "store", folder=disk)
+        (disk / "ballast").write_bytes(bytes(4096))  # one page is left: a shard takes 4,024 bytes, two are in scratch
+        with pytest.raises(UserError, match=f"^{disk}: no space left on the disk"):
+            list(make_shards(small))
+        assert [path.name for path in disk.iterdir()] == ["ballast"]
+        (disk / "ballast").unlink()
+        list(make_shards(small))
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    made(files.job(tmp_path / "undisturbed"))
+    assert shards_in(tmp_path / "store") == shards_in(tmp_path / "undisturbed")
+
+
+def test_a_fifo_in_place_of_a_receipt_is_named_and_blocks_nothing(files: FourFiles, tmp_path: Path) -> None:
+    fifo = tmp_path / "store" / receipt_key(files.plan.prefix, 0)
+    fifo.parent.mkdir(parents=True)
+    os.mkfifo(fifo)
+    with pytest.raises(UserError, match=f"{fifo}: not a file; remove it"):
+        list(make_shards(files.job(tmp_path / "store")))
+
+
+def test_a_stop_ends_the_work_between_two_batches(files: FourFiles, tmp_path: Path) -> None:
+    def check() -> None:
+        raise Interrupted("preempted")
+
+    with pytest.raises(Interrupted):
+        list(make_shards(files.job(tmp_path / "store", check=check)))
+    assert shards_in(tmp_path / "store") == {}
+
+
+# A text that changes after its planning
+
+
+def same_size(path: Path) -> None:
+    path.write_text(path.read_text().replace("3", "8"))
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def test_a_text_that_changed_after_its_planning_is_named_and_leaves_no_shard(files: FourFiles, tmp_path: Path) -> None:
+    same_size(tmp_path / "3.txt")
+    with pytest.raises(UserError, match=r"3.txt' of '.*' changed after its artifact was planned; run again"):
+        list(make_shards(files.job(tmp_path / "store")))
+    assert shards_in(tmp_path / "store") == {}
+
+
+@pytest.mark.parametrize("change", [same_size, gone])
+def test_a_text_that_changes_while_it_is_read_is_named_and_its_return_gives_the_planned_shards(
+    change: Callable[[Path], None], files: FourFiles, tmp_path: Path
+) -> None:
+    original = (tmp_path / "3.txt").read_text()
+    whole = made(files.job(tmp_path / "undisturbed"))
+    steps = make_shards(files.job(tmp_path / "store"))
+    next(steps)
+    assert next(steps).new == 1500
+    change(tmp_path / "3.txt")
+    with pytest.raises(UserError, match=r"3.txt' of '.*' changed after"):
+        list(steps)
+    stored = sum(map(len, shards_in(tmp_path / "store").values()))
+    assert stored < whole.stored
+    (tmp_path / "3.txt").write_text(original)
+    assert made(files.job(tmp_path / "store", 2)) == Progress(whole.stored, whole.stored - stored)
+    assert shards_in(tmp_path / "store") == shards_in(tmp_path / "undisturbed")
+
+
+def test_a_batch_knows_the_document_of_each_token() -> None:
+
+    batch = TokenBatch(np.zeros(6, np.uint16), np.array([0, 1, 4]), 0)
+    assert [batch.place(at) for at in range(7)] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0)]
+
+
+@pytest.mark.slow
+def test_a_document_of_200_mb_gives_all_its_tokens_in_less_than_2_gib(shared_data: Path, tmp_path: Path) -> None:
+    import sys
+
+    from pipelines.text.tokenizer import token_bytes
+    from trainer.shards import read_shard
+
+    corpus = pq.read_table(shared_data / "corpus" / "000_00000.parquet")["text"].to_pylist()
+    long = "".join(itertools.islice(itertools.cycle(corpus), 20 * len(corpus)))[:200_000_000]
+    pq.write_table(pa.table({"text": ["before", long, "behind"]}), tmp_path / "a.parquet")
+    code = (
+        "import re, sys; from pathlib import Path; from texts import FourFiles\n"
+        "from pipelines.text.shard_writer import make_shards\n"
+        "files = FourFiles(Path(sys.argv[1]), '*.parquet', tokenizer='gpt2', shard_tokens=20_000_000)\n"
+        "list(make_shards(files.job(Path(sys.argv[1]) / 'store')))\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"  # ru_maxrss has the parent's
+    )
+    here = Path(__file__).parents[2]
+    paths = {"PYTHONPATH": f"{here}:{here / 'tests' / 'support'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=os.environ | paths, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 2 << 20  # KiB
+    sizes = np.array(token_bytes(tokenizer("gpt2")))
+    shards = [read_shard(path) for path in tmp_path.glob("store/tokens/*/a*/*.bin")]
+    assert sum(int(sizes[shard].sum()) for shard in shards) == len("before" + "behind") + len(long.encode())
