@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer_runs import committed_steps
 
 import trainer.checkpoint
-from trainer.checkpoint import Checkpointer, receipt_seconds
+from trainer.checkpoint import Checkpointer
 from trainer.commits import Commit, TrainState
 from trainer.errors import StoreUnavailable, UserError
 from trainer.events import EventLog
@@ -201,19 +201,6 @@ def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, mo
     assert committed_steps(first.store) == [] and len(log.uncommitted) == 1
 
 
-def test_after_a_failed_training_rank_0_waits_for_no_receipt_of_a_dead_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer.checkpoint, "FAILED_RECEIPT_SECONDS", 0.3)
-    (first, _) = some_ranks([LocalStore(tmp_path)] * 2)  # the other was killed
-    with pytest.raises(RuntimeError, match="closed by peer"), first:
-        first.save(TrainState(step=1), pieces(1), log := quiet_log(1))
-        raise RuntimeError("Connection closed by peer")
-    with pytest.raises(TimeoutError, match=r"rank 1 sent no receipt within 0 s"):
-        first.finish(log)
-    assert committed_steps(first.store) == []
-
-
 def test_after_a_failed_training_the_part_of_a_living_rank_is_still_committed(tmp_path: Path) -> None:
     ranks = some_ranks([LocalStore(tmp_path), Interfering(tmp_path, write=lambda key: time.sleep(0.5))])
 
@@ -244,15 +231,6 @@ def test_no_commit_names_a_file_that_the_store_lost_and_the_commit_before_stays(
         one.finish(log)
     assert committed_steps(LocalStore(tmp_path)) == [1]
     assert loaded(checkpointer(LocalStore(tmp_path), attempt=3))[0] == 1
-
-
-def test_a_slow_rank_has_longer_to_upload_a_larger_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert receipt_seconds(0) == 300 and receipt_seconds(9_000_000_000) == 1200
-    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 0.0)
-    monkeypatch.setattr(trainer.checkpoint, "SLOWEST_UPLOAD", 10.0)  # its file of some 300 bytes takes up to 30 s
-    ranks = some_ranks([LocalStore(tmp_path), Interfering(tmp_path, write=lambda key: time.sleep(1.0))])
-    assert [type(log) for log in each(ranks, save(1, 1.0))] == [EventLog, EventLog]
-    assert committed_steps(ranks[0].store) == [1]
 
 
 # --- pieces
@@ -337,18 +315,6 @@ def test_a_rank_fetches_only_the_chunks_that_it_needs(
         assert share / 2 < fetched <= share + headers + cut_chunks
 
 
-def test_the_ranks_of_a_node_fetch_what_all_of_them_need_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.commits.CHUNK_BYTES", 1000)
-    store = LocalStore(tmp_path)
-    saved = {name: Piece.whole(whole) for name, whole in LONG.items()}
-    one = checkpointer(store)
-    one.save(TrainState(step=1), saved, log := quiet_log(1))
-    one.finish(log)
-    fetched = load_on_nodes(tmp_path, [0, 1, 2, 0], saved)
-    assert sum(fetched[:3]) <= 64_000 + 3000 and max(fetched[:3]) < 25_000
-    assert fetched[3] >= 64_000  # another node
-
-
 def test_a_damaged_chunk_is_named_and_no_piece_keeps_what_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,16 +350,6 @@ def test_a_checkpoint_without_hashes_of_chunks_loads_as_before(tmp_path: Path, m
     assert loaded(checkpointer(store, attempt=2)) == (-1, -1)
 
 
-def test_moments_in_another_type_arrive_as_this_engine_holds_them(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    one = checkpointer(store)
-    one.save(TrainState(step=1), {"model.a": Piece.whole(torch.arange(9.0).bfloat16())}, log := quiet_log(1))
-    one.finish(log)
-    found = {"model.a": Piece.whole(torch.zeros(9))}
-    assert checkpointer(store).load_latest(found, quiet_log())
-    assert torch.equal(found["model.a"].live, torch.arange(9.0))
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_own_reader_loads_the_checkpoint_of_two_ranks(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp  # a second for every worker of pytest
@@ -424,15 +380,6 @@ def test_a_checkpoint_of_another_model_is_not_loaded(
 
 
 # --- concurrent attempts
-
-
-def test_an_attempt_that_does_not_know_its_successor_deletes_nothing_of_it(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    committed(store, 1)
-    for step in (2, 4):
-        committed(store, step, attempt=2, keep_last=9)
-    committed(store, 9, attempt=1, keep_last=1)  # it believes that it is the newest
-    assert folders(store) == ["step-00000002-a0002", "step-00000004-a0002", "step-00000009-a0001"]
 
 
 def test_a_checkpoint_deleted_while_it_is_read_gives_way_to_the_one_that_replaced_it(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_an_unknown_field_names_the_nearest_known_one(section: str, field: str, 
     assert message.startswith(line) and "\n" not in message
 
 
-@pytest.mark.parametrize("value", [True, 12.0, "12", None, [12]])
+@pytest.mark.parametrize("value", [True, 12.0, "12"])
 @pytest.mark.parametrize(("section", "field"), [("model", "n_layer"), ("train", "max_steps"), ("runtime", "keep_last")])
 def test_only_a_whole_number_is_a_whole_number(section: str, field: str, value: object) -> None:
     assert complaint(section, **{field: value}) == (
@@ -92,25 +92,11 @@ def test_a_rate_without_a_dot_is_a_number_although_yaml_reads_a_string(written: 
     assert configured("runtime", checkpoint_minutes=written).runtime.checkpoint_minutes == meant  # float | "auto"
 
 
-@pytest.mark.parametrize("value", ["fast", True, None, "1e", [1.0]])
-def test_a_value_that_is_no_number_is_no_rate(value: object) -> None:
-    assert complaint("train", learning_rate=value) == (
-        f"my.yaml: train.learning_rate: input should be a valid number (got {value!r})"
-    )
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", math.nan, math.inf, "-inf"])
+@pytest.mark.parametrize("value", ["nan", math.inf])
 @pytest.mark.parametrize(
     ("section", "field"),
     [
         ("train", "learning_rate"),
-        ("train", "weight_decay"),
-        ("train", "grad_clip"),
-        ("train", "epsilon"),
-        ("train", "min_lr_fraction"),
-        ("train", "wsd_decay_fraction"),
-        ("train", "beta1"),
-        ("train", "beta2"),
         ("runtime", "checkpoint_minutes"),
         ("runtime", "data_cache_gb"),
     ],
@@ -124,41 +110,18 @@ def test_infinite_and_nan_numbers_are_refused(section: str, field: str, value: o
     ("section", "field", "value", "right"),
     [
         ("model", "n_layer", 0, "greater than or equal to 1"),
-        ("model", "block_size", -1, "greater than or equal to 1"),
-        ("model", "vocab_size", 2**31, "less than 2147483648"),
-        ("model", "vocab_size", 1, "greater than or equal to 2"),
-        ("train", "max_steps", 0, "greater than or equal to 1"),
-        ("train", "batch_tokens", 0, "greater than or equal to 1"),
         ("train", "learning_rate", 0, "greater than 0"),
-        ("train", "learning_rate", -1e-3, "greater than 0"),
         ("train", "optimizer", "sgd", "'adamw' or 'muon'"),
-        ("train", "muon_momentum", 1.0, "less than 1"),
-        ("train", "warmup_steps", -1, "greater than or equal to 0"),
-        ("train", "weight_decay", -0.1, "greater than or equal to 0"),
-        ("train", "grad_clip", 0, "greater than 0"),
         ("train", "beta2", 1.0, "less than 1"),
-        ("train", "epsilon", 0.0, "greater than 0"),
-        ("train", "min_lr_fraction", 1.1, "less than or equal to 1"),
-        ("train", "wsd_decay_fraction", 0, "greater than 0"),
-        ("train", "seed", -1, "greater than or equal to 0"),
         ("train", "seed", 2**63, "less than 9223372036854775808"),
-        ("train", "val_every", 0, "greater than or equal to 1"),
         ("train", "val_tokens", 0, "0 tokens are no validation; use 1 or more, or 'auto'"),
         ("train", "schedule", "cosin", "'cosine', 'wsd', 'linear' or 'constant'"),
         ("train", "precision", "int4", "'auto', 'fp32', 'bf16', 'fp16', 'fp8' or 'fp8_head'"),
-        ("runtime", "micro_batch_size", 0, "use 1 or more, or 'auto'"),
-        ("runtime", "keep_last", 0, "greater than or equal to 1"),
         ("runtime", "device", "gpu", "'auto', 'cpu', 'cuda' or 'mps'"),
         ("runtime", "recompute", "yes", "valid boolean"),
-        ("runtime", "recompute", 1, "valid boolean"),
         ("runtime", "processes", 0, "use 1 or more, or 'auto'"),
-        ("runtime", "processes", "all", "'auto'"),
-        ("runtime", "processes", True, "'auto'"),
-        ("runtime", "checkpoint_minutes", 0, "use a positive number, or 'auto'"),
         ("runtime", "checkpoint_minutes", "often", "'auto'"),
-        ("runtime", "checkpoint_minutes", True, "'auto'"),
         ("runtime", "data_cache_gb", -1, "use a number from 0 on, or 'auto'"),
-        ("runtime", "data_cache_gb", "all", "'auto'"),
     ],
 )
 def test_a_value_out_of_bounds_names_the_field_and_the_bounds(
@@ -176,16 +139,6 @@ def test_a_missing_field_or_section_is_named() -> None:
         "my.yaml: model: missing; a value is required here",
         "my.yaml: train.max_steps: missing; a value is required here",
     ]
-
-
-def test_off_is_none() -> None:
-    config = configured("train", grad_clip=None, val_every=None)
-    assert config.train.grad_clip is None and config.train.val_every is None
-
-
-def test_a_configuration_cannot_be_changed() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        configured("train").train.max_steps = 11
 
 
 # --- combinations

@@ -1,7 +1,5 @@
 """Shards are llm.c's, byte for byte; the order reads every window once, for any number of ranks."""
 
-import itertools
-import os
 import struct
 import threading
 from fractions import Fraction
@@ -74,13 +72,6 @@ def test_shards_of_both_widths_are_read_together(tmp_path: Path) -> None:
     write_shard(tmp_path / "train_000001.bin", np.full(5, 100_000, np.uint32))
     data = TokenData(local_shards(tmp_path, "train"), tmp_path.joinpath, 4, 0)
     assert data.windows([(0, 0), (1, 0)]).tolist() == [[40_000] * 5, [100_000] * 5]
-
-
-def test_an_empty_shard_is_a_shard(tmp_path: Path) -> None:
-    path = tmp_path / "train_000000.bin"
-    write_shard(path, np.zeros(0, dtype=np.uint16))
-    assert path.stat().st_size == 1024
-    assert len(read_shard(path)) == 0
 
 
 GOOD = struct.pack("<256i", 20240520, 1, 3, *[0] * 253) + struct.pack("<3H", 1, 2, 3)
@@ -195,22 +186,6 @@ def test_the_order_is_stateless(sizes: list[int], seed: int, sequences: list[int
     assert [used[g] for g in sequences] == [Order(shards, 3, seed)[g] for g in sequences]
 
 
-def test_each_epoch_and_each_seed_has_another_order() -> None:
-    shards = shards_of([400, 700, 300, 500])
-
-    def epoch(seed: int, number: int) -> list[tuple[int, int]]:
-        order = Order(shards, 4, seed)
-        n = order.sequences_per_epoch
-        return [order[g] for g in range(number * n, (number + 1) * n)]
-
-    # The last two seeds share their lower 32 bits with the first: all 63 must count.
-    orders = [epoch(7, 0), epoch(7, 1), epoch(7, 2), epoch(8, 0), epoch(7 + 2**32, 0), epoch(7 + 2**62, 0)]
-    assert all(sorted(o) == sorted(orders[0]) for o in orders)
-    assert len({tuple(o) for o in orders}) == len(orders)
-    assert len({tuple(dict.fromkeys(s for s, _ in epoch(7, e))) for e in range(20)}) > 5  # shards move too
-    assert orders[0] != sorted(orders[0])
-
-
 def test_the_order_of_a_seed_never_changes() -> None:
     # Runs that began with an older version resume with this one: these numbers never change.
     order = Order(shards_of([20, 0, 33, 9]), 4, 1337)
@@ -243,15 +218,6 @@ def test_a_window_is_inputs_and_targets_of_one_sequence(tmp_path: Path) -> None:
     assert read == [1000 * s + 5 * w for s, w in (data.order[g] for g in range(5))]
 
 
-def test_micro_batch_size_changes_nothing_that_is_read(tmp_path: Path) -> None:
-    data = numbered_data(tmp_path, [100, 80, 90], block_size=4)
-
-    def rows(size: int) -> list[list[int]]:
-        return [row for tokens, _ in data.micro_batches(range(3, 27), size, CPU) for row in tokens.tolist()]
-
-    assert rows(1) == rows(4) == rows(24)
-
-
 def test_micro_batches_are_made_before_they_are_asked_for_and_in_order() -> None:
     begun: list[range] = []
     made: dict[range, threading.Event] = {}
@@ -279,18 +245,6 @@ def test_micro_batches_are_made_before_they_are_asked_for_and_in_order() -> None
     assert list(prefetcher.results(parts(40, 2), [])) == [[40, 41], [42, 43]]
     assert list(prefetcher.results(parts(16, 2), [])) == [[16, 17], [18, 19]]
     assert sorted(r.start for r in begun) == sorted([*range(0, 20, 2), 16, 18, 40, 42])
-
-
-def test_a_micro_batch_that_could_not_be_made_is_reported_where_it_is_needed() -> None:
-    def make(part: range) -> int:
-        if part.start == 2:
-            raise ConnectionError("the store is away")
-        return part.start
-
-    step = Prefetcher(make).results([range(0, 1), range(1, 2), range(2, 3)], [])
-    assert [next(step), next(step)] == [0, 1]
-    with pytest.raises(ConnectionError, match="the store is away"):
-        next(step)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -340,55 +294,6 @@ def test_training_starts_when_only_the_first_shard_is_local(tmp_path: Path) -> N
     assert fetched.count(f"train_{second:06d}.bin") == 1
 
 
-@settings(max_examples=80, deadline=None)
-@given(sizes, seeds, st.integers(0, 300), st.integers(0, 200))
-def test_the_shards_of_sequences_are_those_of_their_windows(
-    sizes: list[int], seed: int, first: int, count: int
-) -> None:
-    order, sequences = Order(shards_of([*sizes, 30]), 3, seed), range(first, first + count)
-    assert [shard for shard, _ in itertools.groupby(order[s][0] for s in sequences)] == [
-        shard for shard, _ in itertools.groupby(order.shards_of(sequences))
-    ]
-
-
-@settings(max_examples=80, deadline=None)
-@given(sizes, seeds, st.integers(0, 300))
-def test_the_shard_to_prefetch_is_the_one_that_is_read_next(sizes: list[int], seed: int, sequence: int) -> None:
-    order = Order(shards_of([*sizes, 30]), 3, seed)
-    here = order[sequence][0]
-    next_epoch = (sequence // order.sequences_per_epoch + 1) * order.sequences_per_epoch
-    later = (order[g][0] for g in range(sequence + 1, next_epoch))
-    # After the epoch's last shard comes the next epoch's first, which may be the same one.
-    assert order.next_shards(sequence) == [next((s for s in later if s != here), order[next_epoch][0])]
-
-
-def test_a_failed_prefetch_is_silent_and_the_read_reports_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = [41, 41]
-    numbered_data(tmp_path, sizes, block_size=4)
-    broken = threading.Event()
-
-    def fetch(name: str) -> Path:
-        if name == lost:
-            broken.set()
-            raise ConnectionError("the store is away")
-        return tmp_path / name
-
-    data = TokenData(shards_of(sizes), fetch, 4, seed=0)
-    lost = data.shards[data.order[10][0]].name
-    list(data.micro_batches(range(0, 1), 1, CPU))
-    assert broken.wait(20)
-    with pytest.raises(ConnectionError, match="the store is away"):
-        list(data.micro_batches(range(10, 11), 1, CPU))
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def test_a_shard_with_another_number_of_tokens_than_announced_is_refused(tmp_path: Path) -> None:
-    numbered_data(tmp_path, [41], block_size=4)
-    data = TokenData([Shard("train_000000.bin", 40)], tmp_path.joinpath, 4, seed=0)
-    with pytest.raises(UserError, match="41 tokens where 40 are expected"):
-        data.windows([(0, 0)])
-
-
 def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
     numbered_data(tmp_path, [41, 41], block_size=4)  # ids up to 40, and from 1000 to 1040
     shards = local_shards(tmp_path, "train")
@@ -404,24 +309,6 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) 
         TokenData(known, tmp_path.joinpath, 4, 0, vocab_size=1023)  # nothing is fetched for that
     everything = TokenData(shards, tmp_path.joinpath, 4, 0, vocab_size=1041)
     assert len(list(everything.micro_batches(range(20), 20, CPU))) == 1
-
-
-@pytest.mark.parametrize("kind", ["a folder", "a fifo", "a dangling link"])
-def test_what_only_has_the_name_of_a_shard_is_refused_and_blocks_nothing(tmp_path: Path, kind: str) -> None:
-    numbered_data(tmp_path, [41], block_size=4)
-    path = tmp_path / "train_000009.bin"
-    {"a folder": path.mkdir, "a fifo": lambda: os.mkfifo(path), "a dangling link": lambda: path.symlink_to("no")}[
-        kind
-    ]()
-    with pytest.raises(UserError, match=f"{path}: not a file; remove it"):
-        local_shards(tmp_path, "train")
-
-
-def test_a_shard_that_is_removed_from_the_users_folder_is_named(tmp_path: Path) -> None:
-    data = numbered_data(tmp_path, [41, 41], block_size=4)
-    (tmp_path / "train_000001.bin").unlink()
-    with pytest.raises(UserError, match=f"{tmp_path}/train_000001.bin: removed while a run reads it; put it back"):
-        data.windows([(0, 0), (1, 0)])
 
 
 def test_a_digest_distinguishes_other_data_from_the_same(tmp_path: Path) -> None:

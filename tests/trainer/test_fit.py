@@ -1,7 +1,7 @@
 """The automatic micro-batch is the largest that fits, and no larger one is ever tried."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import make_engine
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
-from trainer.fit import choose_micro_batch, fit_micro_batch, largest_that_fits, memory_settings, peak_bytes
+from trainer.fit import choose_micro_batch, largest_that_fits, memory_settings
 from trainer.parallel import World
 
 CPU = torch.device("cpu")
@@ -57,51 +57,9 @@ def test_the_fewest_micro_batches_that_fit_are_found_without_running_out_of_memo
     assert all(law(n) <= room for n in tried if n != 2) and len(tried) < 12
 
 
-def test_an_estimate_that_was_too_large_is_corrected() -> None:
-    tried: list[int] = []
-
-    def law(size: int) -> float:  # convex: what no engine should be
-        return 100 + size + size**2 / 10
-
-    size, used = largest_that_fits(recorded(law, tried), 64, 64, 300)
-    assert (size, used) == (32, 235) and 64 in tried
-
-
 def test_a_model_without_room_for_one_sequence_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"one sequence takes 3\.0 GiB of GPU memory, and 2\.0 GiB are available"):
         largest_that_fits(lambda size: 3 * 2**30, 64, 64, 2 * 2**30)
-
-
-@pytest.mark.parametrize(("step", "validation"), [(70, 30), (30, 70)])
-def test_a_size_has_to_fit_in_a_step_and_in_a_validation(
-    step: int, validation: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reserved: list[int] = []
-    for name in ("empty_cache", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: reserved.clear())
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: max(reserved))
-
-    def accumulate(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], count: int, mean_share: float) -> torch.Tensor:
-        reserved.extend(step * len(tokens) for tokens, _ in batches)
-        return torch.zeros(2)
-
-    def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        reserved.append(validation * len(tokens))
-        return torch.zeros(())
-
-    assert peak_bytes(accumulate, loss, MODEL, 3, torch.device("cpu")) == 210
-
-
-def test_on_a_cpu_nothing_is_measured() -> None:
-    def never(*_: object) -> torch.Tensor:
-        raise AssertionError
-
-    world = World(0, 0, 1, torch.device("cpu"))
-    assert [fit_micro_batch(never, never, MODEL, share, world).micro_batch_size for share in (16, 12, 7, 11, 3)] == [
-        8, 6, 7, 6, 3,
-    ]  # fmt: skip
-    assert "micro-batches of 8" in fit_micro_batch(never, never, MODEL, 16, world).why
 
 
 def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None:

@@ -3,7 +3,6 @@
 import functools
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import trainer_runs
 import yaml
@@ -67,25 +65,6 @@ def test_a_run_killed_at_any_time_ends_with_the_same_losses(
     assert command.model_sha256() == undisturbed(ranks).model_sha256()
 
 
-@pytest.mark.slow
-def test_an_eager_run_imports_no_compiler(data: Path, tmp_path: Path) -> None:
-    """torch._dynamo takes seconds to import, and torch.optim's classes do so."""
-    output = Command(data, tmp_path / "out", configured(), ("-X", "importtime", "-m", "trainer")).finish()
-    assert re.search(r"\| +trainer\.optim$", output, re.M) and "torch._dynamo" not in output
-
-
-@pytest.mark.slow
-def test_ranks_whose_torchrun_was_killed_commit_and_exit(data: Path, tmp_path: Path) -> None:
-    command = Command(data, tmp_path / "out", configured(**LONG | {"max_steps": 100_000}))
-    with command.started(2) as torchrun:
-        command.wait_for_rows(5, torchrun)
-        ranks = psutil.Process(torchrun.pid).children(recursive=True)
-        torchrun.kill()
-        _, alive = psutil.wait_procs(ranks, timeout=60)
-        assert len(ranks) >= 2 and not alive
-    assert command.commits()
-
-
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_in_a_validation_is_heard_before_its_end(data: Path, tmp_path: Path, ranks: int) -> None:
     folder = tmp_path / "data"
@@ -98,17 +77,6 @@ def test_a_signal_in_a_validation_is_heard_before_its_end(data: Path, tmp_path: 
         output, _ = process.communicate(timeout=120)
     assert process.returncode == (75 if ranks == 1 else 1), output  # torchrun has no code for it
     assert not command.events_of(Row)
-
-
-@pytest.mark.slow
-def test_any_number_of_ranks_reads_the_same_and_learns_the_same(undisturbed: Callable[[int], Command]) -> None:
-    one, *others = (undisturbed(ranks).rows() for ranks in (1, 2, 3, 5))  # 8 sequences a step
-    assert [row["step"] for row in one] == list(range(STEPS + 1))
-    for rows in others:
-        assert [row.get("data/digest") for row in rows] == [row.get("data/digest") for row in one]
-        for a, b in zip(one, rows, strict=True):
-            assert b == pytest.approx(a, rel=2e-3)
-        assert rows[1] == pytest.approx(one[1], rel=1e-5)  # before rounding has had time to add up
 
 
 @pytest.mark.slow
@@ -154,19 +122,6 @@ def test_sigterm_commits_the_step_it_came_in(
     assert command.model_sha256() == undisturbed(ranks).model_sha256()
 
 
-@pytest.mark.slow
-def test_a_superseded_attempt_stops(data: Path, tmp_path: Path) -> None:
-    command = Command(data, tmp_path / "out", configured(**LONG))
-    with command.started() as process:
-        command.wait_for_rows(9, process)
-        assert LocalStore(command.out).create("run/attempts/0002.json", b"{}")
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert "superseded: attempt 1 of run was superseded" in output and "Traceback" not in output
-    command.finish()
-    assert [e.step > 0 for e in command.events_of(Started)] == [False, True]
-
-
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -204,13 +159,6 @@ def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, body: str, lin
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     assert result.stderr.startswith("error: ") and line in result.stderr and result.stderr.count("\n") == 1
-
-
-def test_torchrun_turns_every_other_exit_code_into_1_and_reports_that_of_the_rank(tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
-    result = python(*torchrun, str(tmp_path / "nosuch.yaml"), "--data", str(tmp_path), "--out", str(tmp_path / "out"))
-    assert result.returncode == 1
-    assert "nosuch.yaml: No such file or directory" in result.stderr and re.search(r"exitcode +: 2 ", result.stderr)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:

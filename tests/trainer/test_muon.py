@@ -3,25 +3,20 @@
 import math
 from collections.abc import Callable
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trainer_runs
 from safetensors import safe_open
-from torch import Tensor
 from trainer_runs import EVERY_STEP, Runner, weights
 
 from trainer import muon
-from trainer.__main__ import claim
 from trainer.amounts import state_bytes
 from trainer.config import TrainConfig
-from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
 from trainer.families.gpt2_module import GPT
-from trainer.optim import Muon, Rates, group_of, optimizer_for, rates_at
-from trainer.store import LocalStore
+from trainer.optim import Rates, group_of, optimizer_for, rates_at
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 MODEL = Gpt2Config(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=50)
@@ -57,42 +52,6 @@ def test_the_singular_values_of_a_direction_are_near_1_at_any_scale(shape: tuple
     nearest = u @ v
     alike = torch.nn.functional.cosine_similarity(muon.orthogonal(matrices).float().flatten(1), nearest.flatten(1))
     assert float(alike.min()) > 0.99
-
-
-def test_a_matrix_of_zeros_has_no_direction() -> None:
-    assert not muon.orthogonal(torch.zeros(1, 8, 4)).any()
-
-
-def test_queries_keys_and_values_get_directions_of_their_own() -> None:
-    generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(16, 16, generator=generator) * scale for scale in (1.0, 100.0, 0.01))
-    packed = {"h.0.attn.c_attn.weight": torch.cat((q, k, v)).bfloat16()}
-    muon.to_directions_(packed)
-    for direction, part in zip(packed["h.0.attn.c_attn.weight"].split(16), (q, k, v), strict=True):
-        assert torch.equal(direction, muon.orthogonal(part.bfloat16()[None])[0])
-    assert muon.parts_of("h.3.attn.c_attn.weight", 32, 16) == [16, 8, 8]  # grouped queries
-    assert muon.parts_of("h.3.mlp.c_fc.weight", 64, 16) == [64]
-
-
-def test_equal_shapes_are_made_orthogonal_together_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def directions() -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(3)
-        found = {f"h.{i}.mlp.c_fc.weight": torch.randn(32, 8, generator=generator).bfloat16() for i in range(5)}
-        muon.to_directions_(found)
-        return found
-
-    sizes: list[int] = []
-    whole, orthogonal = directions(), muon.orthogonal
-    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 600)
-
-    def recording(matrices: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        sizes.append(len(matrices))
-        return orthogonal(matrices, *arguments, **options)
-
-    monkeypatch.setattr(muon, "orthogonal", recording)
-    for name, direction in directions().items():
-        torch.testing.assert_close(direction, whole[name], atol=0.02, rtol=0)
-    assert sizes == [2, 2, 1]
 
 
 # --- updates
@@ -228,31 +187,3 @@ def test_a_muon_run_stopped_and_resumed_ends_bit_for_bit_and_stores_no_second_mo
     padded = c.model.model_copy(update={"vocab_size": c.model.padded_vocab_size})  # what `plan` counts has no padding
     rows = sum(p.size(0) for p in matrices.values()) if beta2 else 0
     assert 4 * (sum(sizes.values()) - rows) == state_bytes(padded, c.train)
-
-
-def test_muon_trains_a_small_model_to_a_lower_loss_than_it_began_with(runner: Callable[..., Runner]) -> None:
-    run = runner(optimizer="muon", max_steps=30, muon_momentum_warmup_steps=10)
-    run.attempt()
-    losses = [row["train/loss"] for row in run.rows() if "train/loss" in row]
-    assert losses[-1] < losses[0] - 1
-
-
-def test_a_folder_of_an_adamw_run_is_refused_to_a_muon_run(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    claim(store, tmp_path, trainer_runs.configured(), {})
-    with pytest.raises(UserError, match="holds a run with another .*train.optimizer; use another --out") as mistake:
-        claim(store, tmp_path, trainer_runs.configured(optimizer="muon"), {})
-    assert "\n" not in str(mistake.value)
-
-
-def test_fp16_on_a_gpu_without_bf16_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    import trainer.engine
-
-    config = trainer_runs.configured(optimizer="muon")
-    monkeypatch.setattr(trainer.engine, "precision_on", lambda device, train: "fp16")
-    with pytest.raises(UserError, match="train.optimizer: muon computes in bf16, which cpu does not have"):
-        trainer.engine.make_engine(config.model, config.train, config.runtime, trainer_runs.ALONE)
-
-
-def test_the_optimizer_for_muon_is_muon() -> None:
-    assert type(optimizer_for(small_model(), TrainConfig(**TRAIN))) is Muon

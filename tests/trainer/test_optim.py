@@ -1,6 +1,5 @@
 """The learning rate against llm.c's log and torch's schedules; AdamW and clipping against torch's own."""
 
-import math
 import re
 from pathlib import Path
 
@@ -81,21 +80,6 @@ def test_wsd_stays_at_the_peak_and_falls_in_a_line_at_the_end() -> None:
     assert series[75:] == pytest.approx([0.5 - k * 0.4 / 25 for k in range(25)])
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_a_schedule_never_rises_after_warmup_and_never_leaves_its_bounds(schedule: str) -> None:
-    config = with_(schedule=schedule, min_lr_fraction=0.1)
-    series = [learning_rate_at(step, config) for step in range(10, 100)]
-    assert all(a >= b for a, b in zip(series, series[1:], strict=False))
-    assert all(0.05 - 1e-12 <= lr <= 0.5 for lr in series)
-    assert series[-1] < 0.08  # it does end near its floor
-
-
-def test_a_run_that_is_all_warmup_ends_at_the_peak() -> None:
-    config = with_(warmup_steps=100)
-    assert learning_rate_at(99, config) == 0.5
-    assert all(math.isfinite(learning_rate_at(step, config)) for step in range(100))
-
-
 # --- AdamW
 
 
@@ -160,29 +144,6 @@ def test_clipping_equals_torchs(max_norm: float) -> None:
     assert float(norm) == pytest.approx(float(torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)), rel=1e-6)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-7, rtol=1e-5)
-
-
-def test_no_clipping_still_measures() -> None:
-    model = small_model()
-    gradients = FlatGradients.of(model)
-    gradients.flat.fill_(2.0)
-    norm = gradients.norm()
-    gradients.clip_(norm, None)
-    assert float(norm) == pytest.approx(2 * math.sqrt(gradients.flat.numel()))
-    assert (gradients.flat == 2.0).all()
-
-
-def test_the_flat_buffer_has_the_gradients_that_backward_adds_up() -> None:
-    flat, plain = small_model(), small_model()
-    gradients = FlatGradients.of(flat)
-    tokens = torch.arange(24).view(3, 8)
-    for model in (flat, plain):
-        for _ in range(2):
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
-    expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
-    assert torch.equal(gradients.flat, expected)
-    gradients.zero_()
-    assert all(p.grad is not None and not p.grad.any() for p in flat.parameters())
 
 
 def test_updates_are_those_of_torchs_class_bit_for_bit() -> None:

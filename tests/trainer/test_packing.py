@@ -15,7 +15,7 @@ from trainer.config import TrainConfig
 from trainer.data import TokenData
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
-from trainer.packing import BUFFERED, packed
+from trainer.packing import packed
 from trainer.shards import PERIOD, Mixture, Order, Shard, order_of, sequences_of, shares_of, write_shard
 
 EOT, CPU = 9, torch.device("cpu")
@@ -58,11 +58,6 @@ def test_the_largest_document_that_fits_comes_next_and_the_shortest_is_cropped()
     ]
 
 
-def test_whole_documents_that_fill_rows_are_not_cropped() -> None:
-    tokens = text_of([4, 4, 2, 6, 8, 7, 1] * 400)  # more than the buffer holds
-    assert len(packed(tokens, EOT, 8)) == len(tokens) // 8 and len(tokens) // 4.57 > BUFFERED
-
-
 def test_the_rows_of_a_text_never_change() -> None:
     # Runs that began with an older version resume with this one: these numbers never change.
     rows = packed(text_of([int(n) for n in np.random.RandomState(3).randint(1, 40, 3000)]), EOT, 33)
@@ -102,13 +97,6 @@ def test_training_reads_every_row_once_an_epoch_at_any_number_of_ranks(tmp_path:
         return [row for part in parts for inputs, _ in part for row in inputs.tolist()]
 
     assert step(3, 1) == step(3, 2) == step(3, 4) == step(3, 12)
-
-
-def test_a_shard_with_other_rows_than_were_counted_is_refused(tmp_path: Path) -> None:
-    write_shard(tmp_path / "train_000000.bin", tokens := text_of([5] * 20))
-    data = TokenData([Shard("train_000000.bin", len(tokens), rows=99)], tmp_path.joinpath, 8, 0, eot=EOT)
-    with pytest.raises(UserError, match="train_000000.bin: 10 rows where 99 are expected"):
-        data.windows([(0, 0)])
 
 
 # --- mixtures

@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -34,28 +33,6 @@ def test_a_signal_ends_an_import_where_it_arrives_and_no_library_swallows_it(sto
         reached.append("another region")
     signal.raise_signal(signal.SIGTERM)  # outside it only asks
     assert reached == ["the region"]
-
-
-class Deaf:
-    """Its destructor swallows what a signal raises, as Python prints and forgets every error of a destructor."""
-
-    def __del__(self) -> None:
-        with suppress(BaseException):
-            signal.raise_signal(signal.SIGTERM)
-
-
-def test_an_import_that_swallows_the_first_signal_ends_too(stop: StopSignal) -> None:
-    imported = False
-    with pytest.raises(Interrupted), stop.leaving_at_once():
-        Deaf()
-        time.sleep(60)
-        imported = True
-    assert not imported and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-
-
-def test_an_error_of_an_import_itself_is_not_hidden(stop: StopSignal) -> None:
-    with pytest.raises(ImportError), stop.leaving_at_once():
-        raise ImportError("no libcuda")
 
 
 def test_a_request_of_a_thread_during_an_import_keeps_its_own_ending(stop: StopSignal) -> None:
