@@ -1,11 +1,12 @@
 """Clock and power of a GPU under load, and its time in each kind of kernel."""
 
-import ctypes
 import math
 import re
+import shutil
 import statistics
-import threading
+import subprocess
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,56 +90,29 @@ def others(kernels: dict[str, float], most: int = 5) -> list[str]:
 
 
 class Sensors:
-    """Samples clock and power of a GPU in a thread, by NVML. No samples without NVML or on a CPU."""
+    """Samples clock and power of a GPU by nvidia-smi. No samples without it, or on a CPU."""
 
     def __init__(self, device: "torch.device") -> None:
-        self.samples: dict[str, list[float]] = {"sm_mhz": [], "watts": []}
-        self._ended = threading.Event()
-        self._read = nvml_reader(device) if device.type == "cuda" else None
-        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self.device, self.samples = device, dict[str, list[float]]()
+        self._nvidia_smi: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "Sensors":
-        if self._read:
-            self._thread.start()
+        import torch
+
+        if self.device.type == "cuda" and shutil.which("nvidia-smi"):
+            gpu = f"--id=GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+            command = ["nvidia-smi", gpu, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+            command += [f"--loop-ms={SENSOR_SECONDS * 1e3:.0f}"]
+            self._nvidia_smi = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._read:
-            self._thread.join()
+        if self._nvidia_smi:
+            self._nvidia_smi.terminate()
+            for line in self._nvidia_smi.communicate()[0].splitlines():
+                for name, value in zip(("sm_mhz", "watts"), line.split(","), strict=False):
+                    with suppress(ValueError):  # a GPU may not report its power, and the last line may be a part
+                        self.samples.setdefault(name, []).append(float(value))
 
     def spread(self, name: str) -> Spread | None:
-        return Spread.of(self.samples[name]) if self.samples[name] else None
-
-    def _sample(self) -> None:
-        assert self._read
-        while not self._ended.wait(SENSOR_SECONDS):
-            for name, value in self._read().items():
-                self.samples[name].append(value)
-
-
-def nvml_reader(device: "torch.device") -> Callable[[], dict[str, float]] | None:
-    """A function that reads SM clock and power of a GPU; None without NVML, or if NVML does not know the GPU.
-
-    Source: NVML API reference, nvmlDeviceGetClockInfo (1 = SM, MHz) and nvmlDeviceGetPowerUsage (mW).
-    """
-    import torch
-
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    handle = ctypes.c_void_p()
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
-        return None
-
-    def read() -> dict[str, float]:
-        mhz, milliwatts, values = ctypes.c_uint(), ctypes.c_uint(), dict[str, float]()
-        if not nvml.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(mhz)):
-            values["sm_mhz"] = float(mhz.value)
-        if not nvml.nvmlDeviceGetPowerUsage(handle, ctypes.byref(milliwatts)):
-            values["watts"] = milliwatts.value / 1e3
-        return values
-
-    return read
+        return Spread.of(self.samples[name]) if self.samples.get(name) else None

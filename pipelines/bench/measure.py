@@ -108,8 +108,12 @@ def bench(
 ) -> BenchResult | None:
     """Measure the engine of each recipe; None on every rank but 0.
 
-    With `peers`, an engine that cannot run here is NotMeasured; without, its UserError is raised.
+    With `peers`, an engine that cannot run here is NotMeasured, and the result has the published speeds of other
+    trainers for this size; without, its UserError is raised.
     """
+    import torch
+
+    from trainer.metrics import MFU_FORMULA
     from trainer.parallel import World
 
     world = World.start(recipes[0].runtime)
@@ -120,17 +124,37 @@ def bench(
     with training_data(recipes[0], data) as tokens:
         for i, recipe in enumerate(recipes):
             started = time.perf_counter() - (0.0 if i else process_seconds())
-            one_trace = None if i else trace
-            if not peers:
-                measured.append(measure(recipe, tokens, world, steps, one_trace, started))
-            elif isinstance(one := measure_or_not(recipe, tokens, world, steps, one_trace, started), Measurement):
-                measured.append(one)
-            else:
-                not_measured.append(one)
+            try:
+                measured.append(measure(recipe, tokens, world, steps, None if i else trace, started))
+            except (UserError, torch.cuda.OutOfMemoryError) as error:
+                if not peers:
+                    raise
+                not_measured.append(NotMeasured(recipe.runtime.engine, str(error).splitlines()[0]))
+            gc.collect()  # the memory of this engine
+            if world.device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch._dynamo.reset()
     world.close()
     if world.rank:
         return None
-    return bench_result(name, recipes[0], measured, not_measured, world, data, peers)
+    model, on_gpu, figures = recipes[0].model, world.device.type == "cuda", measurements()
+    size = figures.size_of(model.family, model.n_layer, model.n_embd) if peers else None
+    others = {trainer: speeds[size] for trainer, speeds in figures.peers().items() if size in speeds}
+    return BenchResult(
+        recipe=name,
+        device=torch.cuda.get_device_name(world.device) if on_gpu else "CPU",
+        world_size=world.world_size,
+        torch=torch.__version__,
+        text=str(data) if data else SYNTHETIC_TEXT,
+        parameters=model.parameters,
+        flops_per_token=model.flops_per_token,
+        formula=MFU_FORMULA,
+        measured=measured,
+        not_measured=not_measured,
+        peers=others,
+        peers_source=PEERS_SOURCE if others else None,
+        left_out=[] if on_gpu else ["memory, clock, power, MFU and kernels: only CUDA devices report them"],
+    )
 
 
 def bench_recipe(name: str, changes: list[str]) -> "Recipe":
@@ -172,23 +196,6 @@ def training_data(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]
         yield split_of(Path(scratch))
 
 
-def measure_or_not(
-    recipe: "Recipe", data: "TokenData", world: "World", steps: int, trace: Path | None, started: float
-) -> Measurement | NotMeasured:
-    """The measurement of an engine, or the reason why it cannot run here. Its memory is free afterwards."""
-    import torch
-
-    try:
-        return measure(recipe, data, world, steps, trace, started)
-    except (UserError, torch.cuda.OutOfMemoryError) as error:
-        return NotMeasured(recipe.runtime.engine, str(error).splitlines()[0])
-    finally:
-        gc.collect()
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch._dynamo.reset()
-
-
 def measure(
     recipe: "Recipe", data: "TokenData", world: "World", steps: int, trace: Path | None, started: float
 ) -> Measurement:
@@ -218,9 +225,6 @@ def measure(
     with Sensors(device) as sensors:
         seconds = timed(run, steps, device)
     updates = [seconds_between(*marks) for marks in run.engine.updates]
-    memory = (
-        (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)) if on_gpu else (None,) * 2
-    )
     kernels = kernel_seconds(run.several, trace if world.rank == 0 else None) if on_gpu else None
     speeds = Spread.of(train.batch_tokens / s for s in seconds)
     peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
@@ -241,8 +245,8 @@ def measure(
         last_loss=run.loss,
         remarks=engine.warnings(),
         first_step_seconds=first_step_seconds,
-        allocated_bytes=memory[0],
-        reserved_bytes=memory[1],
+        allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
         sm_mhz=sensors.spread("sm_mhz"),
         watts=sensors.spread("watts"),
         kernel_shares=shares(kernels) if kernels else None,
@@ -372,38 +376,3 @@ def process_seconds() -> float:
     except OSError:
         return 0.0
     return uptime - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def bench_result(
-    name: str,
-    recipe: "Recipe",
-    measured: list[Measurement],
-    not_measured: list[NotMeasured],
-    world: "World",
-    data: Path | None,
-    peers: bool,
-) -> BenchResult:
-    """The result of all engines. With `peers`, beside the published speeds of other trainers for this size."""
-    import torch
-
-    from trainer.metrics import MFU_FORMULA
-
-    on_gpu = world.device.type == "cuda"
-    figures = measurements()
-    size = figures.size_of(recipe.model.family, recipe.model.n_layer, recipe.model.n_embd) if peers else None
-    others = {trainer: speeds[size] for trainer, speeds in figures.peers().items() if size in speeds}
-    return BenchResult(
-        recipe=name,
-        device=torch.cuda.get_device_name(world.device) if on_gpu else "CPU",
-        world_size=world.world_size,
-        torch=torch.__version__,
-        text=str(data) if data else SYNTHETIC_TEXT,
-        parameters=recipe.model.parameters,
-        flops_per_token=recipe.model.flops_per_token,
-        formula=MFU_FORMULA,
-        measured=measured,
-        not_measured=not_measured,
-        peers=others,
-        peers_source=PEERS_SOURCE if others else None,
-        left_out=[] if on_gpu else ["memory, clock, power, MFU and kernels: only CUDA devices report them"],
-    )
