@@ -66,6 +66,11 @@ class Speed(Setup):
             return self.trainer
         return f"{self.engine}, {self.precision}" + (", recompute" if self.recompute else "")
 
+    @property
+    def step(self) -> str:
+        """Our engine, with its precision if that is fp8."""
+        return f"{self.engine}" if self.precision == "bf16" else f"{self.engine} {self.precision}"
+
 
 class Figure(Setup):
     """One measured number."""

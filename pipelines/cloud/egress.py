@@ -6,11 +6,13 @@ cheaper. A price that is not known is None, and never counts as 0.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from pipelines.artifacts.store import S3Store
 from pipelines.cloud.catalog import silent_sky
+from pipelines.tracking.records import Machine
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import Store
 
@@ -30,30 +32,16 @@ PER_1000 = {"aws": (0.005, 0.0004), "gcp": (0.005, 0.0004), "cloudflare": (0.004
 HOSTS = {"amazonaws.com": "aws", "storage.googleapis.com": "gcp", "r2.cloudflarestorage.com": "cloudflare"}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The place of a machine or a bucket. None: unknown."""
 
     cloud: str | None = None
     region: str | None = None
 
-    def __str__(self) -> str:
-        return "/".join(filter(None, (self.cloud, self.region))) or "an unknown place"
-
-
-@dataclass(frozen=True)
-class TrafficPrice:
-    """Dollars a GB between a machine and the store, and for 1,000 requests to it; None: unknown."""
-
-    sent: float | None
-    received: float | None
-    writes: float | None = None
-    reads: float | None = None
-
 
 def place_of(store: Store) -> Place | None:
-    """The place of a bucket, by its endpoint; None for a store that is none. Its region is unknown if the server does
-    not tell it."""
+    """The place of a bucket, by its endpoint; None for another store. Its region is None if the server does not tell
+    it."""
     if not isinstance(store, S3Store):
         return None
     host = urlsplit(store.endpoint).hostname or ""
@@ -65,35 +53,34 @@ def place_of(store: Store) -> Place | None:
     return Place(cloud, region)
 
 
-def traffic_price(machine: Place, store: Place | None) -> TrafficPrice:
-    """The price of bytes from a machine to the bucket at `store`, and back; unknown without a bucket."""
-    if store is None:
-        return TrafficPrice(None, None)
-    return TrafficPrice(
-        usd_per_gb(machine, store), usd_per_gb(store, machine), *PER_1000.get(store.cloud or "", (None, None))
+def with_traffic(machine: Machine, bucket: Place | None) -> Machine:
+    """The machine with the prices of bytes from it to a bucket, of bytes back, and of requests."""
+    if bucket is None:
+        return machine
+    here, (writes, reads) = Place(machine.cloud, machine.region), PER_1000.get(bucket.cloud or "", (None, None))
+    sent, received = usd_per_gb(here, bucket), usd_per_gb(bucket, here)
+    return replace(
+        machine,
+        usd_per_gb_sent=sent,
+        usd_per_gb_received=received,
+        usd_per_1000_writes=writes,
+        usd_per_1000_reads=reads,
     )
 
 
 def usd_per_gb(origin: Place, target: Place) -> float | None:
     """Dollars a GB that the cloud of `origin` charges for bytes to `target`; None: unknown."""
-    if origin.cloud is None:
-        return None
     if origin.cloud in FREE:
         return 0.0
-    if origin.cloud != target.cloud:
-        return usd_to_internet(origin.cloud)
-    if None in (origin.region, target.region):
+    if origin.cloud is None or (origin.cloud == target.cloud and None in (origin.region, target.region)):
         return None
-    return 0.0 if origin.region == target.region else BETWEEN_REGIONS.get(origin.cloud)
-
-
-def usd_to_internet(cloud: str) -> float | None:
-    """Dollars of the 101st GB of a month from `cloud` to the internet; None where SkyPilot knows no price."""
+    if origin.cloud == target.cloud:
+        return 0.0 if origin.region == target.region else BETWEEN_REGIONS.get(origin.cloud)
     try:
         from sky.utils.registry import CLOUD_REGISTRY
     except ImportError:
         return None
     with silent_sky(), suppress(ValueError):
-        known = CLOUD_REGISTRY.from_str(cloud)
-        return round(float(known.get_egress_cost(101) - known.get_egress_cost(100)), 6) or None
+        cloud = CLOUD_REGISTRY.from_str(origin.cloud)
+        return round(float(cloud.get_egress_cost(101) - cloud.get_egress_cost(100)), 6) or None
     return None

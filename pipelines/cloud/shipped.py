@@ -1,13 +1,12 @@
 """Size and training cost of the shipped recipes: `skytrain recipes`.
 
-The speeds are those of `throughput.py`: measured on one GPU, or estimated from such runs, and for eight GPUs by the
-measured loss of a doubling. `skytrain plan --cloud` adds start-ups, saves, preemptions and the other stages.
+`skytrain plan --cloud` adds start-ups, saves, preemptions and the other stages.
 """
 
 from dataclasses import dataclass
 
 from pipelines.cloud.throughput import speed_on
-from pipelines.recipe import Recipe, load_recipe, shipped
+from pipelines.recipe import load_recipe, shipped
 
 # At Lambda's on-demand price. Source: SkyPilot's catalog, read 2026-11.
 NODE, NODE_USD_PER_HOUR = "H100:8", 31.92
@@ -32,15 +31,10 @@ def shipped_recipes() -> list[ShippedRecipe]:
     found = []
     for name in shipped():
         recipe = load_recipe(name)
-        size = recipe.model.parameters, recipe.train_tokens, recipe.train_flops
-        hours, fp8_head = (hours_of(recipe, precision) for precision in (recipe.train.precision, "fp8_head"))
-        found.append(
-            ShippedRecipe(name, *size, hours, hours * NODE_USD_PER_HOUR, fp8_head, fp8_head * NODE_USD_PER_HOUR)
-        )
+        costs: list[float] = []
+        for precision in (recipe.train.precision, "fp8_head"):
+            speed = speed_on(recipe.model, recipe.runtime, NODE, precision=precision)
+            hours = recipe.train_tokens / speed.tokens_per_second / 3600
+            costs += [hours, hours * NODE_USD_PER_HOUR]
+        found.append(ShippedRecipe(name, recipe.model.parameters, recipe.train_tokens, recipe.train_flops, *costs))
     return found
-
-
-def hours_of(recipe: Recipe, precision: str) -> float:
-    """Hours of the training on a node."""
-    speed = speed_on(recipe.model, recipe.runtime, NODE, precision=precision)
-    return recipe.train_tokens / speed.tokens_per_second / 3600

@@ -32,6 +32,7 @@ class MachineRequest:
     accelerators: str | None = None  # "H100:8"
     cpus: str | None = None  # "16+"
     memory: str | None = None  # GiB, "32+"
+    instance_type: str | None = None  # None: the cloud's choice
 
     @property
     def cloud(self) -> str:
@@ -48,7 +49,7 @@ class MachineRequest:
         return self.accelerators or f"cpus:{self.cpus},memory:{self.memory}".replace("+", "")
 
     def to_yaml(self) -> dict[str, Any]:
-        names = ("infra", "accelerators", "cpus", "memory", "use_spot")
+        names = ("infra", "instance_type", "accelerators", "cpus", "memory", "use_spot")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @classmethod

@@ -51,8 +51,7 @@ def print_plan(plan: RunPlan) -> None:
 
 def here_text(here: RunHere) -> Iterator[str]:
     """The expected work of a run on this machine."""
-    counts = {stage: f" {count / 1e9:.1f}B tokens" for stage, count in here.tokens.items()}
-    stages = [f"{stage}{counts.get(stage, '')} {about(hours)}" for stage, hours in here.hours.items() if hours > 0.01]
+    stages = [f"{stage} {about(hours)}" for stage, hours in here.hours.items() if hours > 0.01]
     yield f"  expected on {here.machine}: {', '.join(stages)}; in all {about(here.all_hours)}"
     yield f"  disk: {here.disk_bytes / 1e9:,.0f} GB of {here.free_bytes / 1e9:,.0f} GB free"
     if "train" in here.hours:

@@ -14,7 +14,8 @@ from trainer.stored import Count, Number, Stored, UnixSeconds, decoded, typed
 
 @dataclass(frozen=True)
 class Machine(Stored):
-    """A machine. Unknown fields are None; an own machine has no others."""
+    """A machine and its price: one record from the catalog over a job's SKYTRAIN_PRICES to the bill. Unknown fields are
+    None; an own machine has no others."""
 
     cloud: str | None = None  # SkyPilot's name of it; None: an own machine
     region: str | None = None
@@ -28,6 +29,8 @@ class Machine(Stored):
     usd_per_gb_received: float | None = None  # dollars of traffic from the store to it
     usd_per_1000_writes: float | None = None  # dollars of requests to the store that write or list; None: unknown
     usd_per_1000_reads: float | None = None
+    usd_per_hour: float | None = None  # dollars of one node, by the catalog
+    vcpus: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return without_none(asdict(self))

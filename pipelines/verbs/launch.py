@@ -88,7 +88,7 @@ def launch(
     os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.launch import planned_launch
-    from pipelines.cloud.plan import parse_hours
+    from pipelines.cloud.planner import parse_hours
     from pipelines.cloud.request import WORK_TREE, LaunchRequest
     from pipelines.cloud.shell import secrets_from_shell, variables_from_shell
     from pipelines.project import project

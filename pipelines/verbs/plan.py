@@ -51,18 +51,19 @@ def plan(
             raise UserError("plan: --deadline, --budget, --gpus, --nodes and --infra belong to --cloud; add it")
         print(json.dumps(found.to_json())) if as_json else print_plan(found)
         return
-    from pipelines.cloud import plan as cloud_plans
+    from pipelines.cloud.catalog import CLOUDS
+    from pipelines.cloud.planner import Limits, cloud_plan, parse_hours
     from pipelines.cloud.request import WORK_TREE
     from pipelines.project import project
     from pipelines.show.cloud_plan import print_cloud_plan
 
     ours = project()
     budget, infra = ours.budget if budget is None else budget, infra or clouds_of(ours.infra)
-    limits = cloud_plans.Limits(cloud_plans.parse_hours(deadline) if deadline else None, budget)
+    limits = Limits(parse_hours(deadline) if deadline else None, budget)
     train_nodes = gpus.split(",") if gpus else None
-    clouds = infra.split(",") if infra else cloud_plans.CLOUDS
+    clouds = infra.split(",") if infra else CLOUDS
     installs = (ours.image or WORK_TREE) == WORK_TREE  # as `launch` would
-    rented = cloud_plans.cloud_plan(loaded, opened, limits, train_nodes, nodes, clouds, plans, installs)
+    rented = cloud_plan(loaded, opened, limits, train_nodes, nodes, clouds, plans, installs)
     if as_json:
         print(json.dumps(found.to_json() | {"cloud": rented.to_json()}))
     else:

@@ -13,7 +13,16 @@ from pipelines.stage import STAGES
 from pipelines.verbs.run import refuse_what_ends_late
 from trainer.errors import UserError
 
-HEAVY = ("torch", "numpy", "boto3", "mlflow", "sky", "datasets", "pipelines.cloud.plan", "pipelines.bench.measurements")
+HEAVY = (
+    "torch",
+    "numpy",
+    "boto3",
+    "mlflow",
+    "sky",
+    "datasets",
+    "pipelines.cloud.planner",
+    "pipelines.bench.measurements",
+)
 AT_THE_FIRST_HEARTBEAT = f"""
 import os, sys
 from pipelines import cli

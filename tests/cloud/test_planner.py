@@ -1,0 +1,296 @@
+"""`plan --cloud`: hours and dollars by one formula that agrees with simulation, and the choice of a machine."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sky_catalog import ROWS
+
+from pipelines.cloud import planner, pricing
+from pipelines.cloud.egress import Place
+from pipelines.cloud.planner import (
+    Candidate,
+    CloudPlan,
+    Limits,
+    StageEstimate,
+    Workload,
+    billed_per_useful_hour,
+    cloud_plan,
+    estimate_stage,
+    evaluate_hours,
+    parse_hours,
+    tokens_of,
+    training_tokens,
+)
+from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.start_up import WAIT_SECONDS
+from pipelines.cloud.tasks import managed_job
+from pipelines.cloud.throughput import speed_on
+from pipelines.recipe import CORE_TOKENS, load_recipe, shipped
+from pipelines.show.cloud_plan import print_cloud_plan
+from pipelines.stage import plans_of, run_name
+from pipelines.tracking.records import Heartbeat, Machine, Progress
+from trainer.commits import Commit, TrainState
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
+from trainer.errors import UserError
+from trainer.store import LocalStore
+
+SKY = Path(__file__).resolve().parents[2] / "sky"
+SMALL, LARGE = load_recipe("gpt2-124m"), load_recipe("gpt2-1558m")
+NODE = Machine("aws", "here", instance="p5", spot=False, accelerators="H100:8", usd_per_hour=60.0, vcpus=192)
+
+
+def test_evaluation_counts_every_benchmark_the_harness_and_each_baseline() -> None:
+    core = "evaluate.core=hf://datasets/a/core"
+    plain, scored = (evaluate_hours(load_recipe("gpt2-124m", changes), NODE) for changes in ([], [core]))
+    assert scored / plain == pytest.approx(1 + CORE_TOKENS / (10_485_760 + 4_016_800))
+    compared = load_recipe("gpt2-124m", [core, f"evaluate.baselines=[a/b@{'0' * 40}, c/d@{'1' * 40}]"])
+    assert evaluate_hours(compared, NODE) == pytest.approx(3 * scored)
+    harness = load_recipe("gpt2-124m", ["evaluate.lm_eval=[hellaswag, a_task_of_mine]"])  # on one of the 8 GPUs
+    assert evaluate_hours(harness, NODE) / plain == pytest.approx(1 + 8 * 4.3e6 / (10_485_760 + 4_016_800))
+    steps, often = SMALL.train.max_steps, load_recipe("gpt2-124m", [core, "evaluate.every=1000"])
+    more = [training_tokens(Workload(recipe, frozenset(), steps)) for recipe in (SMALL, often)]
+    assert more[1] - more[0] == pytest.approx(-(-steps // 1000) * (CORE_TOKENS + 4_016_800) / 3)
+
+
+@pytest.mark.parametrize(
+    ("work", "segment", "stall", "start", "between"),
+    [(6.0, 0.5, 0.02, 0.1, 2.0), (3.0, 0.01, 0.0001, 0.05, 0.5), (1.0, 1.0, 0.0, 0.05, 2.0)],
+)
+def test_the_expected_time_is_the_mean_of_many_simulations(
+    work: float, segment: float, stall: float, start: float, between: float
+) -> None:
+    chance, billed, times = random.Random(1), 0.0, 3000
+    for _ in range(times):
+        left, lasts, up = work, chance.expovariate(1 / between), start
+        while left > 1e-9:
+            needs = min(segment, left) + stall
+            if up + needs <= lasts:
+                up, billed, left = up + needs, billed + needs, left - segment
+                continue
+            billed += lasts - up  # lost: nodes start until one lives long enough to work
+            while (lasts := chance.expovariate(1 / between)) <= start:
+                billed += lasts
+            up, billed = start, billed + start
+    assert work * billed_per_useful_hour(between, segment, start, stall) == pytest.approx(billed / times, rel=0.03)
+    assert billed_per_useful_hour(1e7, segment, start, stall) == pytest.approx(1 + stall / segment)
+
+
+def test_a_node_of_the_stated_lifetime_lasts_as_long_as_in_the_traces(shared_data: Path) -> None:
+    up = ends = 0.0
+    for path in (shared_data / "spot-traces").glob("*.json"):
+        trace = json.loads(path.read_text())
+        ticks = trace["data"]
+        up += sum(ticks) * trace["metadata"]["gap_seconds"] / 3600
+        ends += sum(a == 1 and b == 0 for a, b in zip(ticks, ticks[1:], strict=False))
+    assert up / ends == pytest.approx(PRIOR_SECONDS_BETWEEN_FAILURES / 3600, rel=0.1)
+
+
+def test_the_number_of_tokens_to_make_comes_from_the_recipe() -> None:
+    assert (tokens_of(SMALL), tokens_of(LARGE)) == (10_000_000_000, 100_000_000_000)
+    own = load_recipe("gpt2-124m", ["tokens.subset=default"])
+    assert tokens_of(own) == own.train_tokens + 100_000_000
+
+
+@pytest.mark.parametrize(("text", "hours"), [("36h", 36), ("2d", 48), ("90m", 1.5), ("1d12h", 36), ("0.5h", 0.5)])
+def test_a_deadline_is_a_duration(text: str, hours: float) -> None:
+    assert parse_hours(text) == hours
+
+
+@pytest.mark.parametrize("text", ["", "36", "h", "-2h", "0h", "2w", "12h1d", "1.2.3h"])
+def test_an_invalid_deadline_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(UserError, match="write 36h, 2d, 90m or 1d12h"):
+        parse_hours(text)
+
+
+# All of it, with stand-ins for the catalog
+
+
+def stand_in(cloud: str, node: str, region: str | None = None) -> list[Machine]:
+    """The machines of the tests' catalog in our own type: spot at its region's lowest price."""
+    if cloud == "dear":
+        raise UserError("dear: there is no price list of it here")
+    cpus, found = node.partition(",")[0].partition("cpus:")[2], {}
+    for row in ROWS:
+        fits = row.gpus == node if not cpus else (not row.gpus and row.vcpus >= float(cpus))
+        for spot, usd in ((False, row.usd), (True, row.spot_usd)) if fits and row.cloud == cloud else ():
+            if usd is not None and region in (None, row.region):
+                one = Machine(cloud, row.region, None, row.instance, spot, row.gpus or None, row.usd, usd_per_hour=usd)
+                found[row.region, row.instance, spot, usd] = Machine(**vars(one) | {"vcpus": row.vcpus})
+    return sorted(found.values(), key=lambda one: one.usd_per_hour or 0.0)
+
+
+@pytest.fixture(autouse=True)
+def market(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "offers", stand_in)
+    monkeypatch.setattr(pricing, "offers", stand_in)
+
+
+def planned(tmp_path: Path, recipe: str = "gpt2-124m", **options: Any) -> CloudPlan:
+    return cloud_plan(load_recipe(recipe), LocalStore(tmp_path), **options)
+
+
+# Hours and dollars of the cheapest candidate, with the tests' catalog, before the planner was written anew.
+BEFORE = {
+    "smoke": (0.247, 0.031),
+    "smoke-modern": (0.247, 0.031),
+    "gpt2-124m": (1.14, 13.15),
+    "llama-124m": (1.15, 13.53),
+    "modern-124m": (0.51, 2.88),
+    "gpt3-125m": (26.60, 428.09),
+    "gpt2-350m": (7.26, 109.68),
+    "gpt2-774m": (60.73, 1090.44),
+    "modern-d24": (2.80, 42.52),
+    "gpt2-1558m": (26.30, 473.83),
+}
+
+
+def test_the_plans_of_the_shipped_recipes_stay_as_they_were(tmp_path: Path) -> None:
+    assert set(BEFORE) == set(shipped())
+    for name, (hours, usd) in BEFORE.items():
+        first = planned(tmp_path, name).candidates[0]
+        assert (first.hours, first.usd) == (pytest.approx(hours, rel=0.1), pytest.approx(usd, rel=0.1)), name
+
+
+def test_every_place_is_a_candidate_and_the_cheapest_comes_first(tmp_path: Path) -> None:
+    plan = planned(tmp_path, clouds=("aws", "dear"), train_nodes=("H100:8",))
+    places = [(c.machine.region, c.machine.spot, c.machine.usd_per_hour) for c in plan.candidates if c.machine]
+    assert places[0] == ("us-east-1", True, 20.0) and places[-1] == ("us-west-2", False, 60.0)
+    assert plan.notes == ("dear: there is no price list of it here",)
+    spot, on_demand = plan.candidates[0], plan.candidates[-1]
+    assert spot.stages["train"].preemptions > 0.1 > 100 * on_demand.stages["train"].preemptions > 0
+    assert spot.hours > on_demand.hours
+    for one in plan.candidates:
+        assert list(one.stages) == ["tokenize", "train", "evaluate", "export"]
+    for stage, estimate in spot.stages.items():  # on spot as its task may be
+        task = yaml.safe_load((SKY / f"{stage}.yaml").read_text())
+        assert estimate.machine and estimate.machine.spot == any(m["use_spot"] for m in task["resources"]["any_of"]), (
+            stage
+        )
+    with pytest.raises(UserError, match="dear: there is no price list"):
+        planned(tmp_path, clouds=("dear",))
+    with pytest.raises(UserError, match="none of aws offers B200:8"):
+        planned(tmp_path, clouds=("aws",), train_nodes=("B200:8",))
+
+
+def test_the_cheapest_within_the_limits_is_chosen_or_the_nearest_named(tmp_path: Path) -> None:
+    def chosen(*limits: float | None) -> Candidate | str:
+        plan = planned(tmp_path, limits=Limits(*limits), train_nodes=["H100:8"])
+        return plan.notes[-1] if plan.chosen is None else plan.candidates[plan.chosen]
+
+    spot = chosen(50)
+    assert isinstance(spot, Candidate) and spot.machine and spot.machine.spot
+    sooner = chosen(0.99 * spot.hours)
+    assert isinstance(sooner, Candidate) and sooner.machine and sooner.machine.cloud == "lambda"
+    assert sooner.usd > spot.usd and chosen(0.99 * spot.hours, sooner.usd) == sooner
+    assert str(chosen(0.3)).startswith("no machine is within 18 min; the nearest is ")
+    assert str(chosen(0.3, 5)).startswith("no machine is within 18 min and $5; the nearest is ")
+
+
+def test_the_rest_of_a_run_is_planned_at_its_own_speed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"clouds": ("aws",), "train_nodes": ("H100:8",)}
+    whole = planned(tmp_path, **options).candidates[0]
+    store, plans = LocalStore(tmp_path), plans_of(SMALL)
+    train = plans["train"].prefix
+    speed, machine = Progress(metrics={"perf/tokens_per_second": 2e6}), Machine(accelerators="H100:8")
+    beat = Heartbeat(run_name(plans), "train", 1, "interrupted", 1e9, 1e9 + 60, 1.0, progress=speed, machine=machine)
+    store.put(f"{train}/attempts/0001/heartbeat.json", beat.to_json())
+    halfway = Commit(9432, 1, 8, 0.0, TrainState(step=SMALL.train.max_steps // 2), "", ())
+    store.put(f"{train}/checkpoints/step-00009432-a0001/COMMIT.json", halfway.encode())
+    rest = planned(tmp_path, **options).candidates[0]
+    assert rest.speed and (rest.speed.kind, rest.speed.tokens_per_second) == ("measured", 2e6)
+    slower = 2e6 / speed_on(SMALL.model, SMALL.runtime, "H100:8").tokens_per_second
+    assert rest.stages["train"].hours == pytest.approx(whole.stages["train"].hours / 2 / slower, rel=0.15)
+
+
+def test_two_nodes_train_faster_and_both_are_paid_and_packages_take_time(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"clouds": ("aws",), "train_nodes": ("H100:8",)}
+    one, two = (planned(tmp_path, "gpt2-1558m", **options, nodes=n).candidates[0] for n in (1, 2))
+    assert 0.5 * one.hours < two.hours < 0.6 * one.hours
+    assert one.usd < two.usd < 1.1 * one.usd
+    longer = planned(tmp_path, **options, installs=True)
+    assert longer.candidates[-1].hours - planned(tmp_path, **options).candidates[-1].hours == pytest.approx(
+        4 * 180 / 3600, rel=0.1
+    )
+    assert any("no image" in line for line in longer.assumed)
+
+
+def test_a_deadline_puts_evaluate_on_the_machine_that_may_finish_training(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"clouds": ("aws",), "train_nodes": ("H100:8",), "nodes": 2}
+    for one in planned(tmp_path, "gpt2-1558m", **options, limits=Limits(hours=50)).candidates:
+        evaluate = one.stages["evaluate"]
+        assert evaluate.machine and (evaluate.machine.accelerators, evaluate.machine.spot) == ("H100:8", False)
+        assert evaluate.usd == pytest.approx(2 * 56.0 * (evaluate.hours - WAIT_SECONDS / 3600), rel=1e-3)
+    small = planned(tmp_path, "gpt2-1558m", **options, limits=Limits(usd=900)).candidates[0].stages["evaluate"]
+    assert small.machine and (small.machine.accelerators, small.nodes) == ("L4:1", 1)
+
+
+def test_gpus_that_cannot_share_a_step_are_no_candidates_and_a_small_training_gets_a_small_gpu(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "smoke", clouds=("lambda",), train_nodes=("H100:8", "H100:1"), nodes=3)
+    assert {c.machine.accelerators for c in plan.candidates if c.machine} == {"H100:1"}
+    assert "is 16 sequence(s) of 128 tokens, too few for 24 processes" in plan.notes[0]
+    with pytest.raises(UserError, match="3 x H100:8: train.batch_tokens"):
+        planned(tmp_path, "smoke", clouds=("lambda",), train_nodes=("H100:8",), nodes=3)
+    plan = planned(tmp_path, "smoke", clouds=("aws",))
+    assert {c.machine.accelerators for c in plan.candidates if c.machine} == {"L4:1"}
+    assert list(plan.candidates[0].stages) == ["train", "evaluate", "export"]  # the text is on this machine
+
+
+def test_traffic_and_rarer_saves_are_part_of_the_plan(tmp_path: Path) -> None:
+    gcp = Machine("gcp", "us-central1", spot=True, accelerators="H100:8", usd_per_hour=18.0)
+    places = (None, Place("gcp", "us-central1"), Place("aws", "us-east-1"))
+    steps = LARGE.train.max_steps
+    work = [Workload(LARGE, frozenset({"train"}), steps, place=place) for place in places]
+    none, near, far = (estimate_stage("train", one, gcp, 1) for one in work)
+    assert none == near and near.traffic_usd == 0
+    checkpoint_usd = 18.7 * 0.12
+    assert 10 < far.traffic_usd < 0.1 * far.hours * 3600 / 38 * checkpoint_usd  # saves every 38 s would cost this much
+    assert far.usd == pytest.approx(near.usd + far.traffic_usd, rel=0.2)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_plan_fits_the_terminal_and_says_what_it_assumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    plan = planned(tmp_path, "gpt2-1558m", limits=Limits(usd=5000))
+    print_cloud_plan(plan)
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= width
+    shown, first = " ".join(output.split()), plan.candidates[0]
+    assert "~" in shown and "tokens/s assumed: " in shown and "A100-80GB was never measured" in shown
+    assert f"{first.hours:.2f} {first.usd:,.2f}" in shown and "assumed: a spot node lasts 2 h" in shown
+    assert "chosen: aws p5.48xlarge spot" in shown
+
+
+def test_a_plan_without_training_is_of_the_other_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    work = Workload(SMALL, frozenset({"evaluate"}), 0)
+    plan = planner.plan_run(work, {"evaluate": [NODE], "train": [NODE]}, {}, Limits())
+    (one,) = plan.candidates
+    assert isinstance(one, Candidate) and list(one.stages) == ["evaluate"] and one.usd > 0 == plan.chosen
+    assert isinstance(one.stages["evaluate"], StageEstimate)
+    print_cloud_plan(plan)
+    assert "in all" in capsys.readouterr().out
+
+
+def test_a_gpu_of_unknown_speed_can_be_launched_if_there_are_no_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k80 = Machine("aws", "r", instance="k80", spot=True, accelerators="K80:1", usd_per_hour=1.0)
+    monkeypatch.setattr(pricing, "offers", lambda cloud, node, region: [k80] if node == "K80:1" else [])
+    smoke = load_recipe("smoke")
+    plans, reported = plans_of(smoke), list[Any]()
+
+    def priced(**limits: Any) -> None:
+        request = LaunchRequest(run_name(plans), "s3://a/b", infra="aws", gpus="K80:1", **limits)
+        job = managed_job(request, ["train"])
+        pricing.within_limits(job, request, smoke, plans, LocalStore(tmp_path), reported.append)
+
+    priced()
+    (note,) = reported
+    assert note.state == "note" and "K80:1: the speed of this GPU is unknown" in note.seen
+    with pytest.raises(UserError, match="the speed of this GPU is unknown"):
+        priced(budget=5.0)
