@@ -128,7 +128,7 @@ def adopt(work: Work) -> Built:
     documents = done = 0
     with work.screen.bar("adopt", sum(one.size for one in shards_found(config))) as bar:
         vocabulary = (encoding.n_vocab, encoding.eot_token, recipe.row_tokens)
-        found = adopted_shards(config, *vocabulary, work.store, work.plan.prefix, work.folder, work.upload)
+        found = adopted_shards(config, *vocabulary, work.store, work.folder, work.upload)
         with closing(found) as adopted:
             for one in adopted:
                 work.check()

@@ -5,12 +5,10 @@ the files where they lie: nothing is copied, and gc never removes them. Only sha
 a bucket as copies, because other machines could not read them in place.
 """
 
-import json
 import re
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,13 +16,11 @@ from urllib.parse import urlsplit
 from pipelines.artifacts.manifest import File
 from pipelines.artifacts.store import S3Object, S3Store, open_store
 from pipelines.recipe import LLMC, TokensConfig
-from pipelines.text.receipts import RECORDS
 from pipelines.text.shard_writer import rows_in
 from pipelines.text.split import SplitShard
 from trainer.errors import UserError
 from trainer.process import failpoint
 from trainer.store import LocalStore, Store, sha256_of
-from trainer.stored import Count, DamagedRecord, Stored, decoded, typed
 
 AT_ONCE = 4  # shards that are read beside each other
 
@@ -40,11 +36,11 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Adopted(Stored):
+class Adopted:
     """A shard that was read once."""
 
     shard: SplitShard
-    documents: Count
+    documents: int
 
 
 def is_remote(source: str) -> bool:
@@ -129,21 +125,17 @@ def adopted_shards(
     eot: int,
     row_tokens: int | None,
     store: Store,
-    prefix: str,
     folder: Path,
     upload: Callable[[Path, str], File],
 ) -> Generator[Adopted, None, None]:
     """Read each shard once. UserError for a file that is no shard, or that has an id outside the vocabulary.
 
-    `row_tokens`: count the rows of packed training shards. The artifact is under `prefix` of `store`, `upload` copies a
-    file into it, and `folder` is scratch for objects of S3. Each shard leaves a record in the store: a later attempt
-    does not read it again. The artifact's name stands for the contents, so a record is good for its place.
+    `row_tokens`: count the rows of packed training shards. `upload` copies a local file into the artifact if `store` is
+    not on this machine, and `folder` is scratch for objects of S3.
     """
     place, found = place_in(config), shards_found(config)
 
     def adopt(one: Found) -> Adopted:
-        if earlier := recorded(store, prefix, place.uri, one):
-            return earlier
         if isinstance(place, LocalStore):
             path = place.path_of(one.key)
         else:
@@ -156,10 +148,8 @@ def adopted_shards(
                 file = upload(path, one.name)
             else:
                 file = File(one.name, one.key, path.stat().st_size, sha256_of(path), place.uri)
-            adopted = Adopted(SplitShard(file, *counts[:3]), counts[3])
-            store.put(record_key(prefix, one), json.dumps(asdict(adopted)).encode())
             failpoint("tokenize")
-            return adopted
+            return Adopted(SplitShard(file, *counts[:3]), counts[3])
         finally:
             if not isinstance(place, LocalStore):
                 path.unlink(missing_ok=True)
@@ -169,27 +159,6 @@ def adopted_shards(
             yield from pool.map(adopt, found)
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def record_key(prefix: str, found: Found) -> str:
-    return f"{prefix}/{RECORDS}/{found.name}.json"
-
-
-def recorded(store: Store, prefix: str, place: str, found: Found) -> Adopted | None:
-    """The record of a shard that an earlier attempt read; None without one, or if its file is another or gone."""
-    body = store.get(where := record_key(prefix, found))
-    if body is None:
-        return None
-    with suppress(DamagedRecord):
-        adopted = typed(Adopted, decoded(body, where), where)
-        file = adopted.shard.file
-        if (file.name, file.key, file.size, file.at) == (found.name, found.key, found.size, place):
-            return adopted
-        if file.name == found.name and file.at is None:  # a copy
-            entries = store.entries(f"{prefix}/{file.key}")
-            if any(entry.size == file.size == found.size for entry in entries):
-                return adopted
-    return None
 
 
 def read_once(path: Path, vocab_size: int, eot: int, row_tokens: int | None) -> tuple[int, int, int | None, int]:

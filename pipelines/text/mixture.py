@@ -71,12 +71,6 @@ def mixed_name(source: int, name: str) -> str:
     return f"{split}_s{source:02d}_{rest}"
 
 
-def name_in_source(name: str) -> tuple[int, str]:
-    """The source, and the name there, of a name of the mixture."""
-    split, source, rest = name.split("_", 2)
-    return int(source.removeprefix("s")), f"{split}_{rest}"
-
-
 def mixed_file(source: int, prefix: str, file: File) -> File:
     """A shard of the source whose tokens are under `prefix`, as a file of the mixture."""
     name = mixed_name(source, file.name)

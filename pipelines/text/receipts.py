@@ -13,8 +13,6 @@ from pipelines.artifacts.manifest import ArtifactPlan, File
 from trainer.store import Store
 from trainer.stored import Count, DamagedRecord, Stored, decoded, typed
 
-RECORDS = "adopted"  # the folder of the records of adopted shards (adopted.py)
-
 
 @dataclass(frozen=True)
 class ShardReceipt(Stored):
@@ -84,15 +82,13 @@ def finished_receipts(
 
 
 def forget_receipts(store: Store, plan: ArtifactPlan, until_attempt: int) -> None:
-    """Remove the receipts of the shards that this attempt and earlier ones made, and the records of adopted ones."""
+    """Remove the receipts of the shards that this attempt and earlier ones made."""
     # The list first: without it, a finished text is still known by its shards' receipts.
     for folder in ("parts", "shards"):
         for entry in store.entries(f"{plan.prefix}/{folder}/"):
             receipts = _receipts_in(store, entry.key) or []
             if all(receipt.attempt <= until_attempt for receipt in receipts):
                 store.delete(entry.key)
-    for entry in store.entries(f"{plan.prefix}/{RECORDS}/"):
-        store.delete(entry.key)
 
 
 def _receipts_in(store: Store, key: str, note: Callable[[str], None] = lambda line: None) -> list[ShardReceipt] | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +15,10 @@ from pipelines.gc import collect
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import Work
 from pipelines.stages import tokenize
-from pipelines.text import adopted as adopted_module
-from pipelines.text.inspect import Documents, contents_of_all, shard_paths
-from pipelines.text.tokenizer import tokenizer
 from trainer.data import TokenData
-from trainer.errors import Interrupted, UserError
-from trainer.shards import Shard, local_shards, read_shard, write_shard
-from trainer.store import LocalStore, Store
+from trainer.errors import UserError
+from trainer.shards import read_shard, write_shard
+from trainer.store import Store
 
 EOT = 256
 
@@ -125,34 +121,6 @@ def test_shards_in_s3_are_adopted_in_place_and_fetched_from_there(
     assert {file.at for file in copied.files} == {None}
 
 
-def test_an_adoption_that_ended_early_goes_on_behind_the_shards_that_it_has_read(
-    work: Callable[[str], Work], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, mine = llmc_shards(tmp_path / "shards"), work("tokenize")
-    whole = adopted(mine, str(source), store=LocalStore(tmp_path / "undisturbed"))
-    mine.store, real, read, most = LocalStore(tmp_path / "store"), adopted_module.read_once, list[str](), 2
-    monkeypatch.setattr(adopted_module, "AT_ONCE", 1)
-
-    def read_once(path: Path, *rest: Any) -> tuple[int, int, int | None, int]:
-        if len(read) == most:
-            raise Interrupted("asked to stop")
-        read.append(path.name)
-        return real(path, *rest)
-
-    monkeypatch.setattr(adopted_module, "read_once", read_once)
-    with pytest.raises(Interrupted):
-        adopted(mine, str(source))
-    assert len(read) == 2
-    most = 99
-    again = adopted(mine, str(source))
-    assert sorted(read) == sorted(path.name for path in source.glob("*.bin"))  # each once
-    assert (again.facts, again.files) == (whole.facts, whole.files)
-    # Another place with the same contents is read: its records name other files.
-    mine.store.delete(f"{again.prefix}/MANIFEST.json")
-    moved = source.rename(tmp_path / "elsewhere")
-    assert adopted(mine, str(moved)).facts == whole.facts and len(read) == 6
-
-
 def test_adopted_shards_can_be_packed(work: Callable[[str], Work], tmp_path: Path) -> None:
     mine, source = work("tokenize"), llmc_shards(tmp_path / "shards")
     stream = tokenize.plan(recipe_of(str(source)), {}).identity
@@ -210,12 +178,3 @@ def test_a_place_without_shards_is_named(tmp_path: Path, place: str) -> None:
     with pytest.raises(UserError, match=r"^tokens\.source: ") as refused:
         tokenize.plan(recipe_of(place and place if ":" in place else str(tmp_path / place)), {})
     assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
-
-
-def test_nanogpt_shards_are_trained_on_without_the_pipeline_and_inspected(tmp_path: Path) -> None:
-    folder = nanogpt_shards(tmp_path / "nanogpt")
-    shards = local_shards(folder, "train")
-    assert shards == [Shard("train.bin", len(text(1)), header=False)]
-    assert TokenData(shards, folder.joinpath, 8, 0).windows([(0, 0)]).tolist() == [text(1)[:9].tolist()]
-    (found, _) = contents_of_all(shard_paths(folder), tokenizer("bytes"), Documents())
-    assert (found.tokens, found.documents, found.faults) == (len(text(1)), 60, ())

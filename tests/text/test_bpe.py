@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import yaml
 from pipeline_runs import REPOSITORY, Project
 from texts import ODD_TEXTS
 
-from pipelines.artifacts.manifest import ArtifactPlan, fetch
+from pipelines.artifacts.manifest import fetch
 from pipelines.recipe import Recipe, TokensConfig, load_recipe
 from pipelines.stage import Work, plans_of
 from pipelines.stages import tokenize
@@ -29,7 +28,6 @@ from pipelines.text.tokenizer import (
     keep_tokenizer,
     own_tokenizer,
     tokenizer_files,
-    tokenizer_of,
 )
 from trainer.errors import UserError
 from trainer.shards import read_shard
@@ -114,19 +112,6 @@ def test_the_sha256_of_the_file_decides_the_fingerprint_and_its_path_does_not(
     assert plans_of(load_recipe("smoke"))["tokenize"].identity["tokenizer"] == "bytes"  # as ever
 
 
-def test_the_file_travels_with_the_tokens(recipe: Recipe, tmp_path: Path) -> None:
-    store, plan = LocalStore(tmp_path / "store"), ArtifactPlan("tokenize", "files", {})
-    with pytest.raises(UserError, match=r"tokenizer.json: missing"):
-        tokenizer_of(recipe.tokens, store, plan.prefix)
-    keep_tokenizer(recipe, plan, store)
-    (tmp_path / "own.json").unlink()
-    check_tokenizer(recipe, plan, store)
-    assert tokenizer_of(recipe.tokens, store, plan.prefix).n_vocab == IDS
-    store.put(f"{plan.prefix}/tokenizer.json", b"{}")
-    with pytest.raises(UserError, match=r"damaged \(sha256 differs\)"):
-        tokenizer_of(recipe.tokens, store, plan.prefix)
-
-
 def test_the_ids_of_a_large_vocabulary_of_ones_own_go_into_uint32_shards(
     work: Callable[[str], Work], tmp_path: Path
 ) -> None:
@@ -149,18 +134,6 @@ def test_the_ids_of_a_large_vocabulary_of_ones_own_go_into_uint32_shards(
     expected = [ids - 1, *encoding.encode_ordinary("größer abcdef 東京 " * 100)]
     assert sorted(np.concatenate(found).tolist()) == sorted(expected) and sum(i > 65_535 for i in expected) > 200
     assert max(built.facts["max_ids"].values()) == ids - 1
-
-
-@pytest.mark.slow
-def test_a_vocabulary_above_65_536_ids_is_trained(tmp_path: Path) -> None:
-    draw = Random(0).choices
-    words = ["".join(draw("abcdefghijklmnopqrstuvwxyz", k=9)) for _ in range(19_000)]
-    lines = [json.dumps({"text": " ".join(words[i : i + 900])}) for i in range(0, len(words), 900)]
-    (tmp_path / "words.jsonl").write_text("\n".join(lines))
-    content = train_bpe(Sample(TokensConfig(source=f"{tmp_path}/words.jsonl"), 10**6), 65_800)
-    encoding = own_tokenizer(content, "it")
-    assert encoding.n_vocab == 65_800
-    assert max(max(encoding.encode_ordinary(f" {word}")) for word in words) > 65_535
 
 
 @pytest.mark.parametrize(

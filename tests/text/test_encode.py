@@ -161,14 +161,3 @@ def test_cutting_long_spaces_changes_no_token(gpt2: tiktoken.Encoding) -> None:
 
     check()
     assert split_at_long_spaces("a    b", longest=2) == ["a   ", " b"]
-
-
-def test_a_full_cache_is_given_up_without_a_change_of_ids(
-    gpt2: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encode, "CACHE_SECONDS", 0.0)
-    fast, text = Encoder(gpt2), "some words, again and again"
-    for _ in range(3):
-        before = fast._fast
-        ids, _ = fast.encode(one_batch(text))
-        assert ids.tolist() == gpt2.encode_ordinary(text) and fast._fast is not before

@@ -135,14 +135,6 @@ def test_a_dry_run_opens_the_first_file_of_a_text_elsewhere(bucket: S3Store, tmp
         assert state == "broken" and why in text and "\n" not in text
 
 
-def test_the_tokens_of_text_in_s3_are_estimated_by_its_size(bucket: S3Store, tmp_path: Path) -> None:
-    put_texts(bucket, tmp_path)
-    size = sum(len(text.encode()) for text in TEXTS)
-    for name in ("some texts/**/*.parquet", "lines.jsonl"):
-        config = load_recipe("smoke", [f"tokens.source=s3://{bucket.bucket}/{name}", "tokens.max_tokens=null"]).tokens
-        assert 0.8 < (estimated_tokens(config) or 0) / size < 2
-
-
 @pytest.mark.slow
 def test_faults_of_the_server_change_no_shard(bucket: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text and store lie in the bucket; requests fail before they arrive, behind it, and in the middle."""

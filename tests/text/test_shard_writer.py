@@ -20,9 +20,8 @@ from texts import ODD_TEXTS, FourFiles, shards_in
 
 from pipelines.text import pool, text
 from pipelines.text.columns import TextBatch
-from pipelines.text.encode import TokenBatch
 from pipelines.text.pool import cores, tokens_of
-from pipelines.text.receipts import finished_receipts, receipt_key
+from pipelines.text.receipts import finished_receipts
 from pipelines.text.shard_writer import Progress, ShardsJob, make_shards
 from pipelines.text.sources import open_source
 from pipelines.text.tokenizer import tokenizer
@@ -212,14 +211,6 @@ def test_a_full_disk_is_one_line_and_with_room_again_the_shards_are_those_of_a_r
     assert shards_in(tmp_path / "store") == shards_in(tmp_path / "undisturbed")
 
 
-def test_a_fifo_in_place_of_a_receipt_is_named_and_blocks_nothing(files: FourFiles, tmp_path: Path) -> None:
-    fifo = tmp_path / "store" / receipt_key(files.plan.prefix, 0)
-    fifo.parent.mkdir(parents=True)
-    os.mkfifo(fifo)
-    with pytest.raises(UserError, match=f"{fifo}: not a file; remove it"):
-        list(make_shards(files.job(tmp_path / "store")))
-
-
 def test_a_stop_ends_the_work_between_two_batches(files: FourFiles, tmp_path: Path) -> None:
     def check() -> None:
         raise Interrupted("preempted")
@@ -264,12 +255,6 @@ def test_a_text_that_changes_while_it_is_read_is_named_and_its_return_gives_the_
     (tmp_path / "3.txt").write_text(original)
     assert made(files.job(tmp_path / "store", 2)) == Progress(whole.stored, whole.stored - stored)
     assert shards_in(tmp_path / "store") == shards_in(tmp_path / "undisturbed")
-
-
-def test_a_batch_knows_the_document_of_each_token() -> None:
-
-    batch = TokenBatch(np.zeros(6, np.uint16), np.array([0, 1, 4]), 0)
-    assert [batch.place(at) for at in range(7)] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0)]
 
 
 @pytest.mark.slow

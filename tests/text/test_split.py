@@ -81,12 +81,6 @@ def test_a_split_that_was_interrupted_is_made_again_without_new_shards_of_text(t
     assert changed == {"val_000000.bin", "train_000000.bin"}
 
 
-def test_the_shipped_recipes_hold_out_their_first_shard() -> None:
-    for name in ("smoke", "gpt2-124m", "gpt2-1558m"):
-        config = load_recipe(name).tokens
-        assert config.val_whole_shards == 1 and config.split_identity() == {"val_shards": 1}
-
-
 def test_two_ways_to_name_the_split_are_refused() -> None:
     with pytest.raises(UserError, match="val_tokens is the size of the validation split: remove val_fraction and"):
         load_recipe("smoke", ["tokens.val_tokens=5000"])

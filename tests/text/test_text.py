@@ -27,11 +27,9 @@ from pipelines.recipe import vocab_size_of
 from pipelines.text import retry
 from pipelines.text.files import Files
 from pipelines.text.library import StandardLibrary
-from pipelines.text.sources import open_source, source_identity, source_label
+from pipelines.text.sources import open_source, source_identity
 from pipelines.text.text import Text, read_piece
 from pipelines.text.tokenizer import (
-    byte_symbols,
-    merges_of,
     tokenizer,
     tokenizer_files,
 )
@@ -89,29 +87,9 @@ def write_lines(path: Path, *values: Any) -> Path:
 # Tokenizers
 
 
-def test_the_bytes_tokenizer_is_utf8_plus_one_end_of_text() -> None:
-    encoding = tokenizer("bytes")
-    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
-    for odd in ODD_TEXTS:
-        assert encoding.encode_ordinary(odd) == list(odd.encode())
-        assert encoding.decode(encoding.encode_ordinary(odd)) == odd
-
-
-def test_vocabulary_sizes_are_known_without_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("downloads"))
-    assert vocab_size_of("gpt2") == 50_257
-    assert vocab_size_of("bytes") == tokenizer("bytes").n_vocab
-
-
 def test_gpt2_ids_equal_openais(gpt2: tiktoken.Encoding) -> None:
     assert gpt2.n_vocab == vocab_size_of("gpt2") and gpt2.eot_token == 50_256
     assert gpt2.encode_ordinary("hello world") == [31373, 995]
-
-
-@pytest.mark.parametrize("ask", [vocab_size_of, tokenizer])
-def test_an_unknown_tokenizer_is_refused_with_the_known_ones(ask: Any) -> None:
-    with pytest.raises(UserError, match=r"'gpt-2'; did you mean 'gpt2'\? there are gpt2 and bytes"):
-        ask("gpt-2")
 
 
 def test_the_error_for_an_unavailable_vocabulary_names_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,18 +136,6 @@ def test_documents_from_number_n_on_are_the_rest_of_all_documents(rows: Path) ->
         assert len(everything) in (15, 12, 4)
         for start in range(len(everything) + 2):
             assert read(source, start) == everything[start:], (source, start)
-
-
-def test_files_are_named_by_path_or_glob_from_the_current_or_a_given_folder(
-    rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = [f"document 1.{row}" for row in range(5)]
-    assert read(rows / "part-1.parquet") == one  # the name of an existing file is no pattern
-    assert read("part-[1].parquet", base=rows) == one
-    monkeypatch.chdir(rows)
-    assert read("part-1.parquet") == one
-    assert read("part-*.parquet")[5:10] == one
-    assert read("**/part-1.parquet") == one
 
 
 def test_null_texts_are_empty_documents_so_that_numbers_are_rows(tmp_path: Path) -> None:
@@ -244,15 +210,6 @@ def test_identities_of_remote_text_are_made_without_a_connection() -> None:
     assert "text_column" not in source_identity("https://host.invalid/*.txt", None, "1", "text")
 
 
-def test_labels_are_short_and_valid_as_folder_names() -> None:
-    assert source_label("python-stdlib", None) == "python-stdlib"
-    assert source_label("hf://datasets/HuggingFaceFW/fineweb-edu", "sample-10BT") == "fineweb-edu-sample-10BT"
-    assert source_label("hf://datasets/org/name", None) == "name"
-    assert source_label("hf://datasets/org/name", "a/b c") == "name-a-b-c"
-    assert source_label("hf://datasets/org/name/data/*.parquet", None) == "files"
-    assert source_label("data/*.parquet", None) == "files"
-
-
 @pytest.mark.parametrize(
     ("source", "subset", "revision", "message"),
     [
@@ -321,12 +278,6 @@ def test_a_wrong_column_is_refused_with_the_existing_ones(rows: Path, tmp_path: 
         read(lines)
 
 
-def test_a_later_parquet_file_without_the_column_is_named_before_reading_starts(rows: Path) -> None:
-    pq.write_table(pa.table({"body": ["x"]}), rows / "part-2.parquet")
-    with pytest.raises(UserError, match=r"no 'text' in '.*part-2.parquet'; it has: body"):
-        open_source("part-*.parquet", None, None, "text", Path(str(rows))).pieces()
-
-
 def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "empty.parquet")
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -350,27 +301,6 @@ def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=rf"{name}.* {message}|{message}"):
             read(tmp_path / name)
-
-
-def test_local_files_are_read_without_network_noise_or_cached_copies(rows: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    code = (
-        "import sys; from pipelines.text.files import first_documents\n"
-        "from pipelines.text.sources import open_source\n"
-        "documents = lambda: first_documents(open_source(sys.argv[1], None, None, 'text'))\n"
-        "print(len(list(documents())))\n"
-        "unfinished = documents(); next(unfinished); unfinished.close()"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(rows / "part-0.parquet")],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (run.stdout, run.stderr) == ("5\n", "")
-    assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) < 1_000  # lock files
 
 
 # Remote sources, from a small server with the Hub's protocol
@@ -516,22 +446,6 @@ def test_an_unreachable_server_is_reported_after_retries(monkeypatch: pytest.Mon
     assert len(asked) > 1
 
 
-def test_text_that_the_hub_does_not_have_is_reported(hub: str, tmp_path: Path) -> None:
-    source = "hf://datasets/org/name"
-    (subset,), (column,), (files,), (dataset,) = read_apart(
-        hub,
-        tmp_path / "home",
-        (source, "large", COMMIT, "text"),
-        (source, "small", COMMIT, "body"),
-        (f"{source}/nothing-*.parquet", None, COMMIT, "text"),
-        ("hf://datasets/org/other", None, COMMIT, "text"),
-    )
-    assert subset.startswith("UserError") and "'large' not found. Available: ['small']" in subset
-    assert column.endswith("no 'body' in 'hf://datasets/org/name (small)'; it has: id, text, url")
-    assert files.endswith("no file matches 'hf://datasets/org/name/nothing-*.parquet'")
-    assert dataset.startswith("UserError: tokens.source: hf://datasets/org/other at 012345678901 cannot be")
-
-
 def test_remote_files_are_read_by_url(hub: str) -> None:
     last = [f"document 2.{row}" for row in range(5)]
     assert read_from(open_source(f"{hub}/part-2.parquet", None, "a label", "text"), 0) == last
@@ -570,28 +484,6 @@ def test_transformers_gives_the_ids_of_tiktoken(name: str, shared_data: Path, tm
         assert loaded.decode(encoding.encode_ordinary(odd)) == odd
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_transformers_knows_the_end_of_text_and_the_longest_input(name: str, shared_data: Path, tmp_path: Path) -> None:
-    encoding = tokenizer(name)
-    loaded = load_in_transformers(encoding, tmp_path)
-    assert (len(loaded), loaded.model_max_length) == (encoding.n_vocab, 1024)
-    assert loaded.bos_token_id == loaded.eos_token_id == encoding.eot_token
-    both = "a<|endoftext|> b"
-    assert loaded(both)["input_ids"] == encoding.encode(both, allowed_special="all")
-
-
-def test_every_byte_has_a_visible_symbol_of_its_own() -> None:
-    symbols = byte_symbols()
-    assert len(set(symbols)) == 256
-    assert all(symbol.isprintable() and not symbol.isspace() for symbol in symbols)
-    assert symbols[ord(" ")] == "Ġ" and symbols[ord("\n")] == "Ċ" and symbols[ord("A")] == "A"
-
-
-def test_merges_are_ordered_by_rank_and_split_as_they_were_merged() -> None:
-    ranks = {b"a": 0, b"b": 1, b"c": 2, b"bc": 3, b"abc": 4, b"ab": 5, b"abab": 6}
-    assert merges_of(ranks) == [(b"b", b"c"), (b"a", b"bc"), (b"a", b"b"), (b"ab", b"ab")]
-
-
 # --- links
 
 
@@ -615,14 +507,6 @@ def test_a_link_to_nothing_and_a_file_that_cannot_be_read_are_named(tmp_path: Pa
     (tmp_path / "y.txt").symlink_to("/proc/self/mem")  # at address 0 nothing is mapped
     with pytest.raises(UserError, match=r"y.txt' cannot be read .*Input/output error"):
         identity("*.txt", base=tmp_path)
-
-
-@pytest.mark.parametrize(
-    "source", ["~nosuch/x.txt", "x" * 300 + ".txt", "x" * 5000 + ".txt", "a\0b.txt", "**/nothing*.txt"]
-)
-def test_a_path_that_cannot_exist_is_a_user_error(source: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="tokens.source: no file matches"):
-        identity(source, base=tmp_path)
 
 
 def test_json_too_deep_for_a_reader_is_named(tmp_path: Path) -> None:
