@@ -75,20 +75,25 @@ class FirstNode:
 
     def look(self) -> None:
         """Read the newest attempts. Raises Interrupted if none changes for too long while the store answers."""
-        now = time.monotonic()
+        began = time.monotonic()
         try:
             for prefix in self.prefixes:
                 beat = newest_attempt(self.store, prefix)
                 if beat and beat != self._known[prefix]:
-                    self._known[prefix], self._changed = beat, now
+                    self._known[prefix] = beat
                     self._note(prefix, beat)
+                    self.reset()
         except (OSError, UserError):
             self.reset()
-        if now - self._changed > (SILENT_SECONDS + RECORD_SECONDS if self.state == "running" else JOIN_SECONDS):
+        if time.monotonic() - began > HEARTBEAT_SECONDS:  # a store that is so slow is as good as away
+            self.reset()
+        if time.monotonic() - self._changed > (
+            SILENT_SECONDS + RECORD_SECONDS if self.state == "running" else JOIN_SECONDS
+        ):
             raise Interrupted("node 0 is gone" if self.working else "node 0 does not start the training")
 
     def reset(self) -> None:
-        """The store does not answer: silence means nothing."""
+        """Count the silence from now on: node 0 has reported, or the store is away, and then silence means nothing."""
         self._changed = time.monotonic()
 
     def _note(self, prefix: str, beat: Heartbeat) -> None:

@@ -76,23 +76,18 @@ class Workers:
 
     def __init__(self, address: NodeAddress, attempt: Attempt, stop: StopSignal) -> None:
         self.address, self._attempt, self._stop = address, attempt, stop
+        self.lost: list[int] = []  # the nodes that started their ranks and have been silent since
         self._records: dict[int, WorkerRecord] = {}  # by node
         self._changed: dict[int, float] = {}  # by node: the time of the last change of its record, by time.monotonic
-        self._lost: set[int] = set()
         self._ended = threading.Event()
 
     def __enter__(self) -> "Workers":
         self._attempt.traffic = self.traffic
-        Background("workers", self._poll, lambda thread: self._stop.ask(f"a thread died: {thread.error!r}")).start()
+        Background("workers", self._poll, lambda thread: self._stop.ask(f"a thread crashed: {thread.error!r}")).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-
-    @property
-    def lost(self) -> list[int]:
-        """The nodes that started their ranks and have been silent since."""
-        return sorted(self._lost)
 
     @property
     def absent(self) -> list[int]:
@@ -102,7 +97,7 @@ class Workers:
     @property
     def have_failed(self) -> bool:
         """Whether the ranks of another node cannot continue."""
-        return bool(self._lost) or any(result.kind for result in self.results())
+        return bool(self.lost) or any(result.kind for result in self.results())
 
     def results(self) -> list[NodeResult]:
         """How the ranks of other nodes have ended so far."""
@@ -111,7 +106,7 @@ class Workers:
     def wait_for_results(self) -> list[NodeResult]:
         """The results once every worker has reported one, is lost, or has not started."""
         deadline = time.monotonic() + SILENT_SECONDS + 2 * POLL_SECONDS
-        while len(self.results()) + len(self._lost) < len(self._records) and time.monotonic() < deadline:
+        while len(self.results()) + len(self.lost) < len(self._records) and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.results()
 
@@ -124,21 +119,23 @@ class Workers:
             self.look()
 
     def look(self) -> None:
-        """Read the records. A worker without a change for SILENT_SECONDS is lost, unless the store is away: then
-        workers cannot write either."""
-        now = time.monotonic()
+        """Read the records. A worker without a change for SILENT_SECONDS is lost, unless the store is away or slow:
+        then workers cannot write either."""
+        began, changed = time.monotonic(), set()
         try:
             for node in range(1, self.address.count):
                 record = WorkerRecord.read(self._attempt.store, self._attempt.prefix, self._attempt.number, node)
                 if record and record != self._records.get(node):
-                    self._records[node], self._changed[node] = record, now
+                    self._records[node] = record
+                    changed.add(node)
                     if record.stop:
                         self._stop.ask(f"node {node}: {record.stop}")
-            away = now - self._attempt.reported > 2 * HEARTBEAT_SECONDS
+            away = time.monotonic() - min(began, self._attempt.reported) > 2 * HEARTBEAT_SECONDS
         except (OSError, UserError):
             away = True
+        now = time.monotonic()
         for node, record in self._records.items():
-            if away:
+            if away or node in changed:
                 self._changed[node] = now
-            if now - self._changed[node] > SILENT_SECONDS and not record.result:
-                self._lost.add(node)
+            if now - self._changed[node] > SILENT_SECONDS and not record.result and node not in self.lost:
+                self.lost.append(node)

@@ -81,16 +81,21 @@ def test_a_worker_that_stays_silent_is_lost_and_one_that_never_started_is_absent
     assert (of_node_0.lost, of_node_0.absent, of_node_0.have_failed) == ([1], [], True)
 
 
-@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("away", ["writes", "all", "slow"])
 def test_no_worker_is_lost_while_the_store_is_away(
-    of_node_0: Workers, attempt: Attempt, clock: Clock, monkeypatch: pytest.MonkeyPatch, reads: bool
+    of_node_0: Workers, attempt: Attempt, clock: Clock, monkeypatch: pytest.MonkeyPatch, away: str
 ) -> None:
-    """A store may refuse all requests, or only those that write."""
+    """A store may refuse all requests, or only those that write; or answer after a long time."""
+
+    def slowly(*_: object) -> None:
+        clock.now += 5 * SILENT_SECONDS
+        raise StoreUnavailable("away")
+
     reported(attempt, 1, 1.0)
     of_node_0.look()
     with monkeypatch.context() as outage:
-        if not reads:
-            outage.setattr(LocalStore, "get", raising(StoreUnavailable("away")))
+        if away != "writes":
+            outage.setattr(LocalStore, "get", slowly if away == "slow" else raising(StoreUnavailable("away")))
         for _ in range(9):
             clock.now += SILENT_SECONDS / 3
             of_node_0.look()
