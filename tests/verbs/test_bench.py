@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from pipelines.bench.gauges import Spread, class_of, others, shares
+from pipelines.bench.gauges import Spread
 from pipelines.bench.measure import PEERS_SOURCE, BenchResult, Measurement, engines_compared
 from pipelines.cli import app
 from pipelines.show.bench import lines
@@ -91,36 +91,3 @@ def test_the_engines_are_compared_in_a_precision_they_share() -> None:
     several = engines_compared("fp8_head")
     assert several[:3] == [[f"runtime.engine={e}", "train.precision=bf16"] for e in ("eager", "compiled", "fused")]
     assert several[3] == ["runtime.engine=fused"]
-
-
-def test_every_own_kernel_has_a_class_and_the_shares_sum_to_one() -> None:
-    fused = Path(__file__).resolve().parents[2] / "trainer" / "fused"
-    source = "".join((fused / name).read_text() for name in ("triton_kernels.py", "rotary_triton.py"))
-    ours = re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)
-    assert len(ours) >= 13
-    classes = {kernel: class_of(kernel) for kernel in ours}
-    assert "other" not in classes.values(), classes
-    assert classes["norm_backward_kernel"] == "norm" and classes["adamw_kernel"] == "optimizer"
-    foreign = {
-        "nvjet_tst_192x192_64x4_1x2_h_bz_coopA_NTN": "gemm",
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize2x1x1_cublas": "gemm",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x64x64_4x1x1": "attention",
-        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4> >": "attention",
-        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float> >": "optimizer",
-        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float> > >": (
-            "optimizer"
-        ),
-        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float>": "cross-entropy",
-        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>": "norm",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(at::TensorIteratorBase&)>": (
-            "activation"
-        ),
-        "Memcpy HtoD (Pinned -> Device)": "casts and copies",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >": "other",
-    }
-    assert {kernel: class_of(kernel) for kernel in foreign} == foreign
-    times = {kernel: 1.0 + i for i, kernel in enumerate([*ours, *foreign])}
-    parts = shares(times)
-    assert sum(parts.values()) == pytest.approx(1) and list(parts.values()) == sorted(parts.values(), reverse=True)
-    assert others(times) == ["void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >"]

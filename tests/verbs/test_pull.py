@@ -1,6 +1,5 @@
 """Promises of `skytrain pull`: exactly the export's files, verified, and nothing else touched."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,22 +67,6 @@ def test_a_file_of_the_user_is_never_overwritten(store: LocalStore, run: str, tm
         list(pull_run(store, run, mine, "hf"))
     with pytest.raises(UserError, match=r"/proc/.*: cannot be written \(No such file.*; choose another folder"):
         list(pull_run(store, run, Path("/proc/out"), "hf"))
-
-
-def test_a_damaged_file_never_gets_its_name(store: LocalStore, run: str, tmp_path: Path) -> None:
-    manifest = json.loads((store.root / "export").rglob("MANIFEST.json").__next__().read_bytes())
-    prefix = next((store.root / "export").iterdir())
-    (prefix / manifest["files"][1]["key"]).write_bytes(b"Weights")
-    with pytest.raises(UserError, match=r"model.safetensors: damaged: it is different from its manifest"):
-        list(pull_run(store, run, tmp_path / "out", None))
-    assert files_in(tmp_path / "out") == {"config.json": b"{}"}
-
-
-def test_pull_names_the_formats_that_there_are(store: LocalStore, run: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--format ggfu: unknown; the export of a-1 has hf, gguf; did you mean 'gguf'"):
-        pull_run(store, run, tmp_path, "ggfu")
-    with pytest.raises(UserError, match="zzz: no such run"):
-        pull_run(store, "zzz", tmp_path, None)
 
 
 def test_the_command_pulls_a_real_run_and_refuses_a_format_that_it_lacks(

@@ -139,17 +139,3 @@ def test_text_that_arrives_token_by_token_has_no_broken_characters() -> None:
     assert growing.take() == ""
     growing.finish = "length"
     assert growing.take() == "\ufffd"
-
-
-def test_a_stop_string_ends_a_text_before_it_and_is_never_shown() -> None:
-    encoding = tokenizer("bytes")
-    growing, parts = GrowingText(encoding, ["", "END", "\n\n"]), []
-    for token in encoding.encode_ordinary("an EN E ENDless"):
-        ended = growing.add(token)
-        parts.append(growing.take())
-        if ended:
-            break
-    assert "".join(parts) == "an EN E " and growing.finish == "stop"
-    assert all("E" not in part or len(part) > 1 for part in parts)  # held back until it can't be a stop
-    growing = GrowingText(encoding)
-    assert growing.add(encoding.eot_token) and growing.take() == "" and growing.tokens == 0

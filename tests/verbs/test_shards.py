@@ -9,7 +9,6 @@ import typer
 
 from pipelines.text.tokenizer import tokenizer
 from pipelines.verbs.shards import inspect, verify
-from trainer.errors import UserError
 from trainer.shards import write_shard
 from trainer.store import sha256_of
 
@@ -52,18 +51,6 @@ def test_shards_of_a_large_vocabulary_are_inspected_too(tmp_path: Path, capsys: 
     (shard,) = json.loads(capsys.readouterr().out)["shards"]
     assert (shard["tokens"], shard["largest_id"], shard["begins_with"]) == (4, 100_000, "hi")
     assert shard["faults"] == ["1 ids outside the 257 of the tokenizer, the first 100000 at token 3"]
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 10])
-def test_any_number_of_tokens_read_at_a_time_gives_the_same_contents(
-    shards: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tokens: int
-) -> None:
-    write_shard(shards / "train_000002.bin", np.array([7, 8, 256, 256, 300, 256, 1, 2, 256], np.uint32))
-    inspect([shards], "bytes", as_json=True)
-    undivided = capsys.readouterr().out
-    monkeypatch.setattr("pipelines.text.inspect.CHUNK_TOKENS", tokens)
-    inspect([shards], "bytes", as_json=True)
-    assert capsys.readouterr().out == undivided
 
 
 def test_sound_shards_are_verified_with_and_without_a_manifest(
@@ -130,15 +117,3 @@ def test_the_shards_of_an_artifact_in_a_store_are_verified_by_its_manifest(
     with pytest.raises(typer.Exit):
         verify([artifact], "bytes")
     assert "missing, and its MANIFEST.json names it" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("name", ["missing", "."])
-def test_a_path_without_shards_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match="name a shard, or a folder with shards"):
-        verify([tmp_path / name], "no tokenizer")
-
-
-def test_a_manifest_that_cannot_be_read_is_refused(shards: Path) -> None:
-    (shards / "MANIFEST.json").write_text("[" * 100_000)
-    with pytest.raises(UserError, match="MANIFEST.json: not a manifest"):
-        verify([shards], "bytes")
