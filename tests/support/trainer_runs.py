@@ -269,32 +269,25 @@ class Command:
         """The events of one kind, of all attempts, in order."""
         return [event for event in read_events(self.out / "events.jsonl") if isinstance(event, kind)]
 
-    def wait_for_rows(self, n: int, process: subprocess.Popen[str]) -> None:
-        """Wait until this attempt did `n` steps."""
-        wanted, deadline = self.rows_logged() + n, time.monotonic() + 120
-        while self.rows_logged() < wanted and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
     def wait_for(self, condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-        """Wait until a condition on the files of the run holds."""
-        deadline = time.monotonic() + 120
+        """Wait until a condition on the files of the run holds, or the process has ended."""
         while process.poll() is None:
             with suppress(FileNotFoundError):
                 if condition():
                     return
-            assert time.monotonic() < deadline
             time.sleep(0.01)
+
+    def wait_for_rows(self, n: int, process: subprocess.Popen[str]) -> None:
+        """Wait until this attempt did `n` steps."""
+        wanted = self.rows_logged() + n
+        self.wait_for(lambda: self.rows_logged() >= wanted, process)
 
     def commits(self) -> list[Path]:
         return sorted((self.out / "run/checkpoints").glob("*/COMMIT.json"))
 
     def wait_for_commits(self, n: int, process: subprocess.Popen[str]) -> None:
         """Wait until `n` commits exist. Rows do not show that, because steps continue during a save."""
-        deadline = time.monotonic() + 120
-        while len(self.commits()) < n and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        self.wait_for(lambda: len(self.commits()) >= n, process)
 
     def rows(self) -> list[dict[str, Any]]:
         return comparable([json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()])

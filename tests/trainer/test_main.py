@@ -2,12 +2,10 @@
 
 import functools
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import trainer_runs
 import yaml
+from in_process import signals_unchanged
 from trainer_runs import (
     CONFIG,
     LONG,
@@ -26,8 +25,7 @@ from trainer_runs import (
     kill_tree,
 )
 
-from trainer.__main__ import claim
-from trainer.commits import Commit
+from trainer.__main__ import claim, main
 from trainer.errors import UserError
 from trainer.events import Row, Started
 from trainer.shards import write_shard
@@ -45,24 +43,6 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         return command
 
     return run
-
-
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
-def test_a_run_killed_at_any_time_ends_with_the_same_losses(
-    data: Path, tmp_path: Path, undisturbed: Callable[[int], Command], ranks: int, kills: int
-) -> None:
-    dice = random.Random(ranks)
-    command = Command(data, tmp_path / "out", configured(**LONG))
-    for _ in range(kills):
-        with command.started(ranks) as process:
-            command.wait_for_rows(dice.randint(1, 14), process)
-            time.sleep(dice.random() * 0.03)  # as far apart as two checkpoints
-            kill_tree(process)
-            assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
-    command.finish(ranks)
-    assert command.rows_logged() > STEPS  # some steps were redone
-    assert command.rows() == undisturbed(ranks).rows()
-    assert command.model_sha256() == undisturbed(ranks).model_sha256()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -103,25 +83,6 @@ def test_a_run_resumes_with_fewer_and_with_more_ranks(
         assert b == pytest.approx(a, rel=2e-3)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_sigterm_commits_the_step_it_came_in(
-    data: Path, tmp_path: Path, undisturbed: Callable[[int], Command], ranks: int
-) -> None:
-    command = Command(data, tmp_path / "out", configured(**LONG | {"checkpoint_minutes": 1000}))
-    with command.started(ranks) as process:
-        command.wait_for_rows(9, process)
-        process.terminate()
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == (75 if ranks == 1 else 1), output  # torchrun's own code
-    (commit,) = (command.out / "run/checkpoints").glob("*/COMMIT.json")
-    step = Commit.decode(commit.read_bytes(), str(commit.parent)).step
-    assert 9 <= step == command.rows_logged() < STEPS
-    command.finish(ranks)
-    assert command.rows_logged() == STEPS  # no step was done twice
-    assert command.rows() == undisturbed(ranks).rows()
-    assert command.model_sha256() == undisturbed(ranks).model_sha256()
-
-
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -152,13 +113,16 @@ print(sorted({{m.partition(".")[0] for m in sys.modules}} & {{"pipelines", "boto
         (yaml.safe_dump(CONFIG), "contains no train_*.bin shards; give a folder of tokenize, llm.c or nanoGPT"),
     ],
 )
-def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, body: str, line: str) -> None:
+def test_a_user_error_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], body: str, line: str
+) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(body)
-    result = python("-m", "trainer", str(config), "--data", str(tmp_path), "--out", str(tmp_path / "out"))
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and line in result.stderr and result.stderr.count("\n") == 1
+    monkeypatch.setattr("sys.argv", ["trainer", str(config), "--data", str(tmp_path), "--out", str(tmp_path / "out")])
+    with signals_unchanged():
+        assert main() == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and line in err and err.count("\n") == 1
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
