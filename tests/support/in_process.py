@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
+from unittest import mock
 
 import pytest
 
@@ -95,12 +96,14 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
     from pipelines.tracking import ledger
 
     began, out, err, code = time.time(), Output(), StringIO(), 0
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch, signals_unchanged(), redirect_stdout(out), redirect_stderr(err):
-        for name in set(os.environ) - set(environment):
-            patch.delenv(name)
-        for name, value in environment.items():
-            patch.setenv(name, value)
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        mock.patch.dict(os.environ, environment, clear=True),
+        signals_unchanged(),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
         patch.chdir(folder)
         patch.setattr("sys.argv", ["skytrain", *arguments])
         patch.setattr(train, "start_torchrun", start_ranks_here)
@@ -115,6 +118,7 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
             traceback.print_exc()
         finally:
             torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision(precision)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 

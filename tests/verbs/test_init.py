@@ -2,10 +2,10 @@
 
 import os
 import subprocess
-import sys
 import uuid
 from pathlib import Path
 
+import in_process
 import pytest
 import yaml
 from servers import S3Account
@@ -15,7 +15,6 @@ from pipelines.verbs.plan import clouds_of
 from trainer.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SKYTRAIN = [sys.executable, "-c", "from pipelines.cli import main; main()"]
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
@@ -24,15 +23,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*SKYTRAIN, *arguments],
-        cwd=folder,
-        env=environment(folder, **more),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return in_process.skytrain(folder, environment(folder, **more), *arguments)
 
 
 def written(folder: Path, text: str) -> Path:
