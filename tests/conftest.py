@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU, or takes long without one"))
+    # The longest first, so that no worker has one left at the end.
+    items.sort(key=lambda item: (item.path.stem != "test_cluster", item.get_closest_marker("slow") is None))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

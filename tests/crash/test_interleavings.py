@@ -143,6 +143,7 @@ class Interleavings(RuleBasedStateMachine):
         process = self.of(choice)
         process.threads[-1 if not process.threads[-1].done else 0].fault = fault
 
+    @precondition(lambda self: not self.world.living())  # a run does not read its own commits again
     @rule()
     def corrupt(self) -> None:
         self.world.corrupt()
