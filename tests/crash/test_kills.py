@@ -1,7 +1,7 @@
 """Real processes that are killed: the run resumes, and ends like an undisturbed one, bit for bit.
 
 test_interleavings.py has every interleaving of the store's operations; here are the signals, the processes and the
-servers that a simulation cannot have. A full disk: tests/artifacts/test_disk.py. A lost node: tests/nodes.
+servers that a simulation cannot have. A full disk: test_disk.py. A lost node: tests/nodes.
 """
 
 import json
