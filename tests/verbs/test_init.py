@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
     return in_process.skytrain(folder, environment(folder, **more), *arguments)
+
+
+def in_a_process(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
+    """SkyPilot keeps what it finds at its first import."""
+    command = [sys.executable, "-c", "from pipelines.cli import main; main()", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment(folder, **more), capture_output=True, text=True)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -64,7 +71,7 @@ def test_an_option_wins_over_the_environment_and_both_over_the_file(tmp_path: Pa
 def test_a_launch_takes_place_budget_and_image_of_the_file_unless_an_option_gives_them(tmp_path: Path) -> None:
     written(tmp_path, "store: runs\ninfra: lambda\nbudget: 7\nimage: example.org/me/skytrain:1\n")
     more = {"SKYPILOT_API_SERVER_ENDPOINT": "http://127.0.0.1:9"}
-    job = skytrain(tmp_path, "launch", "smoke", "--dry-run", "--budget", "9", **more).stdout
+    job = in_a_process(tmp_path, "launch", "smoke", "--dry-run", "--budget", "9", **more).stdout
     assert "SKYTRAIN_BUDGET: '9'" in job and "SKYTRAIN_IMAGE: example.org/me/skytrain:1" in job
     assert "infra: lambda" in job and "infra: aws" not in job and f"SKYTRAIN_STORE: file://{tmp_path}/runs" in job
 
@@ -123,7 +130,7 @@ def test_init_writes_the_file_checks_the_bucket_and_replaces_no_file_without_a_w
 
     more = moto_server.environment | {"SKYPILOT_API_SERVER_ENDPOINT": "http://127.0.0.1:9"}
     options = ("init", "--store", f"s3://none-{uuid.uuid4().hex[:12]}/runs", "--tracking", "off", "--budget", "25")
-    done = skytrain(tmp_path, *options, **more)
+    done = in_a_process(tmp_path, *options, **more)
     assert done.returncode == 2 and "there is no such bucket" in done.stdout and "infra/aws/stack.yaml" in done.stdout
     text = (tmp_path / "skytrain.yaml").read_text()
     assert yaml.safe_load(text) == {"store": options[2], "tracking": "off", "budget": 25}
@@ -131,5 +138,5 @@ def test_init_writes_the_file_checks_the_bucket_and_replaces_no_file_without_a_w
 
     done = skytrain(tmp_path, "init", "--store", "runs", **more)
     assert done.returncode == 2 and done.stderr.startswith("error: init: skytrain.yaml exists; edit it, or add --repl")
-    done = skytrain(tmp_path, "init", "--store", "runs", "--replace", **more)
+    done = in_a_process(tmp_path, "init", "--store", "runs", "--replace", **more)
     assert done.returncode == 0 and "is writable, and refuses a second create" in done.stdout
