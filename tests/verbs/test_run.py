@@ -58,7 +58,7 @@ def test_inputs_that_evaluate_cannot_read_are_refused_before_the_training(
         path.write_text("no item\n")
     for field, path in (("core", bundle), ("hellaswag", items)):
         recipe = load_recipe("smoke", [f"evaluate.{field}={path}"])
-        with pytest.raises(UserError, match=r"copa.jsonl: line 1|hellaswag.jsonl: not a jsonl file"):
+        with pytest.raises(UserError, match=r"(copa|hellaswag).jsonl: line 1"):
             refuse_what_ends_late(recipe, lambda: list(STAGES), launched=False)
         refuse_what_ends_late(recipe, lambda: list(STAGES), launched=True)
         refuse_what_ends_late(recipe, lambda: ["evaluate", "export"], launched=False)
