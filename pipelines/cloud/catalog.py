@@ -9,6 +9,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import cache
 from typing import Any
 
+from pipelines.job.prices import price_of
 from pipelines.tracking.records import Machine
 from trainer.errors import UserError
 
@@ -45,11 +46,6 @@ def offers(cloud: str, node: str, region: str | None = None) -> list[Machine]:
         ) from error
     there = (machine for machine in found if region in (None, machine.region))
     return sorted(there, key=lambda m: (price_of(m), m.region or "", m.instance or ""))
-
-
-def price_of(machine: Machine) -> float:
-    """Dollars an hour of one node; infinite if it is unknown."""
-    return math.inf if machine.usd_per_hour is None else machine.usd_per_hour
 
 
 def parse_node(node: str) -> tuple[str, int]:

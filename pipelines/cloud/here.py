@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.bench.throughput import Throughput, gpu_count, speed_on
 from pipelines.cloud.planner import evaluated_tokens, tokenize_hours, tokens_of, training_tokens, workload
-from pipelines.cloud.prices import gpus_here
-from pipelines.cloud.throughput import Throughput, gpu_count, speed_on
+from pipelines.job.prices import gpus_here
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
 from trainer.amounts import state_bytes

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.bench.throughput import trains_on_a_small_gpu
 from pipelines.cloud.checks import Finding, broken
 from pipelines.cloud.claims import claim_launch, name_jobs, refuse_second_launch
 from pipelines.cloud.egress import place_of
@@ -28,7 +29,6 @@ from pipelines.cloud.skypilot import (
     submit_job,
 )
 from pipelines.cloud.tasks import CLUSTERS, MachineRequest, ManagedJob, managed_job
-from pipelines.cloud.throughput import trains_on_a_small_gpu
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, check_export, missing
 from pipelines.text.tokenizer import keep_tokenizer

@@ -13,11 +13,7 @@ from typing import Any, NamedTuple
 
 from pipelines.artifacts.manifest import ArtifactPlan, find
 from pipelines.artifacts.traffic import GB
-from pipelines.cloud.catalog import CLOUDS, offers, price_of
-from pipelines.cloud.egress import Place, place_of, with_traffic
-from pipelines.cloud.preflight import text_is_only_here
-from pipelines.cloud.start_up import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
-from pipelines.cloud.throughput import (
+from pipelines.bench.throughput import (
     OwnSpeed,
     Throughput,
     check_gpus,
@@ -27,6 +23,11 @@ from pipelines.cloud.throughput import (
     speed_on,
     trains_on_a_small_gpu,
 )
+from pipelines.cloud.catalog import CLOUDS, offers
+from pipelines.cloud.egress import Place, place_of, with_traffic
+from pipelines.cloud.preflight import text_is_only_here
+from pipelines.job.deadline import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
+from pipelines.job.prices import price_of
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.text.sources import declared_tokens

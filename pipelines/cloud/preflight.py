@@ -7,10 +7,10 @@ from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from pipelines.bench.throughput import check_gpus
 from pipelines.cloud.checks import Finding, broken, check_image_name, is_loopback, mlflow_answers, store_commits
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import CLUSTERS, ManagedJob
-from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import LLMC, Recipe, TokensConfig
 from pipelines.stages.export import NEEDS
 from pipelines.stages.measures import read_source, verify_items

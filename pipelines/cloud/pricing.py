@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from pipelines.artifacts.manifest import ArtifactPlan
-from pipelines.cloud.catalog import offers, price_of
+from pipelines.cloud.catalog import offers
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.deadline import least_slack_seconds
 from pipelines.cloud.egress import Place, with_traffic
 from pipelines.cloud.planner import CloudPlan, Limits, plan_run, workload
-from pipelines.cloud.prices import prices_json
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.skypilot import cluster_usd_per_hour
 from pipelines.cloud.tasks import MachineRequest, ManagedJob, Task, in_trial_order
+from pipelines.job.deadline import least_slack_seconds
+from pipelines.job.prices import price_of, prices_json
 from pipelines.recipe import Recipe
 from pipelines.tracking.records import Machine
 from pipelines.tracking.runs import find_run

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from pipelines.cloud.throughput import speed_on
+from pipelines.bench.throughput import speed_on
 from pipelines.recipe import load_recipe, shipped
 
 # At Lambda's on-demand price. Source: SkyPilot's catalog, read 2026-11.

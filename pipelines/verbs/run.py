@@ -28,7 +28,7 @@ from trainer.errors import EXIT_DONE, Interrupted, Stopped, StoreUnavailable, Us
 
 if TYPE_CHECKING:
     from pipelines.artifacts.manifest import ArtifactPlan
-    from pipelines.cloud.budget import Budget
+    from pipelines.job.budget import Budget
     from pipelines.nodes.address import NodeAddress
     from pipelines.pipeline import Pipeline
     from pipelines.recipe import Recipe
@@ -74,7 +74,7 @@ def run(
     """Make every artifact of a recipe that is missing; resume after an interruption."""
     from pipelines.artifacts.store import open_store
     from pipelines.artifacts.traffic import counted_together
-    from pipelines.cloud.notice import watching
+    from pipelines.job.notice import watching
     from pipelines.nodes.address import let_workers_exit_first, this_node
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
@@ -199,7 +199,7 @@ def after_signal(
     unless_stopped: bool,
 ) -> Exception:
     """The exception that ends a run on this node after a signal has ended its command. Recorded in the store."""
-    from pipelines.cloud.prices import billing_here
+    from pipelines.job.prices import billing_here
     from pipelines.nodes.address import let_workers_exit_first, this_node
     from pipelines.nodes.torchrun import signal_name
     from pipelines.pipeline import record_crash
@@ -235,8 +235,8 @@ def pipeline_here(
     stop: "StopSignal",
 ) -> "Pipeline":
     """The pipeline of a run on this machine, with its watches."""
-    from pipelines.cloud.deadline import DeadlineWatch, deadline_here, is_standby
-    from pipelines.cloud.prices import billing_here
+    from pipelines.job.deadline import DeadlineWatch, deadline_here, is_standby
+    from pipelines.job.prices import billing_here
     from pipelines.pipeline import Pipeline
     from pipelines.stage import run_name
     from pipelines.tracking.ledger import process_began
@@ -262,7 +262,7 @@ def pipeline_here(
 
 def budget_of(pipeline: "Pipeline", usd: float) -> "Budget":
     """The limit that stops a pipeline before its run costs more than `usd`."""
-    from pipelines.cloud.budget import Budget
+    from pipelines.job.budget import Budget
 
     batch_tokens = pipeline.recipe.train.batch_tokens
     return Budget(usd, pipeline.billing, pipeline.store, pipeline.run, batch_tokens, pipeline.stop)

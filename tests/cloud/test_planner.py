@@ -9,6 +9,7 @@ import pytest
 import yaml
 from sky_catalog import ROWS
 
+from pipelines.bench.throughput import speed_on
 from pipelines.cloud import planner, pricing
 from pipelines.cloud.egress import Place
 from pipelines.cloud.planner import (
@@ -26,9 +27,8 @@ from pipelines.cloud.planner import (
     training_tokens,
 )
 from pipelines.cloud.request import LaunchRequest
-from pipelines.cloud.start_up import WAIT_SECONDS
 from pipelines.cloud.tasks import managed_job
-from pipelines.cloud.throughput import speed_on
+from pipelines.job.deadline import WAIT_SECONDS
 from pipelines.recipe import CORE_TOKENS, load_recipe, shipped
 from pipelines.show.cloud_plan import print_cloud_plan
 from pipelines.stage import plans_of, run_name

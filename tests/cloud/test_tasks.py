@@ -11,10 +11,10 @@ import pytest
 import yaml
 from cloud_support import KEYS
 
-from pipelines.cloud.deadline import DEADLINE
+from pipelines.bench.throughput import trains_on_a_small_gpu
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import MachineRequest, Task, in_trial_order, managed_job
-from pipelines.cloud.throughput import trains_on_a_small_gpu
+from pipelines.job.deadline import DEADLINE
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
 from trainer.errors import UserError

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipelines.bench.measurements import Speed, measurements
-from pipelines.cloud.throughput import (
+from pipelines.bench.throughput import (
     RUN_SHARE,
     OwnSpeed,
     check_gpus,

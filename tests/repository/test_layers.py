@@ -16,6 +16,7 @@ LAYERS = (
     ("pipelines.verbs",),
     ("pipelines.show",),
     ("pipelines.cloud",),
+    ("pipelines.job",),
     ("pipelines.stages",),
     ("pipelines.serve",),
     (

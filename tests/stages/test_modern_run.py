@@ -8,7 +8,7 @@ import pytest
 from pipeline_runs import FOLDER_NAME, TINY, Project, assert_as_undisturbed, committed
 from safetensors.torch import save_file
 
-from pipelines.cloud.throughput import speed_on
+from pipelines.bench.throughput import speed_on
 from pipelines.recipe import load_recipe
 from pipelines.weight_sources import check_model
 from trainer.errors import UserError

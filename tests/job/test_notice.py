@@ -13,8 +13,8 @@ import pytest
 from metadata_servers import END, Cloud, Ec2Cloud, Everything, GceCloud, Handler
 from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, TINY, Project
 
-from pipelines.cloud import notice
-from pipelines.cloud.notice import Metadata, detect_source, utc_time, watching
+from pipelines.job import notice
+from pipelines.job.notice import Metadata, detect_source, utc_time, watching
 from pipelines.show.console import TerminalScreen
 from trainer.errors import UserError
 from trainer.process import StopSignal
@@ -218,7 +218,7 @@ def test_a_run_that_gets_notice_commits_its_last_step_and_the_next_run_resumes_a
     project, command = Project(tmp_path / FOLDER_NAME, recipe), ["run", "tiny.yaml", "--stage", "train"]
     cloud = start(Ec2Cloud())
     project.environment |= {"SKYTRAIN_NOTICE": "ec2", "SKYTRAIN_NOTICE_ENDPOINT": cloud.endpoint}
-    code = f"from pipelines.cloud import notice; notice.POLL_SECONDS = 0.05; {SHIPPED_CLI}"
+    code = f"from pipelines.job import notice; notice.POLL_SECONDS = 0.05; {SHIPPED_CLI}"
     with project.started(*command, code=code) as process:
         project.wait_until(lambda: project.rows_logged() >= 3, process)
         (torchrun,) = psutil.Process(process.pid).children()

@@ -11,7 +11,7 @@ from cloud_support import Signal
 from pipeline_runs import FOLDER_NAME, Project
 
 from pipelines.artifacts.manifest import ArtifactPlan
-from pipelines.cloud.deadline import (
+from pipelines.job.deadline import (
     AFTER_TRAINING_SECONDS,
     DEADLINE,
     DeadlineWatch,

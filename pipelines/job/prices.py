@@ -6,20 +6,25 @@ A price that it can't find is unknown, and never counts as 0.
 """
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from pipelines.cloud.catalog import price_of
-from pipelines.cloud.notice import ENDPOINT, Ec2, Gce, Metadata, NoticeSource
+from pipelines.job.notice import ENDPOINT, Ec2, Gce, Metadata, NoticeSource
 from pipelines.tracking.records import Billing, Machine
 from trainer.errors import UserError
 from trainer.stored import DamagedRecord, NewerRecord, typed
 
 METADATA: dict[str, Callable[[Metadata], NoticeSource]] = {"aws": Ec2, "gcp": Gce}
 TRIES = 3  # the cost of a whole attempt depends on the answer
+
+
+def price_of(machine: Machine) -> float:
+    """Dollars an hour of one node; infinite if it is unknown."""
+    return math.inf if machine.usd_per_hour is None else machine.usd_per_hour
 
 
 def prices_json(machines: Iterable[Machine]) -> str:
@@ -113,7 +118,7 @@ def gpus_here() -> str | None:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
         return None
-    from pipelines.cloud.throughput import gpu_named  # reads the measured figures
+    from pipelines.bench.throughput import gpu_named  # reads the measured figures
 
     names = [name for name in listed if name.strip()]
     return f"{gpu_named(names[0])}:{len(names)}" if names else None

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_runs import FOLDER_NAME, STEPS, Project
 
-from pipelines.cloud.budget import (
+from pipelines.job.budget import (
     LEAVE_SECONDS,
     TEARDOWN_SECONDS,
     Budget,

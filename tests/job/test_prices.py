@@ -14,10 +14,10 @@ from metadata_servers import Cloud, Ec2Cloud, GceCloud
 
 from pipelines.artifacts.store import S3Store
 from pipelines.artifacts.traffic import GB
-from pipelines.cloud import prices
+from pipelines.bench.throughput import peak_of
 from pipelines.cloud.egress import Place, place_of, usd_per_gb, with_traffic
-from pipelines.cloud.prices import billing_here, prices_json
-from pipelines.cloud.throughput import peak_of
+from pipelines.job import prices
+from pipelines.job.prices import billing_here, prices_json
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.ledger import traffic_seconds
 from pipelines.tracking.records import Heartbeat, Machine, Progress

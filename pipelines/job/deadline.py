@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipelines.cloud.prices import prices_from_environment
-from pipelines.cloud.start_up import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
+from pipelines.job.prices import prices_from_environment
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account
 from pipelines.tracking.forecast import training_seconds
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
     from pipelines.stage import Work
 
 DEADLINE = "SKYTRAIN_DEADLINE"
+WAIT_SECONDS = 180.0  # until there is a node, first and after a preemption; on a local Slurm 25 to 40 s were measured
+START_SECONDS = 120.0  # billed: boot, image, interpreter
+INSTALL_SECONDS = 180.0  # billed, without an image: 4 GB of packages from PyPI, unpacked
 RETRAINED_SECONDS = 300.0  # at most the interval between two commits
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is up
 POLL_SECONDS = 600.0  # on the standby, until SkyPilot tries to get spot again
@@ -146,7 +148,7 @@ class DeadlineWatch:
 
 def rules_for(work: "Work", deadline: float) -> tuple[DeadlineRules, float]:
     """The rules, and the seconds of training that are left. UserError if these can't be known."""
-    from pipelines.cloud.throughput import speed_on  # reads the measured figures
+    from pipelines.bench.throughput import speed_on  # reads the measured figures
 
     recipe, train, here = work.recipe, work.recipe.train, work.attempt.latest
     attempts = [one for one in read_run(work.store, here.run).account.attempts if one.stage == "train"]

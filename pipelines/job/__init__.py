@@ -1,0 +1,1 @@
+"""What runs inside a job: its price, its budget, its deadline, and the preemption notices of its machine."""
