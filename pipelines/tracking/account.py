@@ -7,8 +7,8 @@ seconds of phases, are machine time: two nodes for an hour are two hours. Every 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any, TypeVar
 
 from pipelines.artifacts.traffic import GB
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
@@ -51,6 +51,9 @@ class TrafficCost:
     usd: float = 0.0  # of the bytes and requests of known price
     unpriced_bytes: int = 0  # the bytes of unknown price
     requests: int = 0  # that write, list or read
+
+
+Total = TypeVar("Total", Cost, TrafficCost)
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def account(
         interruptions += _interruption_costs(on_artifact)
         tokens += tokens_before(sum(a.steps_kept for a in on_artifact))
     attempts.sort(key=lambda a: (a.started, a.prefix, a.number))
-    traffic = total_traffic(a.traffic for a in attempts)
+    traffic = _total(TrafficCost, (a.traffic for a in attempts))
     total = total_cost(a.bill for a in attempts)
     trained = [_phase_cost(a, "train").hours for a in attempts]
     without_waits = math.fsum(a.bill.hours for a in attempts if not a.waited)
@@ -254,24 +257,14 @@ def merge_waits(attempts: Iterable[AttemptAccount]) -> Iterator[tuple[str, Attem
 
 def total_cost(costs: Iterable[Cost]) -> Cost:
     """The sum of several costs."""
-    several = list(costs)
-    return Cost(
-        math.fsum(cost.hours for cost in several),
-        math.fsum(cost.usd for cost in several),
-        math.fsum(cost.unpriced_hours for cost in several),
-    )
+    return _total(Cost, costs)
 
 
-def total_traffic(several: Iterable[TrafficCost]) -> TrafficCost:
-    """The sum of several."""
-    listed = list(several)
-    return TrafficCost(
-        sum(one.sent_bytes for one in listed),
-        sum(one.received_bytes for one in listed),
-        math.fsum(one.usd for one in listed),
-        sum(one.unpriced_bytes for one in listed),
-        sum(one.requests for one in listed),
-    )
+def _total(kind: type[Total], several: Iterable[Total]) -> Total:
+    """The sum, field by field. That of floats is exact, so that their order does not matter."""
+    columns = zip(*map(astuple, several), strict=True)
+    sums: list[Any] = [sum(one) if all(type(value) is int for value in one) else math.fsum(one) for one in columns]
+    return kind(*sums)
 
 
 def traffic_of(beat: Heartbeat) -> TrafficCost:

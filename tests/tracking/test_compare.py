@@ -3,15 +3,13 @@
 import json
 
 import pytest
-from run_records import GONE, RECIPE, RUN, TRAIN, put_heartbeat, recipe_with
+from run_records import GONE, RECIPE, RUN, put_heartbeat, recipe_with
 
 from pipelines.recipe import Recipe
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.compare import compare
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import (
-    read_runs,
     record,
 )
 from pipelines.verbs.report import report
@@ -53,12 +51,3 @@ def test_two_runs_are_compared_at_equal_tokens_and_at_equal_dollars(
     assert "recipe.train.learning_rate" in printed and "at equal dollars" in printed
     with pytest.raises(UserError, match="takes two runs, got 1"):
         report([RUN], store=store.uri, compare=True)
-
-
-def test_runs_of_unknown_price_are_not_compared_by_dollars(store: LocalStore) -> None:
-    priced(store, RUN, RECIPE, {0: 9.0, 50: 5.0}, price=6.0)
-    beat = json.loads(store.get(f"{TRAIN}/attempts/0001/heartbeat.json") or b"")
-    store.put(f"{TRAIN}/attempts/0001/heartbeat.json", json.dumps(beat | {"price_per_hour": None}).encode())
-    (made,) = read_runs(store)
-    compared = compare(made, made)
-    assert compared.at_equal_dollars == [] and compared.differs == {} and len(compared.at_equal_tokens) > 0

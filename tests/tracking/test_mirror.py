@@ -116,15 +116,6 @@ def test_a_redone_step_and_an_interrupted_run_that_goes_on_make_nothing_twice(
     assert seen.points("train", "train/loss") == [(step, 10.0 - step) for step in range(1, 6)]
 
 
-def test_a_param_that_has_changed_becomes_a_tag(store: LocalStore, mlflow_server: str, experiment: str) -> None:
-    attempted(store, "train")
-    recorded(store, "train")
-    mirror = send(store, mlflow_server)
-    mirror._describe(str(mirror.stage_id("train")), {"train.seed": "8"}, {})
-    train = Seen(mlflow_server, experiment).runs["train"]
-    assert train.data.params["train.seed"] != "8" and train.data.tags["param.train.seed"] == "8"
-
-
 def test_a_finished_export_is_one_logged_model_and_one_version_and_latest_good_if_it_passed_a_target(
     store: LocalStore, mlflow_server: str, experiment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,7 +42,7 @@ MODULE = "pipelines.verbs.mirror"
 NO_MLFLOW = 3  # exit code of a child that cannot import mlflow: a restart would not help
 POLL_SECONDS, REFRESH_SECONDS, RESTART_SECONDS = 1.0, 30.0, 30.0
 MEMORY_BYTES = 2 << 30
-ROWS_AT_ONCE = 500
+BYTES_AT_ONCE = 1 << 19  # of events, so some 1,000 rows
 # One thread for numpy and one arena for malloc: on a machine of 100 cores, theirs alone would reach the limit.
 SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONUTF8": "1"}
 
@@ -179,15 +179,11 @@ class Follower:
         """Send rows and samples; the offset moves on once MLflow has them."""
         assert self._events
         with suppress(FileNotFoundError), self._events.open("rb") as file:  # the stage has just finished
-            file.seek(self._offset)
-            while lines := [line for line in file.readlines(ROWS_AT_ONCE << 10) if line.endswith(b"\n")]:
-                rows: list[dict[str, Any]] = []
-                for event in (event_from_json(line.decode()) for line in lines):
-                    if isinstance(event, Row):
-                        rows.append({"step": event.step, "time": event.time, **event.metrics})
-                    elif isinstance(event, Sampled):
-                        rows.append({"step": event.step, "time": 0.0, "samples": event.texts})
-                self.mirror.send_rows(rows)
+            while file.seek(self._offset) < self._events.stat().st_size:
+                lines = [line for line in file.readlines(BYTES_AT_ONCE) if line.endswith(b"\n")]
+                if not lines:
+                    return  # rank 0 is writing the last one
+                self.mirror.send_rows(rows_of(lines))
                 self._offset += sum(map(len, lines))
 
     def _measure(self, train: str) -> None:
@@ -198,3 +194,14 @@ class Follower:
             from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
             SystemMetricsMonitor(train, resume_logging=True, tracking_uri=self.mirror.uri).start()
+
+
+def rows_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The rows and samples among lines of events, without lines that a full disk has cut."""
+    for line in lines:
+        with suppress(ValueError):
+            event = event_from_json(line.decode())
+            if isinstance(event, Row):
+                yield {"step": event.step, "time": event.time, **event.metrics}
+            elif isinstance(event, Sampled):
+                yield {"step": event.step, "samples": event.texts}
