@@ -23,7 +23,7 @@ from pipelines.tracking.account import Account, account, account_tags, cost_metr
 from pipelines.tracking.mlflow.registry import register
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, redacted
 from pipelines.tracking.records import Heartbeat, Progress
-from pipelines.tracking.runs import Run, read_run, state_of
+from pipelines.tracking.runs import Run, find_run, state_of
 from trainer.amounts import tokens_of_steps
 from trainer.errors import UserError
 from trainer.store import Store
@@ -82,7 +82,8 @@ class Mirror:
     def send(self, ended: bool, series: bool = True) -> Run:
         """Send what the store has of the run. `ended`: its command ends, so that results and files are sent, too.
         Returns the snapshot that was sent."""
-        run = read_run(self.store, self.name)
+        run = find_run(self.store, self.name)
+        assert run, f"{self.store.uri} has no run {self.name}"
         began = min((one.beat.started for one in run.heartbeats), default=run.record.updated)
         parent = self._run_id(run, None, began)
         tags = parent_tags(run) | self._tags(run, run.manifests.get("train"))
