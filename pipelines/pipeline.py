@@ -14,7 +14,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
 from pipelines.provenance import provenance
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
-from pipelines.stage import STAGES, Built, Work, all_made, missing, run_name, stage_named
+from pipelines.stage import STAGES, Built, Work, missing, run_name, stage_named
 from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.crashes import after_crash
 from pipelines.tracking.ledger import (
@@ -65,7 +65,7 @@ class Pipeline:
         """Make the missing artifacts up to the stage `until`, and account for them."""
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
         keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
-        if all_made(self.store, self.plans, until):
+        if not missing(self.store, self.plans, until):
             return self._make_all(until)  # nothing to do, and nothing to mirror
         self.mirror.start()
         try:

@@ -175,11 +175,6 @@ def missing(store: Store, plans: Mapping[str, ArtifactPlan], until: str) -> list
     return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(store, plans[stage])]
 
 
-def all_made(store: Store, plans: Mapping[str, ArtifactPlan], until: str) -> bool:
-    """Whether the artifacts of all stages up to `until` exist. The first missing one is the last request."""
-    return all(find(store, plans[stage]) for stage in STAGES[: STAGES.index(until) + 1])
-
-
 def run_name(plans: dict[str, ArtifactPlan]) -> str:
     """A run has the name of its recipe and the fingerprint of its training: the same on every machine."""
     return plans["train"].name

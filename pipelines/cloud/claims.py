@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Self
 
 from pipelines.cloud.skypilot import TaskStatus, managed_tasks, server_name
-from pipelines.tracking.ledger import process_started, this_process
+from pipelines.tracking.ledger import process_exists, this_process
 from pipelines.tracking.records import ProcessId
 from pipelines.tracking.runs import find_run
 from trainer.errors import UserError
@@ -96,9 +96,7 @@ def is_held(store: Store, claim: LaunchClaim, entry: Entry, tasks: list[TaskStat
         return not ended_for_good(store, claim.run, entry.modified)
     if claim.jobs:  # a job that SkyPilot does not know any more is over, too
         return any(task.job in claim.jobs and not task.over for task in tasks)
-    here = this_process()
-    submits = claim.process.pid is not None and process_started(claim.process.pid) == claim.process.started
-    return submits if here.machine == claim.process.machine else True
+    return process_exists(claim) is not False  # it submits the job
 
 
 def ended_for_good(store: Store, run: str, since: float) -> bool:

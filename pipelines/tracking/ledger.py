@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pipelines.artifacts.traffic import GB, Traffic, traffic_here
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
@@ -336,9 +336,17 @@ def is_dead(store: Store, heartbeat: Heartbeat, stored: float) -> bool:
     return not alive if alive is not None else store.clock() - stored > LONG_AGO_SECONDS
 
 
-def process_exists(heartbeat: Heartbeat) -> bool | None:
-    """Whether the process of an attempt still exists; None if this machine cannot know."""
-    here, process = this_process(), heartbeat.process
+class Claim(Protocol):
+    """What a process holds by a numbered object of the store: an attempt, or a launch."""
+
+    @property
+    def process(self) -> ProcessId: ...
+
+
+def process_exists(claim: Claim) -> bool | None:
+    """Whether the process that holds a claim, or one that it started, still exists; None if this machine cannot
+    know."""
+    here, process = this_process(), claim.process
     if here.machine == process.machine:
         starts = ((one.pid, one.started) for one in (process, *process.children))
         return any(pid is not None and process_started(pid) == started for pid, started in starts)

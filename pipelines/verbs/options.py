@@ -65,11 +65,11 @@ Experiment = Annotated[
 ]
 Tags = Annotated[
     list[str] | None,
-    typer.Option("--tag", metavar="NAME=VALUE", help="A tag of one's own in MLflow; can be repeated [SKYTRAIN_TAGS]"),
+    typer.Option("--tag", metavar="NAME=VALUE", help="Add a tag in MLflow; can be repeated [SKYTRAIN_TAGS]"),
 ]
 Step = Annotated[
     int | None,
-    typer.Option("--at", metavar="STEP", min=0, help="The weights of the commit at this step.", show_default=False),
+    typer.Option("--at", metavar="STEP", min=0, help="Use the checkpoint of this step.", show_default=False),
 ]
 Precision = Annotated[
     str | None,

@@ -17,8 +17,7 @@ def pull(
     ] = None,
     store: StoreUri = None,
 ) -> None:
-    """Copy the export of a run to this machine and verify it; the same command continues after an
-    interruption."""
+    """Download and verify the export of a run; the same command continues after an interruption."""
     from pipelines.artifacts.store import open_store
     from pipelines.pull import pull_run
     from pipelines.show.console import say

@@ -46,32 +46,32 @@ def run(
     set_: Changes = None,
     price_per_hour: Annotated[
         float | None,
-        typer.Option(min=0.0, metavar="USD", help="Price of one node of this machine for an hour."),
+        typer.Option(min=0.0, metavar="USD", help="Price of one node for an hour, for the bill."),
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="USD", help="Commit and stop before the whole run costs more; exit code 76."),
+        typer.Option(min=0.001, metavar="USD", help="Save and stop before the whole run costs more; exit code 76."),
     ] = None,
     unless_stopped: Annotated[
         bool,
         typer.Option(
-            "--unless-stopped", help="Exit with 76 after `skytrain stop`; without it, `run` withdraws the request."
+            "--unless-stopped", help="Exit with 76 after `skytrain stop`; without it, `run` withdraws the stop."
         ),
     ] = False,
     exited: Annotated[
         int | None,
         typer.Option(
-            metavar="CODE",
-            help="For scripts, after the same command ended with CODE: exit with it; after a death by a signal (above "
-            "128) with 75 if the run can resume.",
+            hidden=True, metavar="CODE", help="Internal: report that this command was killed with the exit code CODE."
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Run also what takes more than a day here.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Run even if it may take over a day on this machine.")
+    ] = False,
     experiment: Experiment = None,
     tag: Tags = None,
     as_json: Json = False,
 ) -> None:
-    """Make every artifact of a recipe that is missing; resume after an interruption."""
+    """Make the missing artifacts of a recipe; resume after an interruption."""
     from pipelines.artifacts.store import open_store
     from pipelines.artifacts.traffic import counted_together
     from pipelines.job.notice import watching

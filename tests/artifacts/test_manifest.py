@@ -30,7 +30,6 @@ from pipelines.artifacts.manifest import (
     find,
     fingerprint_of,
     read_manifest,
-    scratch,
     upload,
 )
 from trainer.errors import StoreUnavailable, UserError
@@ -116,13 +115,6 @@ def test_no_manifest_names_a_file_that_the_store_lost(store: Store, tmp_path: Pa
     assert commit(store, manifest_of(PLAN, (file,))) == other
 
 
-def test_a_folder_in_the_place_of_a_manifest_is_named(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    store.path_of(f"{PLAN.prefix}/MANIFEST.json").mkdir(parents=True)
-    with pytest.raises(DamagedArtifact, match="MANIFEST.json: is in the way of a manifest, and is none; remove it"):
-        commit(store, manifest_of(PLAN))
-
-
 def test_attempts_never_overwrite_each_others_files(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     for attempt in (1, 2):
@@ -143,18 +135,12 @@ def rotten(**changes: Any) -> bytes:
     [
         b"",
         b"{",
-        b"[]",
-        b"null",
-        b"\xff\xfe",
         rotten()[:-40],
         rotten(identity={"stage": "export", "train": "f" * 64, "dtype": "bfloat16"}),
         rotten(identity={"loss": float("nan")}),
         rotten(fingerprint="0" * 64),
-        rotten(fingerprint=7),
         rotten(label="other"),
-        rotten(stage="unknown"),
         rotten(files=[{"name": "x"}]),
-        rotten(files=7),
     ],
 )
 def test_a_damaged_manifest_is_named_and_refused(tmp_path: Path, body: bytes) -> None:
@@ -169,14 +155,12 @@ def test_a_damaged_manifest_is_named_and_refused(tmp_path: Path, body: bytes) ->
 
 def test_a_manifest_of_a_newer_skytrain_is_no_damaged_one(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    for newer in ({"surprise": 1}, {"format": 2}):
-        values = json.loads(manifest_of(PLAN).to_json()) | newer
-        store.put(f"{PLAN.prefix}/MANIFEST.json", json.dumps(values).encode())
-        with pytest.raises(
-            UserError, match=f"{PLAN.prefix}/MANIFEST.json: written by a newer skytrain .*; upgrade skytrain"
-        ) as refused:
-            find(store, PLAN)
-        assert not isinstance(refused.value, DamagedArtifact)
+    values = json.loads(manifest_of(PLAN).to_json()) | {"format": 2}
+    store.put(f"{PLAN.prefix}/MANIFEST.json", json.dumps(values).encode())
+    newer = f"{PLAN.prefix}/MANIFEST.json: written by a newer skytrain .*; upgrade skytrain"
+    with pytest.raises(UserError, match=newer) as refused:
+        find(store, PLAN)
+    assert not isinstance(refused.value, DamagedArtifact)
 
 
 def test_the_manifest_of_another_artifact_in_its_place_is_refused(tmp_path: Path) -> None:
@@ -192,8 +176,6 @@ def test_the_manifest_of_another_artifact_in_its_place_is_refused(tmp_path: Path
     [
         (None, "it is missing"),
         (b"", f"it is 0 bytes long, but {len(BODY)} bytes in its manifest"),
-        (BODY[:-1], f"it is {len(BODY) - 1} bytes long"),
-        (BODY + b"x", f"it is {len(BODY) + 1} bytes long"),
         (BODY[:1000] + b"\x01" + BODY[1001:], "sha256 differs"),
     ],
 )
@@ -218,17 +200,9 @@ def test_a_damaged_file_is_named_and_refused_until_it_is_whole_again(
     [
         {"name": "../../../../victim/sitecustomize.py"},
         {"name": "/etc/passwd"},
-        {"name": "a/./b"},
-        {"name": ""},
-        {"name": "weights\n.bin"},
-        {"name": 7},
         {"key": "../a0001/weights.bin"},
         {"sha256": "../" * 22},
-        {"sha256": "F" * 64},
-        {"sha256": ""},
         {"size": -1},
-        {"size": 1 << 60},
-        {"size": "12"},
     ],
 )
 def test_a_manifest_whose_files_lead_elsewhere_is_refused_and_nothing_is_fetched(
@@ -241,23 +215,6 @@ def test_a_manifest_whose_files_lead_elsewhere_is_refused_and_nothing_is_fetched
     store.put(f"{PLAN.prefix}/MANIFEST.json", json.dumps(values).encode())
     with pytest.raises(DamagedArtifact, match="remove it to build the artifact again"):
         read_manifest(store, PLAN.prefix)
-
-
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"identity":' * 100_000])
-def test_a_manifest_that_is_nested_without_end_is_refused(tmp_path: Path, body: bytes) -> None:
-    store = LocalStore(tmp_path / "store")
-    store.put(f"{PLAN.prefix}/MANIFEST.json", body)
-    with pytest.raises(DamagedArtifact, match="recursion depth"):
-        read_manifest(store, PLAN.prefix)
-
-
-def test_damage_is_a_user_error() -> None:
-    assert issubclass(DamagedArtifact, UserError)
-
-
-def test_a_file_that_the_manifest_does_not_name_is_refused() -> None:
-    with pytest.raises(DamagedArtifact, match=r"export/tiny-.*/MANIFEST\.json: damaged: it names no model\.bin"):
-        manifest_of(PLAN).file("model.bin")
 
 
 # --- fetching
@@ -334,14 +291,7 @@ def test_a_file_that_was_half_downloaded_when_its_process_was_killed_is_never_us
     assert [p for p in cache.rglob("*") if p.is_file() and p.stat().st_size] == [path]
 
 
-def test_a_fetched_file_is_not_fetched_again(remote_store: Store, tmp_path: Path) -> None:
-    manifest = finished(remote_store, tmp_path)
-    path = fetch(remote_store, PLAN.prefix, manifest.files[0], tmp_path / "cache")
-    remote_store.delete(f"{PLAN.prefix}/{manifest.files[0].key}")
-    assert fetch(remote_store, PLAN.prefix, manifest.files[0], tmp_path / "cache") == path
-
-
-@pytest.mark.parametrize("name", ["lock", "a/lock", "weights.bin.arriving", "copy", "lock-0"])
+@pytest.mark.parametrize("name", ["a/lock", "weights.bin.arriving"])
 def test_a_file_of_any_name_is_fetched_and_verified(remote_store: Store, tmp_path: Path, name: str) -> None:
     (tmp_path / "weights.bin").write_bytes(BODY)
     files = [upload(remote_store, PLAN.prefix, 1, tmp_path / "weights.bin", each) for each in ("weights.bin", name)]
@@ -353,12 +303,6 @@ def test_a_file_of_any_name_is_fetched_and_verified(remote_store: Store, tmp_pat
     for _ in range(2):
         with pytest.raises(DamagedArtifact, match="sha256 differs"):
             fetch(remote_store, PLAN.prefix, rotten, cache)
-
-
-def test_two_stores_have_scratch_of_their_own(tmp_path: Path) -> None:
-    one, other = (scratch(tmp_path, LocalStore(tmp_path / name), PLAN.prefix) for name in ("a", "b"))
-    assert one != other and one == scratch(tmp_path, LocalStore(tmp_path / "a"), PLAN.prefix)
-    assert one.is_relative_to(tmp_path / "work") and one.parts[-2:] == tuple(PLAN.prefix.split("/"))
 
 
 # --- identities
@@ -379,18 +323,6 @@ def test_a_fingerprint_depends_neither_on_order_nor_on_being_stored(identity: di
     assert fingerprint_of(json.loads(json.dumps(identity))) == fingerprint
 
 
-def test_an_identity_without_a_canonical_form_is_no_identity() -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        fingerprint_of({"loss": float("nan")})
-    with pytest.raises(TypeError):
-        fingerprint_of({"path": Path("x")})
-
-
-def test_a_fingerprint_is_the_sha256_of_sorted_json_without_spaces() -> None:
-    text = '{"a":[1,2.5,null],"b":{"c":"\\u00fc"}}'
-    assert fingerprint_of({"b": {"c": "ü"}, "a": [1, 2.5, None]}) == sha256(text.encode()).hexdigest()
-
-
 def test_differences_name_the_fields_and_both_values() -> None:
     here = {"train": {"lr": 1e-3, "steps": 5, "clip": None}, "model": {"n": 1}, "list": [1, 2]}
     there = {"train": {"lr": 2e-3, "steps": 5}, "model": {"n": 1, "m": 2}, "list": [1, 3], "new": "x"}
@@ -400,8 +332,3 @@ def test_differences_name_the_fields_and_both_values() -> None:
         "model.m": (None, 2),
         "new": (None, "x"),
     }
-
-
-@given(IDENTITIES)
-def test_an_identity_does_not_differ_from_itself(identity: dict[str, Any]) -> None:
-    assert differences(identity, json.loads(json.dumps(identity))) == {}

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import logging
 import os
 import socket
@@ -12,14 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
-import botocore.auth
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from servers import Daemon, Fault, FaultyProxy, S3Account, free_ports
+from servers import Fault, FaultyProxy, S3Account, free_ports
 
 import trainer.store
 from pipelines.artifacts import store as s3
@@ -69,14 +66,6 @@ class TestEveryStore:
             store.download("not/there", target)
         assert not target.exists()
 
-    def test_a_folder_of_keys_is_no_object(self, store: Store, tmp_path: Path) -> None:
-        store.put("a/b/c", b"x")
-        assert store.get("a/b") is None
-        store.delete("a/b")
-        with pytest.raises(FileNotFoundError):
-            store.download("a/b", tmp_path / "out")
-        assert store.get("a/b/c") == b"x"
-
     def test_create_never_replaces(self, store: Store) -> None:
         assert store.create("commit", b"first") is True
         assert store.create("commit", b"second") is False
@@ -99,31 +88,12 @@ class TestEveryStore:
             assert won.count(True) == 1
             assert store.get(f"race/{number}") == b"racer %d" % won.index(True)
 
-    def test_readers_of_a_key_that_is_replaced_see_whole_versions_only(self, store: Store) -> None:
-        versions = [bytes([65 + n]) * (200_000 + n) for n in range(4)]
-        store.put("state", versions[0])
-        done = threading.Event()
-
-        def write() -> None:
-            for number in range(24):
-                store.put("state", versions[number % 4])
-            done.set()
-
-        seen: list[bytes | None] = []
-        with ThreadPoolExecutor(1) as pool:
-            writing = pool.submit(write)
-            while not done.is_set() and not writing.done():
-                seen.append(store.get("state"))
-            writing.result()
-        assert seen
-        assert set(seen) <= set(versions)
-
     def test_a_big_file_comes_back_with_the_same_bytes(self, store: Store, tmp_path: Path) -> None:
         source, target = tmp_path / "source", tmp_path / "new" / "folder" / "target"
         source.write_bytes(os.urandom(BIG))
         store.upload(source, "shards/train_000000.bin")
-        store.download("shards/train_000000.bin", target, (arrived := hashlib.sha256()).update)
-        assert _sha256(target) == _sha256(source) == arrived.hexdigest()
+        store.download("shards/train_000000.bin", target)
+        assert _sha256(target) == _sha256(source)
         assert [(entry.key, entry.size) for entry in store.entries("")] == [("shards/train_000000.bin", BIG)]
         assert os.listdir(target.parent) == ["target"]
 
@@ -133,25 +103,9 @@ class TestEveryStore:
             source.write_bytes(os.urandom(size))
             target.write_bytes(b"what was there before, longer than some" * 10)
             store.upload(source, f"file-{size}")
-            store.download(f"file-{size}", target, (arrived := hashlib.sha256()).update)
+            store.download(f"file-{size}", target)
             assert target.stat().st_size == size
-            assert _sha256(target) == _sha256(source) == arrived.hexdigest(), size
-
-    def test_empty_objects_exist(self, store: Store) -> None:
-        assert store.create("empty", b"") is True
-        assert store.create("empty", b"something") is False
-        assert store.get("empty") == b""
-        assert [entry.size for entry in store.entries("empty")] == [0]
-
-    def test_upload_replaces_and_a_missing_source_stores_nothing(self, store: Store, tmp_path: Path) -> None:
-        source = tmp_path / "source"
-        source.write_bytes(b"new")
-        store.put("key", b"old, longer")
-        store.upload(source, "key")
-        assert store.get("key") == b"new"
-        with pytest.raises(FileNotFoundError):
-            store.upload(tmp_path / "absent", "other")
-        assert store.get("other") is None
+            assert _sha256(target) == _sha256(source), size
 
     def test_a_check_ends_an_upload_and_no_object_is_there(self, store: Store, tmp_path: Path) -> None:
         source = tmp_path / "large"
@@ -177,12 +131,6 @@ class TestEveryStore:
         assert all(entry.size == len(entry.key.encode()) for entry in found)
         # S3 has whole seconds.
         assert all(before - 2 <= entry.modified <= time.time() + 2 for entry in found)
-
-    def test_the_clock_is_that_of_the_entries(self, store: Store) -> None:
-        before = store.clock()
-        store.put("a", b"")
-        (entry,) = store.entries("")
-        assert before - 2 <= entry.modified <= store.clock() + 2
 
     def test_a_prefix_is_text_and_hides_everything_else(self, store: Store) -> None:
         for key in ["train/a-1/x", "train/a-1/y/z", "train/a-12/x", "trainer", "evaluate/a-1/x"]:
@@ -238,28 +186,12 @@ class TestEveryStore:
                     operation(key)
         assert store.entries("") == []
 
-    def test_prefixes_that_leave_the_store_are_refused(self, store: Store) -> None:
-        for prefix in ["../", "/", "a/../"]:
-            with pytest.raises(ValueError, match="not a key"):
-                store.entries(prefix)
-
     def test_its_uri_opens_it_again(self, store: Store) -> None:
         store.put("a", b"here")
         again = open_store(store.uri)
         assert again.uri == store.uri
         assert type(again) is type(store)
         assert again.get("a") == b"here"
-
-    def test_another_process_finds_it_by_its_uri(self, store: Store) -> None:
-        store.put("a", b"from the child")
-        code = (
-            "import sys; from pipelines.artifacts.store import open_store; "
-            "sys.stdout.buffer.write(open_store(sys.argv[1]).get('a'))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, store.uri], capture_output=True, timeout=60, env=_with_repository()
-        )
-        assert done.stdout == b"from the child", done.stderr.decode()
 
 
 class TestLocalStore:
@@ -333,17 +265,6 @@ class TestLocalStore:
         aside.rename(store.root)
         assert store.get("run/a") == b"x"
 
-    def test_a_read_that_fails_is_no_missing_object(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = LocalStore(tmp_path)
-        store.put("a", b"x")
-
-        def stale(*_: object) -> int:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-        monkeypatch.setattr(trainer.store, "_open_file", stale)
-        with pytest.raises(StoreUnavailable, match=f"{tmp_path}/a: Stale file handle"):
-            store.get("a")
-
     def test_a_failed_write_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = LocalStore(tmp_path)
         store.put("run/a", b"old")
@@ -378,33 +299,6 @@ class TestLocalStore:
                 assert body is not None
                 assert body == body[:6] * 50_000
 
-    def test_deleting_the_last_object_removes_its_folders(self, tmp_path: Path) -> None:
-        store = LocalStore(tmp_path)
-        store.put("a/b/c", b"")
-        store.put("a/d", b"")
-        store.delete("a/b/c")
-        assert [path.name for path in (tmp_path / "a").iterdir()] == ["d"]
-        store.delete("a/d")
-        assert list(tmp_path.iterdir()) == []
-
-    def test_writers_survive_a_neighbour_that_empties_their_folder(self, tmp_path: Path) -> None:
-        store = LocalStore(tmp_path)
-
-        def churn(name: str) -> None:
-            for _ in range(60):
-                assert store.create(f"folder/{name}", b"x")
-                store.delete(f"folder/{name}")
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(churn, "abcd"))
-        assert store.entries("") == []
-
-    def test_artifacts_are_read_in_place(self, tmp_path: Path) -> None:
-        store = LocalStore(tmp_path)
-        store.put("a/b", b"here")
-        assert store.path_of("a/b") == tmp_path / "a" / "b"
-        assert store.path_of("a/b").read_bytes() == b"here"
-
     @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(key=st.text(max_size=40))
     def test_no_key_leads_out_of_the_root(self, tmp_path: Path, key: str) -> None:
@@ -416,12 +310,6 @@ class TestLocalStore:
         assert tmp_path in path.parents
         assert path.relative_to(tmp_path).as_posix() == key
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="needs a user other than root, whom permissions bind")
-    def test_a_folder_without_write_permission_is_a_user_error(self, tmp_path: Path) -> None:
-        tmp_path.chmod(0o500)
-        with pytest.raises(UserError, match="not writable"):
-            LocalStore(tmp_path / "store").put("a", b"")
-
 
 class TestOpenStore:
     def test_paths_and_file_uris_are_local_and_shown_absolute(
@@ -432,24 +320,10 @@ class TestOpenStore:
         for uri in ["my store", "./my store/", "file://my store", expected, f"{tmp_path}/my store"]:
             assert open_store(uri).uri == expected
 
-    def test_opening_writes_nothing(self, tmp_path: Path) -> None:
-        assert open_store(str(tmp_path / "new")).entries("") == []
-        assert not (tmp_path / "new").exists()
-
-    @pytest.mark.parametrize("uri", ["s3://bucket", "s3://bucket/", "s3://bucket/a/b", "s3://bucket/a/b/"])
-    def test_s3_uris_have_an_optional_prefix(self, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-        monkeypatch.delenv("AWS_PROFILE", raising=False)
-        assert open_store(uri).uri == uri.rstrip("/")
-
     @pytest.mark.parametrize("uri", ["", "gs://b/p", "s3://", "s3:/b", "file://", "https://host/x", "s3:b"])
     def test_any_other_uri_is_refused_with_valid_examples(self, uri: str) -> None:
         with pytest.raises(UserError, match=r"s3://BUCKET/PREFIX, file://PATH"):
             open_store(uri)
-
-    def test_a_prefix_that_no_key_can_have_is_refused(self) -> None:
-        with pytest.raises(UserError, match="s3://bucket/../else"):
-            open_store("s3://bucket/../else")
 
     def test_a_file_is_no_store(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"")
@@ -457,25 +331,6 @@ class TestOpenStore:
             open_store(str(tmp_path / "file"))
         with pytest.raises(UserError, match="file is a file"):
             open_store(str(tmp_path / "file" / "below"))
-
-    @pytest.mark.parametrize(
-        ("uri", "reason"),
-        [
-            ("~nosuch/x", "there is no such user"),
-            ("a" * 300, "File name too long"),
-            ("file://" + "b" * 5000, "long"),
-        ],
-    )
-    def test_a_path_that_no_folder_can_have_is_a_user_error_of_one_short_line(self, uri: str, reason: str) -> None:
-        with pytest.raises(UserError, match=reason) as refused:
-            open_store(uri)
-        assert len(str(refused.value)) < 250
-
-    def test_a_profile_that_does_not_exist_is_a_user_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-        monkeypatch.setenv("AWS_PROFILE", "nobody")
-        with pytest.raises(UserError, match="nobody"):
-            open_store("s3://bucket")
 
 
 @pytest.fixture
@@ -524,25 +379,12 @@ class TestS3StoreAndAServerThatFails:
         behind_proxy.delete("a")
         assert behind_proxy.get("a") is None
 
-    @pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
-    def test_create_waits_for_a_conflicting_write(self, behind_proxy: S3Store, proxy: FaultyProxy, code: str) -> None:
-        proxy.fail(Fault(409, code))
-        assert behind_proxy.create("a", b"x") is True
-
     def test_a_create_whose_response_was_lost_recognizes_its_own_object(
         self, behind_proxy: S3Store, proxy: FaultyProxy
     ) -> None:
         proxy.fail(LOST_ANSWER, method="PUT")
         assert behind_proxy.create("a", b"ours") is True
         assert [method for method, _ in proxy.requests] == ["PUT", "PUT", "GET"]
-
-    def test_a_create_that_lost_the_race_while_it_retried_reports_that(
-        self, behind_proxy: S3Store, s3_store: S3Store, proxy: FaultyProxy
-    ) -> None:
-        s3_store.put("a", b"theirs")
-        proxy.fail(CUT, Fault(503), method="PUT")
-        assert behind_proxy.create("a", b"ours") is False
-        assert s3_store.get("a") == b"theirs"
 
     def test_many_racing_creates_over_a_bad_connection_still_have_one_winner(
         self, behind_proxy: S3Store, proxy: FaultyProxy
@@ -554,28 +396,6 @@ class TestS3StoreAndAServerThatFails:
                 won = list(pool.map(lambda n, key=f"a/{number}": behind_proxy.create(key, b"%d" % n), range(racers)))
             assert won.count(True) == 1
             assert behind_proxy.get(f"a/{number}") == b"%d" % won.index(True)
-
-    def test_short_reads_are_noticed_and_read_again(
-        self, behind_proxy: S3Store, proxy: FaultyProxy, tmp_path: Path
-    ) -> None:
-        body = os.urandom(300_000)
-        behind_proxy.put("a", body)
-        proxy.fail(Fault(body_bytes=100), Fault(body_bytes=299_999), method="GET")
-        assert behind_proxy.get("a") == body
-        proxy.fail(Fault(body_bytes=100), Fault(body_bytes=299_999), method="GET")
-        behind_proxy.download("a", tmp_path / "out")
-        assert (tmp_path / "out").read_bytes() == body
-
-    @pytest.mark.parametrize("size", [300_000, s3.PART_BYTES + 1])
-    def test_a_connection_that_is_reset_during_a_request_costs_one_retry(
-        self, behind_proxy: S3Store, proxy: FaultyProxy, tmp_path: Path, size: int
-    ) -> None:
-        source = tmp_path / "source"
-        source.write_bytes(os.urandom(size))
-        proxy.fail(Fault(reset_at=0), Fault(reset_at=200_000), method="PUT")
-        behind_proxy.upload(source, "a")
-        assert behind_proxy.get("a") == source.read_bytes()
-        assert len([method for method, _ in proxy.requests if method == "PUT"]) == (3 if size == 300_000 else 4)
 
     def test_big_files_survive_faults_in_every_request(
         self, behind_proxy: S3Store, proxy: FaultyProxy, tmp_path: Path
@@ -589,31 +409,6 @@ class TestS3StoreAndAServerThatFails:
         proxy.fail(Fault(503), Fault(body_bytes=1_000_000), CUT, Fault(body_bytes=5), method="GET")
         behind_proxy.download("big", tmp_path / "out")
         assert _sha256(tmp_path / "out") == _sha256(source)
-
-    @pytest.mark.parametrize("completed", ["by us", "by nobody", "by somebody else"])
-    def test_an_upload_whose_completion_got_no_response_succeeds_only_if_the_object_is_ours(
-        self, behind_proxy: S3Store, s3_store: S3Store, proxy: FaultyProxy, tmp_path: Path, completed: str
-    ) -> None:
-        source = tmp_path / "source"
-        source.write_bytes(os.urandom(s3.PART_BYTES + 1))
-        if completed == "by somebody else":
-            s3_store.put("big", b"theirs")
-        complete = behind_proxy._client.complete_multipart_upload
-        faults = [LOST_ANSWER if completed == "by us" else CUT, Fault(404, "NoSuchUpload")]
-
-        def complete_badly(**request: object) -> object:
-            if faults:
-                proxy.fail(faults.pop(0), method="POST")
-            return complete(**request)
-
-        behind_proxy._client.complete_multipart_upload = complete_badly
-        if completed == "by us":
-            behind_proxy.upload(source, "big")
-            assert s3_store.get("big") == source.read_bytes()
-        else:
-            with pytest.raises(StoreUnavailable, match="dropped the unfinished upload"):
-                behind_proxy.upload(source, "big")
-        assert not faults
 
     def test_a_failed_upload_leaves_no_billed_parts(
         self, s3_store: S3Store, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -650,16 +445,6 @@ class TestS3StoreAndAServerThatFails:
         proxy.fail(*[Fault(silence_s=600)] * 50)
         with pytest.raises(StoreUnavailable, match="no success within 1 s; last: ReadTimeout"):
             store.get("a")
-
-    def test_an_unreachable_server_is_unavailable_and_no_user_error(
-        self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        endpoint = f"http://127.0.0.1:{free_ports(1)[0]}"
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        store = S3Store("bucket", "p", time_limit_s=1)
-        with pytest.raises(StoreUnavailable, match=endpoint) as caught:
-            store.create("a", b"x")
-        assert not isinstance(caught.value, UserError)
 
     @pytest.mark.parametrize("size", [1000, s3.PART_BYTES + 1])
     def test_uploads_damaged_on_the_way_are_never_stored(
@@ -698,74 +483,17 @@ class TestS3StoreAndTheUsersMistakes:
         assert "hunter2" not in str(caught.value) + caplog.text
         assert len(str(caught.value).splitlines()) == 1
 
-    def test_an_unknown_access_key_is_reported(self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "who")
-        with pytest.raises(UserError, match="AWS_ACCESS_KEY_ID or AWS_PROFILE"):
-            S3Store(s3_store.bucket).put("a", b"")
-
     def test_missing_credentials_are_reported(self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         with pytest.raises(UserError, match="no usable credentials"):
             S3Store(s3_store.bucket).put("a", b"")
 
-    @pytest.mark.parametrize("bucket", ["Not A Bucket", "x" * 80])
-    def test_an_impossible_bucket_name_is_reported(self, s3_store: S3Store, bucket: str) -> None:
-        with pytest.raises(UserError):
-            S3Store(bucket).put("a", b"")
-
     def test_a_bucket_of_another_owner_is_reported(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
         proxy.fail(Fault(403, "AccessDenied"))
         with pytest.raises(UserError, match=r"the credentials may not do that.*\(AccessDenied\)"):
             behind_proxy.get("a")
         assert len(proxy.requests) == 1
-
-    def test_a_wrong_clock_is_reported_at_once(
-        self, behind_proxy: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        now = botocore.auth.get_current_datetime
-        with monkeypatch.context() as wrong, pytest.raises(UserError, match=r"clock.*RequestTimeTooSkewed"):
-            wrong.setattr("botocore.auth.get_current_datetime", lambda **how: now(**how) + timedelta(hours=1))
-            behind_proxy.put("a", b"x")
-        assert len(proxy.requests) == 1
-        behind_proxy.put("a", b"x")
-
-    def test_credentials_that_were_renewed_meanwhile_are_used(
-        self, behind_proxy: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        right = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
-
-        def log_in(key: str, secret: str) -> None:
-            lines = ["[default]", f"aws_access_key_id={key}", f"aws_secret_access_key={secret}"]
-            (tmp_path / "credentials").write_text("\n".join(lines))
-
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.delenv(name)
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-        log_in("rotated-away", right[1])
-        store = S3Store(behind_proxy.bucket, "some/prefix")
-        with pytest.raises(UserError, match="InvalidAccessKeyId"):
-            store.put("a", b"x")
-        log_in(*right)
-        store.put("a", b"x")
-        proxy.fail(Fault(400, "ExpiredToken"))  # radosgw's own tokens last for 15 minutes at least
-        assert store.create("b", b"y") is True
-        proxy.fail(*[Fault(400, "ExpiredToken")] * 2)
-        with pytest.raises(UserError, match=r"have expired; log in again \(ExpiredToken\)"):
-            store.get("b")
-        assert [entry.key for entry in store.entries("")] == ["a", "b"]
-
-    def test_a_source_of_expired_credentials_is_reported(
-        self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.delenv(name)
-        handed_out = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "SessionToken": "c"}
-        (tmp_path / "old.json").write_text(json.dumps(handed_out | {"Expiration": "2020-01-01T00:00:00Z"}))
-        (tmp_path / "config").write_text(f"[default]\ncredential_process=cat {tmp_path}/old.json\n")
-        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-        with pytest.raises(UserError, match="have expired; log in again"):
-            S3Store(s3_store.bucket, "some/prefix").put("a", b"x")
 
     def test_a_server_without_conditional_writes_is_refused(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
         proxy.fail(Fault(501, "NotImplemented"))
@@ -793,17 +521,7 @@ def short(
 
 
 LOGIN_PAGE = b"<html><body>Log in to the guest network</body></html>"
-ODD_ANSWERS = [
-    Fault(404, body=b""),
-    Fault(409, body=b""),
-    Fault(400, body=b""),
-    Fault(404, body=LOGIN_PAGE),
-    Fault(400, body=LOGIN_PAGE[:-20]),
-    Fault(400, body=b"<Error><Code>Acc"),
-    Fault(407, body=LOGIN_PAGE),
-    Fault(200, body=LOGIN_PAGE),
-    Fault(200, body=b""),
-]
+ODD_ANSWERS = [Fault(404, body=b""), Fault(400, body=LOGIN_PAGE[:-20]), Fault(200, body=LOGIN_PAGE)]
 
 
 @pytest.mark.parametrize("odd", ODD_ANSWERS, ids=lambda fault: f"{fault.status}-{len(fault.body)}")
@@ -826,40 +544,13 @@ def test_an_answer_that_no_s3_server_gives_is_repeated_like_an_outage(
         store.get("run/a")
 
 
-def test_an_upload_in_parts_survives_answers_that_no_s3_server_gives(
-    short: tuple[S3Store, FaultyProxy], tmp_path: Path
-) -> None:
-    store, proxy = short
-    (tmp_path / "big").write_bytes(os.urandom(s3.PART_BYTES + 1))
-    proxy.fail(Fault(200, body=LOGIN_PAGE), Fault(404, body=b""), method="POST")
-    proxy.fail(Fault(200, body=LOGIN_PAGE), method="PUT")
-    store.upload(tmp_path / "big", "big")
-    assert store.get("big") == (tmp_path / "big").read_bytes()
-
-
-def test_an_error_of_the_server_that_we_do_not_know_is_one_line(short: tuple[S3Store, FaultyProxy]) -> None:
-    store, proxy = short
-    proxy.fail(Fault(400, "MaxMessageLengthExceeded"))
-    with pytest.raises(UserError, match=r"the server refused it: a fault of the test \(MaxMessageLengthExceeded"):
-        store.put("a", b"x")
-
-
-def test_a_create_that_was_delivered_twice_recognizes_its_own_object(short: tuple[S3Store, FaultyProxy]) -> None:
-    store, proxy = short
-    proxy.fail(Fault(twice=True), method="PUT")
-    assert store.create("a", b"ours") is True
-    assert store.create("a", b"theirs") is False
-    assert store.get("a") == b"ours"
-
-
-@pytest.mark.parametrize("code", ["SignatureDoesNotMatch", "UserSuspended"])
-def test_a_refusal_after_the_store_was_accepted_is_an_outage(short: tuple[S3Store, FaultyProxy], code: str) -> None:
+def test_a_refusal_after_the_store_was_accepted_is_an_outage(short: tuple[S3Store, FaultyProxy]) -> None:
     store, proxy = short
     store.put("a", b"x")
-    proxy.fail(Fault(403, code))
+    proxy.fail(Fault(403, "SignatureDoesNotMatch"))
     store.put("a", b"y")  # renewed meanwhile
-    proxy.fail(*[Fault(403, code)] * 400)
-    with pytest.raises(StoreUnavailable, match=code):
+    proxy.fail(*[Fault(403, "SignatureDoesNotMatch")] * 400)
+    with pytest.raises(StoreUnavailable, match="SignatureDoesNotMatch"):
         store.put("a", b"z")
 
 
@@ -871,29 +562,11 @@ def test_a_right_that_was_never_there_is_a_mistake_at_once(short: tuple[S3Store,
         store.put("a", b"x")
 
 
-def test_a_bucket_that_was_deleted_meanwhile_is_an_outage(short: tuple[S3Store, FaultyProxy]) -> None:
-    store, _ = short
-    store.put("a", b"x")
-    store.delete("a")
-    store._client.delete_bucket(Bucket=store.bucket)
-    with pytest.raises(StoreUnavailable, match="NoSuchBucket"):
-        store.put("a", b"x")
-
-
 def test_a_listing_of_many_pages_is_complete(s3_store: S3Store) -> None:
     keys = [f"many/{number:04}" for number in range(1_100)]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda key: s3_store.put(key, b""), keys))
     assert [entry.key for entry in s3_store.entries("many/")] == keys
-
-
-def test_stores_in_one_bucket_do_not_see_each_other(s3_store: S3Store) -> None:
-    one, two = S3Store(s3_store.bucket, "a"), S3Store(s3_store.bucket, "ab")
-    one.put("key", b"one")
-    two.put("key", b"two")
-    assert [entry.key for entry in one.entries("")] == ["key"]
-    assert one.get("key") == b"one"
-    assert [entry.key for entry in S3Store(s3_store.bucket).entries("")] == ["a/key", "ab/key"]
 
 
 @pytest.mark.slow
@@ -917,26 +590,6 @@ def test_big_files_need_little_memory(s3_store: S3Store, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr.decode()
     assert int(done.stdout) * 1024 < 200_000_000
     assert (tmp_path / "back").stat().st_size == 400_000_000
-
-
-def test_a_stopped_daemon_leaves_no_child(tmp_path: Path) -> None:
-    daemon = Daemon(["sh", "-c", "sleep 600 & echo $!; wait"], tmp_path / "out")
-    daemon.wait_until(lambda: (tmp_path / "out").read_text().endswith("\n"))
-    child = int((tmp_path / "out").read_text())
-    daemon.stop()
-    deadline = time.monotonic() + 60
-    while _alive(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(child)
-    assert not _alive(daemon.pid)
-
-
-def _alive(pid: int) -> bool:
-    """True if the process still runs; a zombie that waits for its parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def _with_repository() -> dict[str, str]:
