@@ -202,7 +202,8 @@ def shard_name(index: int, config: TokensConfig) -> str:
 
 
 class ShardFile:
-    """A new shard at `path` for `expected` tokens; it may end earlier. A thread hashes it while it is written."""
+    """A new shard at `path` for `expected` tokens; it may end earlier. Threads hash and write it while the next tokens
+    are read."""
 
     def __init__(self, path: Path, expected: int, dtype: "np.dtype[Any]") -> None:
         from trainer.shards import shard_header
@@ -211,8 +212,8 @@ class ShardFile:
         self.tokens = self.max_id = 0
         header = shard_header(expected, dtype.itemsize)
         self._sha256 = hashlib.sha256(header)
-        self._thread = ThreadPoolExecutor(1, "sha256")
-        self._hashing: Future[None] | None = None
+        self._threads = ThreadPoolExecutor(2, "shard")
+        self._pending: list[Future[Any]] = []
         with self._enough_disk():
             self._file = path.open("wb")
             self._file.write(header)
@@ -224,20 +225,18 @@ class ShardFile:
     def write(self, tokens: "np.ndarray") -> None:
         assert tokens.dtype == self.dtype and len(tokens) <= self.left, (tokens.dtype, len(tokens), self.left)
         content = tokens.view("u1").data
-        if self._hashing:
-            self._hashing.result()  # not more than one array waits
-        self._hashing = self._thread.submit(self._sha256.update, content)
+        self._wait()  # not more than one array is in the threads
+        self._pending = [self._threads.submit(take, content) for take in (self._sha256.update, self._file.write)]
         self.tokens += len(tokens)
         self.max_id = max(self.max_id, int(tokens.max(initial=0)))
-        with self._enough_disk():
-            self._file.write(content)
 
     def finish(self) -> str:
         """The sha256 of the complete file."""
         from trainer.shards import shard_header
         from trainer.store import sha256_of
 
-        self._thread.shutdown()
+        self._wait()
+        self._threads.shutdown()
         with self._enough_disk():
             if self.left:  # the last shard
                 self._file.seek(0)
@@ -247,10 +246,15 @@ class ShardFile:
 
     def discard(self) -> None:
         """Close and remove an incomplete file."""
-        self._thread.shutdown()
+        self._threads.shutdown()
         with suppress(OSError):  # the disk is full
             self._file.close()
         self.path.unlink(missing_ok=True)
+
+    def _wait(self) -> None:
+        with self._enough_disk():
+            for future in self._pending:
+                future.result()
 
     @contextmanager
     def _enough_disk(self) -> Iterator[None]:
