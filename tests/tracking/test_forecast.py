@@ -82,13 +82,6 @@ def test_a_run_without_a_machine_has_to_wait_for_one_first() -> None:
     assert away.usd is not None and away.usd.middle == pytest.approx(2 * 0.2, rel=0.2)
 
 
-def test_no_forecast_is_made_without_data() -> None:
-    assert forecast((), steps_left=10, now=0.0) is None
-    assert forecast(attempts((0, 0.1), machine=OWN), steps_left=10, now=360.0) is None  # no step yet
-    unpriced = forecast(attempts((0, 1), machine=OWN, price=None), steps_left=90, now=3600.0)
-    assert unpriced is not None and unpriced.usd is None and unpriced.hours.middle == pytest.approx(0.9)
-
-
 def test_a_run_that_loses_its_machines_before_it_makes_progress_has_no_end() -> None:
     # A start-up of six minutes, on machines that last about two.
     spans = [(1 + number * 0.1, 1 + number * 0.1 + 0.034) for number in range(400)]

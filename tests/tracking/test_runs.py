@@ -16,7 +16,6 @@ from run_records import (
     TRAIN,
     attempted,
     done_run,
-    finished,
     recipe_with,
     recorded,
 )
@@ -97,20 +96,6 @@ def test_work_of_another_run_for_a_shared_artifact_is_on_that_runs_bill(store: L
     attempted(store, "tokenize", 2, hours=0.5, price_per_hour=10.0)
     summary = Run(store, recorded(store)).summary
     assert (summary.attempts, summary.usd) == (1, pytest.approx(5.0))
-
-
-def test_a_later_request_for_fewer_stages_forgets_nothing_of_a_run(store: LocalStore) -> None:
-    done_run(store)
-    before = read_run(store, RUN).summary
-    again = recorded(store, until="tokenize")
-    assert (again.until, list(again.prefixes)) == ("export", list(STAGES))
-    assert replace(Run(store, again).summary, updated=0) == replace(before, updated=0)
-
-
-def test_a_run_of_one_requested_stage_is_done_after_it(store: LocalStore) -> None:
-    finished(store, "tokenize")
-    assert Run(store, recorded(store, until="tokenize")).summary.state == "done"
-    assert recorded(store, until="train").until == "train"
 
 
 def test_a_run_is_found_by_the_beginning_of_its_name(store: LocalStore) -> None:
