@@ -12,8 +12,7 @@ from text_runs import CONTEXT, RUN, TRAIN
 from typer.testing import CliRunner
 
 from pipelines import cli
-from pipelines.sample import GrowingText, load_text_model
-from pipelines.text.tokenizer import tokenizer
+from pipelines.sample import load_text_model
 from trainer.commits import committed_folders, delete_checkpoint
 from trainer.errors import UserError
 from trainer.store import LocalStore
@@ -125,17 +124,3 @@ def test_a_run_without_weights_and_a_damaged_commit_are_named(
 
 
 # --- the text
-
-
-def test_text_that_arrives_token_by_token_has_no_broken_characters() -> None:
-    encoding = tokenizer("bytes")
-    for text in ("aé漢🙂z", "🙂"):
-        growing, parts = GrowingText(encoding), []
-        for token in encoding.encode_ordinary(text):
-            assert not growing.add(token)
-            parts.append(growing.take())
-        assert [part for part in parts if part] == list(text)
-    growing.add(0xF0)  # the first byte of a character that never comes
-    assert growing.take() == ""
-    growing.finish = "length"
-    assert growing.take() == "\ufffd"

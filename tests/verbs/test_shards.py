@@ -45,14 +45,6 @@ def test_inspect_counts_tokens_documents_and_lengths(shards: Path, capsys: pytes
     assert "5 documents" in shown and "train_000001.bin" in shown
 
 
-def test_shards_of_a_large_vocabulary_are_inspected_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_shard(tmp_path / "train_000000.bin", np.array([256, 104, 105, 100_000], np.uint32))
-    inspect([tmp_path], "bytes", as_json=True)
-    (shard,) = json.loads(capsys.readouterr().out)["shards"]
-    assert (shard["tokens"], shard["largest_id"], shard["begins_with"]) == (4, 100_000, "hi")
-    assert shard["faults"] == ["1 ids outside the 257 of the tokenizer, the first 100000 at token 3"]
-
-
 def test_sound_shards_are_verified_with_and_without_a_manifest(
     shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
