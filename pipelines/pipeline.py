@@ -184,6 +184,8 @@ class Pipeline:
             attempt.begin_to_finish()
             manifest = commit(self.store, self._manifest(plan, attempt, built))
         except BaseException as error:
+            if isinstance(error, FileNotFoundError) and attempt.superseded():  # which has removed this one's folder
+                raise StaleAttempt(f"attempt {attempt.number} of {plan.prefix} was superseded") from error
             interrupted = isinstance(error, Interrupted | StaleAttempt | StoreUnavailable | KeyboardInterrupt)
             if not isinstance(error, StaleAttempt):
                 attempt.update(state=state_after(error))
