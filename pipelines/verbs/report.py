@@ -32,7 +32,7 @@ def report(
     ] = False,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page with curves, attempts, bill, lineage and receipt."),
+        typer.Option("--html", metavar="FILE", help="Write a page with curves, attempts, bill and receipt."),
     ] = None,
     overlay: Annotated[
         list[str] | None,
@@ -41,10 +41,6 @@ def report(
             help="With --html: add the curves of llm.c's main.log; @ gives the tokens of a step (524288).",
         ),
     ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option("--compare", help="Compare two runs: their differences, and their losses at equal cost."),
-    ] = False,
     rebuild_mlflow: Annotated[
         bool, typer.Option("--rebuild-mlflow", help="Send all records of the runs to MLflow.")
     ] = False,
@@ -60,15 +56,13 @@ def report(
     if overlay and not html:
         raise UserError("--overlay: the page shows it; add --html FILE")
     opened = open_store(store_uri(store))
-    asked = compare or rebuild_mlflow or series or audit_ or as_json
+    asked = rebuild_mlflow or series or audit_ or as_json
     found = usable_runs(opened, runs or [], read_all if html or series or audit_ else read_summary, warn)
     if html:
         from pipelines.show.page import write_page
 
         write_page(html, opened, found, overlay or [], on_stderr=asked)
-    if compare:
-        compare_runs(opened, runs or [], as_json)
-    elif rebuild_mlflow:
+    if rebuild_mlflow:
         rebuild_tracking(found, to)
     elif series:
         from pipelines.show.runs import print_series
@@ -124,20 +118,6 @@ def audit_runs(runs: "list[Run]", as_json: bool) -> None:
     audits = [audit(run) for run in runs]
     print(json.dumps([asdict(a) for a in audits])) if as_json else print_audits(audits)
     sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
-
-
-def compare_runs(store: "Store", names: list[str], as_json: bool) -> None:
-    """Print the comparison of two runs. UserError for another number of names."""
-
-    from pipelines.show.compare import print_comparison
-    from pipelines.tracking.compare import compare
-    from pipelines.tracking.runs import read_run
-
-    if len(names) != 2:
-        raise UserError(f"report --compare: takes two runs, got {len(names)}; name them: report --compare A B")
-    one, other = (read_run(store, name) for name in names)
-    compared = compare(one, other)
-    print(json.dumps(asdict(compared))) if as_json else print_comparison(compared)
 
 
 def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
