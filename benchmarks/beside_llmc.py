@@ -28,8 +28,8 @@ import numpy as np
 
 from benchmarks import run_as_command
 from pipelines.show.overlay import read_overlay
+from trainer.data.shards import local_shards, read_shard, write_shard
 from trainer.errors import UserError
-from trainer.shards import local_shards, read_shard, write_shard
 
 SEED = 1337  # of the order of files and windows
 RECIPE = """\

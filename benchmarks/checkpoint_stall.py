@@ -22,16 +22,16 @@ import torch
 
 from benchmarks import rank_0_prints, run_as_command
 from pipelines.recipe import Recipe, load_recipe
-from trainer.checkpoint import Checkpointer
-from trainer.commits import TrainState, checkpoint_seconds
-from trainer.data import PendingNumbers
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commits import TrainState, checkpoint_seconds
+from trainer.data.batches import PendingNumbers
 from trainer.engine import Engine, make_engine
 from trainer.errors import UserError
 from trainer.events import EventLog
 from trainer.health import Health
 from trainer.loop import Verdict, step
 from trainer.metrics import PhaseClock
-from trainer.optim import Rates
+from trainer.optim.adamw import Rates
 from trainer.parallel import Agreement, World
 from trainer.store import LocalStore
 

@@ -36,13 +36,13 @@ from torch import Tensor
 from benchmarks import run_as_command
 from pipelines.recipe import Recipe, load_recipe
 from trainer.amounts import micro_batch_count, sequences_per_step
-from trainer.commits import TrainState
-from trainer.data import TokenData, to_device
+from trainer.checkpoint.commits import TrainState
+from trainer.data.batches import TokenData, to_device
+from trainer.data.shards import local_shards, sequences_of
 from trainer.engine import Engine, make_engine
 from trainer.errors import EXIT_DONE, EXIT_FAILED, UserError
-from trainer.optim import rates_of
+from trainer.optim.adamw import rates_of
 from trainer.parallel import World
-from trainer.shards import local_shards, sequences_of
 
 RECIPES = {"124M": "gpt2-124m", "1558M": "gpt2-1558m"}
 MICRO_BATCHES = {"124M": 64, "1558M": 16}

@@ -40,19 +40,19 @@ from torch import Tensor
 
 from benchmarks import run_as_command
 from pipelines.recipe import Recipe, load_recipe
-from trainer import muon
 from trainer.amounts import micro_batch_count
-from trainer.data import TokenData
+from trainer.data.batches import TokenData
+from trainer.data.shards import local_shards, sequences_of
 from trainer.engine import Engine, make_engine
 from trainer.errors import UserError
-from trainer.evaluation import validation_loss
-from trainer.families import modern_module
-from trainer.families.modern_module import Modern
-from trainer.families.rotary import RotaryAttention, waves
-from trainer.model_config import ModelConfig
-from trainer.optim import rates_at
+from trainer.eval.evaluation import validation_loss
+from trainer.models import modern_module
+from trainer.models.model_config import ModelConfig
+from trainer.models.modern_module import Modern
+from trainer.models.rotary import RotaryAttention, waves
+from trainer.optim import muon
+from trainer.optim.adamw import rates_at
 from trainer.parallel import World
-from trainer.shards import local_shards, sequences_of
 
 # What all arms share: a byte-level model of 0.9M parameters, 0.5M tokens, and one schedule.
 SHARED = [

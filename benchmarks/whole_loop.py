@@ -28,7 +28,7 @@ from benchmarks import run_as_command
 from benchmarks.scaling import measured, started
 from pipelines.recipe import load_recipe
 from pipelines.verbs.bench import LEAST_STEPS
-from trainer.commits import series
+from trainer.checkpoint.commits import series
 from trainer.errors import UserError
 from trainer.store import LocalStore
 

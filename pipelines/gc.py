@@ -32,7 +32,7 @@ from pipelines.tracking.ledger import (
 )
 from pipelines.tracking.records import Billing
 from pipelines.tracking.runs import UNREADABLE, key_of, read_record
-from trainer.commits import committed_folders, step_of
+from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import StaleAttempt
 from trainer.store import PARTIAL, Entry, LocalStore, Store

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from trainer.errors import UserError
 from trainer.explained import explain
-from trainer.model_config import Section
+from trainer.models.model_config import Section
 from trainer.strict_yaml import read_yaml
 
 FILE = "skytrain.yaml"

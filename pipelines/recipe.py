@@ -19,8 +19,8 @@ from trainer.amounts import sequences_per_step, tokens_before
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError, cut, shown
 from trainer.explained import explain
-from trainer.family import AnyModel
-from trainer.model_config import Section
+from trainer.models.family import AnyModel
+from trainer.models.model_config import Section
 from trainer.strict_yaml import NotPlain, load_yaml, read_yaml
 
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.runs import Run, key_of, read_run
-from trainer.commits import Commit, DamagedCommit, committed_folders, step_of
+from trainer.checkpoint.commits import Commit, DamagedCommit, committed_folders, step_of
 from trainer.errors import NotAFile, UserError
-from trainer.model_config import ModelConfig
+from trainer.models.model_config import ModelConfig
+from trainer.models.weights import open_weights
 from trainer.store import Store
-from trainer.weights import open_weights
 
 if TYPE_CHECKING:
     import tiktoken
     import torch
 
-    from trainer.model import LanguageModel
-    from trainer.sample import Decoder, Sampling
-    from trainer.weights import WeightsFile
+    from trainer.models.decoder import Decoder, Sampling
+    from trainer.models.language_model import LanguageModel
+    from trainer.models.weights import WeightsFile
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class TextModel:
     ) -> Iterator[list[Fragment]]:
         """Continue a prompt once for each seed, step by step. Each text ends with exactly one fragment that has
         `finish`."""
-        from trainer.sample import stream
+        from trainer.models.decoder import stream
 
         texts = [GrowingText(self.encoding, stop) for _ in seeds]
         growing = dict(enumerate(texts))
@@ -120,11 +120,12 @@ def load_text_model(
 ) -> TextModel:
     """The final weights of a run, or the newest commit of a run without any; with `at`, the commit of that step.
 
-    `precision` is one of trainer.sample.PRECISIONS; None: the best one of this machine. UserError without such weights.
+    `precision` is one of trainer.models.decoder.PRECISIONS; None: the best one of this machine. UserError without
+    such weights.
     """
     from trainer.config import RuntimeConfig
+    from trainer.models.decoder import Decoder, best_precision
     from trainer.parallel import World
-    from trainer.sample import Decoder, best_precision
 
     run = read_run(store, name)
     device = World.alone(RuntimeConfig()).device
@@ -164,10 +165,10 @@ def load_commit(store: Store, folder: str, cache: Path, config: ModelConfig) -> 
     """A model with the weights of a commit. UserError if it is damaged, or was removed meanwhile."""
     import torch
 
-    from trainer.family import plain_model
-    from trainer.loading import load_files
+    from trainer.checkpoint.loading import load_files
+    from trainer.checkpoint.pieces import Piece
+    from trainer.models.family import plain_model
     from trainer.parallel import World
-    from trainer.pieces import Piece
 
     model = plain_model(config)
     pieces = {f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}
@@ -188,8 +189,8 @@ def load_commit(store: Store, folder: str, cache: Path, config: ModelConfig) -> 
 
 def load_weights(weights: "WeightsFile", config: ModelConfig, device: "torch.device") -> "LanguageModel":
     """A model with weights in float32, on a device. UserError if they are of another model, or not finite."""
-    from trainer.family import plain_model
-    from trainer.pieces import Piece
+    from trainer.checkpoint.pieces import Piece
+    from trainer.models.family import plain_model
 
     model = plain_model(config)
     weights.fill({f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}, config)

@@ -19,13 +19,13 @@ from pipelines.recipe import Recipe, vocab_size_of
 from pipelines.text.columns import reason_of
 from pipelines.text.retry import with_retries
 from pipelines.tracking.runs import Run, find_run, full_names
-from trainer.commits import committed_folders, step_of
+from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import UserError
-from trainer.families.gpt2 import Gpt2Config
-from trainer.model_config import ModelConfig
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.model_config import ModelConfig
+from trainer.models.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, open_weights, weight_files
 from trainer.store import Store, sha256_of
-from trainer.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, open_weights, weight_files
 
 RUN = "run:"
 RUN_SOURCE = re.compile(

@@ -32,9 +32,9 @@ from pydantic import ValidationError
 from trainer.config import RuntimeConfig, TrainConfig, identity_of
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
 from trainer.explained import explain
-from trainer.family import AnyModel
 from trainer.health import StartWatch
-from trainer.model_config import Section, identity_of_model
+from trainer.models.family import AnyModel
+from trainer.models.model_config import Section, identity_of_model
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import LocalStore
 from trainer.stored import decoded, typed
@@ -43,8 +43,8 @@ from trainer.strict_yaml import load_yaml
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainer.models.weights import Origin
     from trainer.parallel import World
-    from trainer.weights import Origin
 
 PREFIX = "run"  # of the run in its store
 
@@ -112,10 +112,10 @@ def run(config: TrainerConfig, data: Path, out: Path, log_every: int | None = No
     if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that outlive torchrun would hold the GPUs and continue to train
         die_with_parent()
     with stop.leaving_at_once():
-        from trainer.commits import series
+        from trainer.checkpoint.commits import series
+        from trainer.data.shards import local_shards
         from trainer.progress import LINES, Progress
         from trainer.rank import RankJob, run_rank
-        from trainer.shards import local_shards
 
     every = log_every or max(1, config.train.max_steps // LINES)
     progress = Progress(config.train.max_steps, every, sys.stderr if sys.stderr.isatty() else None)
@@ -160,8 +160,8 @@ def run(config: TrainerConfig, data: Path, out: Path, log_every: int | None = No
 
 def origin_of(config: TrainerConfig, store: LocalStore) -> "Callable[[World], Origin] | None":
     """Where a new run begins. UserError for weights that do not fit, and for those of a run in a store."""
-    from trainer.commits import committed_folders
-    from trainer.weights import Origin, open_weights
+    from trainer.checkpoint.commits import committed_folders
+    from trainer.models.weights import Origin, open_weights
 
     source = config.train.init_from
     if config.train.branch_from or (source or "").startswith("run:"):

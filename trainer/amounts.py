@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from trainer.config import TrainConfig
 from trainer.errors import UserError
-from trainer.model_config import ModelConfig
+from trainer.models.model_config import ModelConfig
 
 
 @lru_cache

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from trainer.errors import UserError
-from trainer.model_config import Section
+from trainer.models.model_config import Section
 
 # The assumed life of a spot node, or of a node of an unknown market, until a run has attempts of its own. In the seven
 # recorded markets of "Can't Be Late" (Wu et al. 2024), machines were available for 2,833 hours in 1,328 stretches: 2.1

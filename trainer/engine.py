@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from trainer.amounts import batch_stages
-from trainer.commits import TrainState
+from trainer.checkpoint.commits import TrainState
+from trainer.checkpoint.pieces import Piece, training_tensors
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
-from trainer.family import plain_model
 from trainer.fused import gemm
-from trainer.model import LanguageModel
-from trainer.model_config import ModelConfig
-from trainer.optim import Rates, optimizer_for
+from trainer.models.family import plain_model
+from trainer.models.language_model import LanguageModel
+from trainer.models.model_config import ModelConfig
+from trainer.optim.adamw import Rates, optimizer_for
 from trainer.parallel import FlatGradients, World, autocast_on, precision_on
-from trainer.pieces import Piece, training_tensors
 from trainer.process import failpoint
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Engine(Protocol):
 
 
 class PlainEngine:
-    """The plain module of a family with autocast, an optimizer of `trainer/optim.py` and one all-reduce; compiled
+    """The plain module of a family with autocast, an optimizer of `trainer/optim/adamw.py` and one all-reduce; compiled
     or not."""
 
     guarded = False

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer.errors import UserError, shown
-from trainer.model_config import REMOVED_FIELDS
+from trainer.models.model_config import REMOVED_FIELDS
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserError:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from trainer.amounts import micro_batch_of, sequences_per_step
-from trainer.commits import TrainState
+from trainer.checkpoint.commits import TrainState
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import Engine, device_name
 from trainer.errors import UserError
-from trainer.model_config import ModelConfig
+from trainer.models.model_config import ModelConfig
 from trainer.parallel import World
 
 Batch = tuple[Tensor, Tensor]

@@ -14,24 +14,24 @@ from typing import NoReturn
 import torch
 
 from trainer.amounts import batch_tokens_at, check_shares, micro_batch_count, val_tokens
-from trainer.checkpoint import Checkpointer
-from trainer.commits import TrainState
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commits import TrainState
+from trainer.checkpoint.save_clock import SaveClock
 from trainer.config import RuntimeConfig, TrainConfig
-from trainer.data import PendingNumbers, TokenData
+from trainer.data.batches import PendingNumbers, TokenData
+from trainer.data.shards import sequences_of
 from trainer.engine import Batches, Engine, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
-from trainer.evaluation import Evaluation, validation_loss
+from trainer.eval.evaluation import Evaluation, validation_loss
 from trainer.events import EventLog, Skipped, Slow, Started
 from trainer.fit import Fit, choose_micro_batch, devices_of, memory_settings
 from trainer.health import Health, Watchdog, diagnosis
 from trainer.metrics import mfu, peak_flops
-from trainer.model_config import ModelConfig
-from trainer.optim import Rates, rates_at
+from trainer.models.model_config import ModelConfig
+from trainer.models.weights import Origin, open_weights
+from trainer.optim.adamw import Rates, rates_at
 from trainer.parallel import Agreement, World
 from trainer.process import StopSignal, failpoint, log_line
-from trainer.save_clock import SaveClock
-from trainer.shards import sequences_of
-from trainer.weights import Origin, open_weights
 
 
 def train(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainer.model_config import ModelConfig
+from trainer.models.model_config import ModelConfig
 
 # Dense bf16 peak in FLOP/s, by a part of the device's name; the first match counts. Source: NVIDIA's data sheets, which
 # give twice as much, with sparsity.

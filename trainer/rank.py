@@ -6,22 +6,22 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from trainer.checkpoint import Checkpointer
-from trainer.commits import TrainState
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commits import TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig, TrainConfig
-from trainer.data import TokenData
-from trainer.evaluation import Evaluation
+from trainer.data.batches import TokenData
+from trainer.data.shard_maps import Fetch
+from trainer.data.shards import Shard
+from trainer.eval.evaluation import Evaluation
 from trainer.events import EVENTS_FILE, Event, EventLog
 from trainer.health import STARTED
 from trainer.loop import train
 from trainer.metrics import PhaseClock
-from trainer.model_config import ModelConfig
+from trainer.models.model_config import ModelConfig
+from trainer.models.weights import Origin
 from trainer.parallel import World
 from trainer.process import StopSignal
-from trainer.shard_maps import Fetch
-from trainer.shards import Shard
 from trainer.store import Store
-from trainer.weights import Origin
 
 WEIGHTS_FILE = "model.safetensors"
 

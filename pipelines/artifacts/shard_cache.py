@@ -23,7 +23,7 @@ from trainer.errors import DiskFull
 from trainer.store import LocalStore, Store
 
 if TYPE_CHECKING:
-    from trainer.shards import Shard
+    from trainer.data.shards import Shard
 
 SHARDS = "shards"  # the folder below the cache
 COMPLETE, ARRIVING = ".bin", ".arriving"  # a shard; the folder of a download, with the file PART
@@ -35,7 +35,7 @@ LOCKS = 16  # against two downloads of one shard; a few shards share each
 
 def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
     """The shards of a split, in order. DamagedArtifact unless the manifest names the file of each."""
-    from trainer.shards import Shard, form_of
+    from trainer.data.shards import Shard, form_of
 
     sizes, counts = {file.name: file.size for file in tokens.files}, tokens.facts.get("shards")
     max_ids, rows, shards = tokens.facts.get("max_ids", {}), tokens.facts.get("rows", {}), []

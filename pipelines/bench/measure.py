@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipelines.recipe import Recipe
-    from trainer.data import PendingNumbers, TokenData
+    from trainer.data.batches import PendingNumbers, TokenData
     from trainer.engine import Engine
     from trainer.parallel import World
 
@@ -178,8 +178,8 @@ def training_data(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]
     """The shards of a folder; without one, a shard of random tokens with word frequencies by Zipf's law."""
     import numpy as np
 
-    from trainer.data import TokenData
-    from trainer.shards import local_shards, token_dtype, write_shard
+    from trainer.data.batches import TokenData
+    from trainer.data.shards import local_shards, token_dtype, write_shard
 
     def split_of(folder: Path) -> TokenData:
         return TokenData(local_shards(folder, "train"), folder.joinpath, recipe.model.block_size, recipe.train.seed)
@@ -203,7 +203,7 @@ def measure(
     import torch
 
     from trainer.amounts import check_shares, micro_batch_count
-    from trainer.commits import TrainState
+    from trainer.checkpoint.commits import TrainState
     from trainer.engine import make_engine
     from trainer.fit import choose_micro_batch
     from trainer.metrics import mfu, peak_flops
@@ -288,7 +288,7 @@ class Steps:
         from trainer.amounts import micro_batch_count
         from trainer.health import Health
         from trainer.loop import Verdict, step
-        from trainer.optim import rates_at
+        from trainer.optim.adamw import rates_at
         from trainer.parallel import Agreement
 
         def alone(numbers: "PendingNumbers") -> Verdict:
@@ -320,7 +320,7 @@ class Steps:
             self.step()
 
     def sequences_at(self, step: int) -> range:
-        from trainer.shards import sequences_of
+        from trainer.data.shards import sequences_of
 
         return sequences_of(step, self.recipe.model, self.recipe.train, self.world.rank, self.world.world_size)
 

@@ -26,7 +26,7 @@ from trainer.amounts import check_shares, state_bytes
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
-from trainer.model_config import ModelConfig
+from trainer.models.model_config import ModelConfig
 
 # Dense bf16 peak by SkyPilot's name of the GPU up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
 PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12, "A6000": 155e12}

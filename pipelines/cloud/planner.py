@@ -35,7 +35,7 @@ from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts,
 from pipelines.tracking.records import Machine
 from pipelines.weight_sources import relative_size
 from trainer.amounts import state_bytes, tokens_before, val_tokens
-from trainer.commits import checkpoint_seconds, committed_state
+from trainer.checkpoint.commits import checkpoint_seconds, committed_state
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError
 from trainer.store import Store

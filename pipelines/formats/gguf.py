@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.formats.weights import Weights, require
 from pipelines.text.tokenizer import vocabulary
-from trainer.families.llama import EPSILON, LlamaConfig
-from trainer.model_config import ModelConfig
+from trainer.models.llama import EPSILON, LlamaConfig
+from trainer.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
     import gguf

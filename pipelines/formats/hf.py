@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.formats.weights import Weights, read_tensor, require, same
 from pipelines.text.tokenizer import tokenizer_files
-from trainer.model_config import ModelConfig
+from trainer.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ def hf_tensor(weights: Weights, name: str, dtype: str) -> "Tensor":
     """A tensor as transformers has it."""
     import torch
 
-    from trainer.family import to_hf
+    from trainer.models.family import to_hf
 
     (tensor,) = to_hf({name: weights.rounded(name, getattr(torch, dtype))}, weights.config).values()
     return tensor

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.errors import UserError
-from trainer.model_config import ModelConfig
+from trainer.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
     import tiktoken

@@ -25,7 +25,7 @@ from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import read_run
 from trainer.amounts import tokens_before
-from trainer.commits import committed_state
+from trainer.checkpoint.commits import committed_state
 from trainer.config import TrainConfig
 from trainer.errors import HandedOver, UserError
 from trainer.process import StopSignal

@@ -201,7 +201,7 @@ def make_app(
 
     async def fragments(asked: CompletionRequest, prompts: list[list[int]]) -> AsyncIterator[Fragment]:
         """Wait for the turn, and generate: n texts for each prompt, one prompt after the other, in a thread."""
-        from trainer.sample import Sampling
+        from trainer.models.decoder import Sampling
 
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
         seed = random.SystemRandom().randrange(1 << 62) if asked.seed is None else asked.seed

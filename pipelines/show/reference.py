@@ -17,8 +17,8 @@ from pydantic_core import PydanticUndefined
 
 from pipelines.bench.measurements import OURS, Measurements, Speed, measurements
 from pipelines.recipe import Recipe, load_recipe, shipped
-from trainer.family import SECTIONS
-from trainer.model_config import ModelConfig
+from trainer.models.family import SECTIONS
+from trainer.models.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("README.md", "docs/recipes.md", "docs/measurements.md")

@@ -26,12 +26,12 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError
 from trainer.events import EVENTS_FILE, PhaseChanged, Row
 from trainer.metrics import PhaseClock
+from trainer.models.weights import open_weights
 from trainer.process import failpoint
 from trainer.store import Store
-from trainer.weights import open_weights
 
 if TYPE_CHECKING:
-    from trainer.model import LanguageModel
+    from trainer.models.language_model import LanguageModel
     from trainer.parallel import World
 
 SAMPLE_TOKENS = 100
@@ -156,8 +156,8 @@ def measure(
 
     import torch
 
-    from trainer.data import TokenData
-    from trainer.evaluation import Sampling, validation
+    from trainer.data.batches import TokenData
+    from trainer.eval.evaluation import Sampling, validation
     from trainer.parallel import autocast_on, precision_on
 
     encoding = tokenizer_of(recipe.tokens, store, tokens.prefix)

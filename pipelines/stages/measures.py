@@ -24,9 +24,9 @@ from trainer.store import sha256_of
 if TYPE_CHECKING:
     import tiktoken
 
-    from trainer.core import Task
-    from trainer.evaluation import Evaluation, Measure
-    from trainer.hellaswag import HellaSwagItem
+    from trainer.eval.core import Task
+    from trainer.eval.evaluation import Evaluation, Measure
+    from trainer.eval.hellaswag import HellaSwagItem
     from trainer.parallel import World
 
 BUNDLE = f"{HUB}ORG/NAME@COMMIT or {HUB}ORG/NAME/FOLDER@COMMIT, with the 40 hex digits of a commit"
@@ -43,7 +43,7 @@ def hellaswag_identity(source: str | None) -> str | None:
 
 def core_identity(source: str | None) -> str | None:
     """sha256 of the tasks, wherever the bundle lies; None for none. UserErrors as in `core_tasks`."""
-    from trainer.core import bundle_digest
+    from trainer.eval.core import bundle_digest
 
     return source and f"sha256:{bundle_digest(core_tasks(source))}"
 
@@ -59,7 +59,7 @@ def fetch_inputs(recipe: Recipe, cache: Path) -> None:
 def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "list[HellaSwagItem]":
     """The items of a jsonl file, or of the validation split on the Hub (`hf://datasets/ORG/NAME[@commit]`), of which
     `cache` then has a copy. UserError if they cannot be had, from the Hub within so many seconds."""
-    from trainer.hellaswag import read_hellaswag
+    from trainer.eval.hellaswag import read_hellaswag
 
     if not source.startswith(HUB):
         return read_hellaswag(Path(source))
@@ -94,7 +94,7 @@ def read_source(source: str) -> int:
 def core_tasks(source: str) -> "list[Task]":
     """The tasks of CORE's bundle: a folder, or a dataset on the Hub at one commit, which is then on this machine.
     UserError if it cannot be had, or lacks a task."""
-    from trainer.core import read_bundle
+    from trainer.eval.core import read_bundle
 
     if not source.startswith(HUB):
         if not Path(source).is_dir():
@@ -129,15 +129,15 @@ def core_tasks(source: str) -> "list[Task]":
 
 def verify_items(source: str) -> int:
     """The number of items of all of CORE's tasks. UserError for a damaged one."""
-    from trainer.core import read_items
+    from trainer.eval.core import read_items
 
     return sum(len(read_items(task)) for task in core_tasks(source))
 
 
 def measures_of(recipe: Recipe, encoding: "tiktoken.Encoding", cache: Path, world: "World") -> "tuple[Measure, ...]":
     """HellaSwag and CORE, as far as the recipe has them."""
-    from trainer.core import core
-    from trainer.hellaswag import hellaswag
+    from trainer.eval.core import core
+    from trainer.eval.hellaswag import hellaswag
 
     encode = several_encoder(encoding)
     measures: list[Measure] = []
@@ -152,7 +152,7 @@ def evaluation_in_training(
     recipe: Recipe, tokenizer: "Callable[[], tiktoken.Encoding]", cache: Path, world: "World"
 ) -> "Evaluation | None":
     """The evaluation of a run while it trains, on this rank; None if the recipe has none. A collective call."""
-    from trainer.evaluation import Evaluation, Sampling
+    from trainer.eval.evaluation import Evaluation, Sampling
 
     if recipe.evaluate.every is None:
         return None

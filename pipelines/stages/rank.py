@@ -28,9 +28,9 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, Interrupted, StaleAttempt
 from trainer.events import EVENTS_FILE, EventLog
 from trainer.health import STARTED, StartWatch, Watchdog
 from trainer.metrics import PhaseClock
+from trainer.models.weights import Origin
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import Store
-from trainer.weights import Origin
 
 if TYPE_CHECKING:
     from trainer.parallel import World
@@ -102,7 +102,7 @@ def begins_elsewhere(recipe: Recipe) -> bool:
 
 def origin_of(spec: RankSpec, store: Store, cache: Path, world: "World") -> Origin:
     """Where the run begins. The first rank of each node brings weights from elsewhere; the others wait for it."""
-    from trainer.shards import shares_of
+    from trainer.data.shards import shares_of
 
     train = spec.recipe.train
     field, source = ("branch_from", train.branch_from) if train.branch_from else ("init_from", train.init_from)

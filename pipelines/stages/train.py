@@ -26,9 +26,9 @@ from pipelines.tracking.ledger import (
 )
 from pipelines.weight_sources import content_identity
 from trainer.amounts import check_shares, state_bytes
-from trainer.commits import TrainState, committed_state, series
+from trainer.checkpoint.commits import TrainState, committed_state, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, identity_of
-from trainer.model_config import identity_of_model
+from trainer.models.model_config import identity_of_model
 
 WEIGHTS_FILE = "model.safetensors"  # that rank 0 of a complete run writes
 
@@ -46,7 +46,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
         "train": train | begun,
     }
     if weights := recipe.tokens.weights:
-        from trainer.shards import shares_of
+        from trainer.data.shards import shares_of
 
         identity["mixture"] = shares_of(weights)
     evaluate, stop_at = recipe.evaluate, recipe.train.stop_at
@@ -62,7 +62,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 
 def build(work: Work) -> Built:
     """Train to the last step, or to a target of `stop_at`. Raises the error of the ranks that ended them early."""
-    from trainer.shards import check_ids
+    from trainer.data.shards import check_ids
 
     if work.before_ranks:
         work.before_ranks(work)
@@ -152,7 +152,7 @@ def store_result(work: Work, state: TrainState) -> Built:
 
 def tokens_by_source(work: Work, state: TrainState) -> list[int]:
     """The tokens that the run read of each source of its mixture."""
-    from trainer.shards import Interleaving, sequences_of
+    from trainer.data.shards import Interleaving, sequences_of
 
     recipe, order = work.recipe, Interleaving(work.recipe.tokens.weights)
     end = sequences_of(state.data_step, recipe.model, recipe.train, 0, 1).start

@@ -69,7 +69,7 @@ def place_in(config: TokensConfig) -> Store:
 
 def shards_found(config: TokensConfig) -> list[Found]:
     """The shards of a place by split, in the order of their names. UserError unless both splits have some."""
-    from trainer.shards import split_of
+    from trainer.data.shards import split_of
 
     store, found = place_in(config), []
     files: list[tuple[str, int, str | None]]
@@ -163,7 +163,7 @@ def adopted_shards(
 
 def read_once(path: Path, vocab_size: int, eot: int, row_tokens: int | None) -> tuple[int, int, int | None, int]:
     """The tokens of a shard, its largest id, its rows and its documents."""
-    from trainer.shards import read_shard, shard_at
+    from trainer.data.shards import read_shard, shard_at
 
     tokens = read_shard(path, shard_at(path).header)
     max_id = int(tokens.max(initial=0))

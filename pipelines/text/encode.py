@@ -82,7 +82,7 @@ def with_ends_of_text(encoding: "tiktoken.Encoding", texts: TextBatch, ids: "Ids
     """The ids of documents, with <|endoftext|> before each."""
     import numpy as np
 
-    from trainer.shards import token_dtype
+    from trainer.data.shards import token_dtype
 
     tokens = np.empty(len(ids) + len(texts), token_dtype(encoding.n_vocab))
     starts = bounds[:-1] + np.arange(len(texts))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     import tiktoken
 
-    from trainer.shards import Shard
+    from trainer.data.shards import Shard
 
 MANIFEST, ATTEMPT = "MANIFEST.json", re.compile(r"a\d{4,}")  # of an artifact, and the folders beside it
 PEEK_TOKENS = 60
@@ -84,7 +84,7 @@ def contents_of(path: Path, encoding: "tiktoken.Encoding", documents: Documents)
     """
     import numpy as np
 
-    from trainer.shards import shard_at
+    from trainer.data.shards import shard_at
 
     shard = shard_at(path)
     open_since = -1  # where the last document began
@@ -121,7 +121,7 @@ def tokens_of(path: Path, shard: "Shard", first: int, count: int) -> "np.ndarray
     """Up to `count` tokens of a shard from number `first` on. A map of the file would count as memory."""
     import numpy as np
 
-    from trainer.shards import HEADER_BYTES
+    from trainer.data.shards import HEADER_BYTES
 
     offset = HEADER_BYTES * shard.header + shard.token_bytes * first
     return np.fromfile(path, f"<u{shard.token_bytes}", count, offset=offset)

@@ -1,7 +1,7 @@
 """A mixture of texts: each source has tokens of its own, as if it were the only one, and the mixture names their files.
 
 So another mixture, other weights and a run of one source alone use the same shards. The weights are no part of the
-tokens: training draws by them (trainer/shards.py).
+tokens: training draws by them (trainer/data/shards.py).
 """
 
 from collections import Counter

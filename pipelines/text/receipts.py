@@ -33,7 +33,7 @@ class ShardReceipt(Stored):
     @classmethod
     def from_json(cls, values: Any, where: str = "a receipt") -> Self:
         """DamagedRecord, or NewerRecord."""
-        from trainer.shards import form_of
+        from trainer.data.shards import form_of
 
         receipt = typed(cls, values, where)
         if form_of(receipt.file.size, receipt.tokens) is None:

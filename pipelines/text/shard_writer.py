@@ -127,7 +127,7 @@ def changed(where: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> Us
 
 def encoded_shards(job: ShardsJob, text: Text, receipts: list[ShardReceipt]) -> Generator[NewShard, None, None]:
     """The shards behind the last receipt, as files."""
-    from trainer.shards import token_dtype
+    from trainer.data.shards import token_dtype
 
     t = job.config
     encoding = tokenizer_of(t, job.store, job.plan.prefix)
@@ -168,7 +168,7 @@ def encoded_shards(job: ShardsJob, text: Text, receipts: list[ShardReceipt]) -> 
 
 def store_shard(job: ShardsJob, index: int, shard: NewShard) -> ShardReceipt:
     """Write a shard to the store, then its receipt."""
-    from trainer.shards import read_shard
+    from trainer.data.shards import read_shard
 
     encoding = tokenizer_of(job.config, job.store, job.plan.prefix)
     rows = rows_in(encoding.eot_token, job.row_tokens, read_shard(shard.path))
@@ -185,7 +185,7 @@ def store_shard(job: ShardsJob, index: int, shard: NewShard) -> ShardReceipt:
 
 def rows_in(eot: int, row_tokens: int | None, tokens: "np.ndarray") -> int | None:
     """The number of rows that a shard fills with documents; None without packing."""
-    from trainer.packing import packed
+    from trainer.data.packing import packed
 
     return None if row_tokens is None else len(packed(tokens, eot, row_tokens))
 
@@ -206,7 +206,7 @@ class ShardFile:
     are read."""
 
     def __init__(self, path: Path, expected: int, dtype: "np.dtype[Any]") -> None:
-        from trainer.shards import shard_header
+        from trainer.data.shards import shard_header
 
         self.path, self.expected, self.dtype = path, expected, dtype
         self.tokens = self.max_id = 0
@@ -232,7 +232,7 @@ class ShardFile:
 
     def finish(self) -> str:
         """The sha256 of the complete file."""
-        from trainer.shards import shard_header
+        from trainer.data.shards import shard_header
         from trainer.store import sha256_of
 
         self._wait()

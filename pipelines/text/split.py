@@ -66,7 +66,7 @@ def cut(
     rows_of: "Callable[[np.ndarray], int | None]",
 ) -> list[SplitShard]:
     """A shard's first `held_out` tokens as val_….bin, and the others as train_….bin."""
-    from trainer.shards import read_shard, write_shard
+    from trainer.data.shards import read_shard, write_shard
 
     tokens = read_shard(fetch(receipt.file))
     pieces = {f"val_{number}.bin": tokens[:held_out], f"train_{number}.bin": tokens[held_out:]}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pipelines.artifacts.shard_cache import shards_in
 from pipelines.tracking.runs import Run
-from trainer.commits import committed_state, data_step
+from trainer.checkpoint.commits import committed_state, data_step
 from trainer.errors import UserError
 
 
@@ -26,7 +26,7 @@ def audit(run: Run) -> Audit:
     The order is a permutation of every epoch's windows. So equal digests at all steps mean that the run read each
     window exactly once an epoch (except the data that rollbacks leave out). UserError without tokens.
     """
-    from trainer.shards import Mixture, order_of, sequence_digest, sequences_of
+    from trainer.data.shards import Mixture, order_of, sequence_digest, sequences_of
 
     made, recipe = run.intact_manifests, run.recipe
     tokens, train = made.get("tokenize"), made.get("train")

@@ -6,7 +6,7 @@ most MOST_CRASHES times in a row without a new one. The store has the count, so 
 """
 
 from pipelines.tracking.ledger import attempts
-from trainer.commits import newest_commit
+from trainer.checkpoint.commits import newest_commit
 from trainer.errors import Died, Interrupted
 from trainer.store import Store
 

@@ -21,11 +21,11 @@ from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat
 from pipelines.tracking.mlflow.settings import experiment_name, own_tags
 from pipelines.tracking.records import Heartbeat
 from trainer.amounts import tokens_before, tokens_of_steps
-from trainer.commits import series
+from trainer.checkpoint.commits import series
 from trainer.config import TARGETS
 from trainer.errors import NotAFile, UserError, shown
 from trainer.explained import explain
-from trainer.model_config import REMOVED_FIELDS
+from trainer.models.model_config import REMOVED_FIELDS
 from trainer.store import Store
 from trainer.stored import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, record_in
 

@@ -156,7 +156,7 @@ def open_text_model(uri: str, cache: Path, run: str, at: int | None, precision: 
     from pipelines.artifacts.store import open_store
     from pipelines.sample import load_text_model
     from pipelines.show.console import say
-    from trainer.sample import PRECISIONS
+    from trainer.models.decoder import PRECISIONS
 
     if precision:
         one_of(precision, PRECISIONS, "--precision")

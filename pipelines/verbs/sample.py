@@ -60,7 +60,7 @@ def sample(
     """
     asked = [*(prompt or ()), *(prompts_in(prompts) if prompts else ())] or [""]
     from pipelines.show.console import printable
-    from trainer.sample import Sampling
+    from trainer.models.decoder import Sampling
 
     model = open_text_model(store_uri(store), home() / "cache", run, at, precision)
     sampling = Sampling(temperature, top_k or None, top_p)

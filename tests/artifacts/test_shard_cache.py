@@ -16,10 +16,10 @@ import torch
 
 from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest
 from pipelines.artifacts.shard_cache import SHARDS, ShardCache, shards_in
-from trainer.data import TokenData
+from trainer.data.batches import TokenData
+from trainer.data.shard_maps import MOST_MAPPED
+from trainer.data.shards import Shard, read_shard, write_shard
 from trainer.errors import DiskFull
-from trainer.shard_maps import MOST_MAPPED
-from trainer.shards import Shard, read_shard, write_shard
 from trainer.store import Arrived, LocalStore, Store
 
 BLOCK, SEED, CPU = 8, 5, torch.device("cpu")

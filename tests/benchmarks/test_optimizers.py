@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.optimizers import MODERN_MUON, WITHOUT, Run, best_rate, ingredient_table, share_to_reach, table
 from trainer.errors import UserError
-from trainer.families.modern import ModernConfig
-from trainer.family import plain_model
+from trainer.models.family import plain_model
+from trainer.models.modern import ModernConfig
 
 RUNS = [
     Run("a", 0.1, 1, 100, 2.0),

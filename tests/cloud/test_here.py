@@ -15,7 +15,7 @@ from pipelines.show.plan import about, here_text
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.stop_request import read_stop_request, request_stop
-from trainer.commits import Commit, TrainState
+from trainer.checkpoint.commits import Commit, TrainState
 from trainer.errors import Stopped, UserError
 from trainer.store import LocalStore
 

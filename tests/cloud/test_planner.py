@@ -33,7 +33,7 @@ from pipelines.recipe import CORE_TOKENS, load_recipe, shipped
 from pipelines.show.cloud_plan import print_cloud_plan
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.records import Heartbeat, Machine, Progress
-from trainer.commits import Commit, TrainState
+from trainer.checkpoint.commits import Commit, TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError
 from trainer.store import LocalStore

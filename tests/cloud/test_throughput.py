@@ -18,9 +18,9 @@ from pipelines.bench.throughput import (
 from pipelines.recipe import load_recipe
 from trainer.config import RuntimeConfig
 from trainer.errors import UserError
-from trainer.family import ANY_MODEL, plain_model
 from trainer.metrics import mfu
-from trainer.model_config import ModelConfig
+from trainer.models.family import ANY_MODEL, plain_model
+from trainer.models.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL, LARGE = load_recipe("gpt2-124m"), load_recipe("gpt2-1558m")

@@ -25,7 +25,7 @@ import torch
 from stage_work import NoSignals
 
 import pipelines.tracking.runs
-import trainer.checkpoint
+import trainer.checkpoint.checkpointer
 from pipelines import gc, pipeline
 from pipelines.artifacts.manifest import read_manifest
 from pipelines.pipeline import Pipeline
@@ -37,13 +37,13 @@ from pipelines.tracking import ledger
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, ProcessId
 from pipelines.tracking.runs import record
-from trainer.checkpoint import Checkpointer
-from trainer.commits import Commit, TrainState, committed_state
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commits import Commit, TrainState, committed_state
+from trainer.checkpoint.pieces import Piece
 from trainer.errors import Interrupted, StaleAttempt, StoreUnavailable
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World as Ranks
-from trainer.pieces import Piece
 from trainer.store import Arrived, Check, Entry, LocalStore
 
 DAY = 86_400.0
@@ -546,9 +546,9 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
     """Give this process the clocks, threads and stages of the simulated ones."""
     patch.setenv("SKYTRAIN_TRACKING", "off")
     patch.delenv("SKYTRAIN_METER", raising=False)
-    for module in (ledger, gc, pipeline, trainer.checkpoint, pipelines.tracking.runs):
+    for module in (ledger, gc, pipeline, trainer.checkpoint.checkpointer, pipelines.tracking.runs):
         patch.setattr(module, "time", Clock())
-    for module in (ledger, trainer.checkpoint):
+    for module in (ledger, trainer.checkpoint.checkpointer):
         patch.setattr(module, "Background", Thread)
     patch.setattr(ledger, "threading", SimpleNamespace(Event=Event, Lock=Lock))
     patch.setattr(ledger, "this_process", this_process)

@@ -17,7 +17,7 @@ from pipelines import pipeline
 from pipelines.artifacts.manifest import key_of, read_manifest
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.tracking import ledger
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.store import LocalStore
 
 SMALL = [

@@ -23,7 +23,7 @@ from torch import Tensor
 import trainer.loop
 from trainer.__main__ import main
 from trainer.engine import PlainEngine
-from trainer.optim import Rates
+from trainer.optim.adamw import Rates
 
 
 def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None] = setattr) -> None:

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint import Checkpointer
-from trainer.commits import TrainState
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commits import TrainState
+from trainer.checkpoint.pieces import contiguous_runs, training_tensors
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.events import EventLog
-from trainer.families.gpt2 import Gpt2Config
-from trainer.families.gpt2_module import GPT
 from trainer.fused.flat import FlatState, Layout
 from trainer.metrics import PhaseClock
-from trainer.optim import Rates, group_of, optimizer_for
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.gpt2_module import GPT
+from trainer.optim.adamw import Rates, group_of, optimizer_for
 from trainer.parallel import World
-from trainer.pieces import contiguous_runs, training_tensors
 from trainer.store import LocalStore
 
 # A width that leaves gaps between parameters, and a vocabulary with padding.

@@ -17,21 +17,21 @@ from trainer_runs import Runner, weights
 
 from trainer.amounts import micro_batch_count
 from trainer.config import RuntimeConfig, TrainConfig
+from trainer.data.shards import slices
 from trainer.engine import WIDEST_NORM, FusedEngine, PlainEngine, choose_engine, make_engine
 from trainer.errors import UserError
-from trainer.evaluation import Evaluation, Sampling
+from trainer.eval.evaluation import Evaluation, Sampling
+from trainer.eval.scoring import Row, Scored, score_rows
 from trainer.events import Slow
-from trainer.families.gpt2 import Gpt2Config
-from trainer.families.modern_module import SCALARS
-from trainer.family import ANY_MODEL, plain_model
 from trainer.fused.flat import FlatState
 from trainer.fused.gemm import DEFAULT, Request
-from trainer.model import LanguageModel
-from trainer.model_config import ModelConfig
-from trainer.optim import Rates, rates_of
+from trainer.models.family import ANY_MODEL, plain_model
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.language_model import LanguageModel
+from trainer.models.model_config import ModelConfig
+from trainer.models.modern_module import SCALARS
+from trainer.optim.adamw import Rates, rates_of
 from trainer.parallel import World
-from trainer.scoring import Row, Scored, score_rows
-from trainer.shards import slices
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 from trainer.fused import kernels  # noqa: E402

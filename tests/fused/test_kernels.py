@@ -12,8 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 
-from trainer import muon  # noqa: E402
 from trainer.fused import kernels  # noqa: E402
+from trainer.optim import muon  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16

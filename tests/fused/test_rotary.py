@@ -12,9 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 
-from trainer.families.rotary import turned, waves  # noqa: E402
 from trainer.fused import kernels, rotary  # noqa: E402
 from trainer.fused.kernels import Fp8Out  # noqa: E402
+from trainer.models.rotary import turned, waves  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16

@@ -190,7 +190,7 @@ def test_every_layer_exists(entry: str) -> None:
     ("code", "expected"),
     [
         ("import trainer.loop", ["trainer.loop"]),
-        ("from trainer import loop, model", ["trainer.loop", "trainer.model"]),
+        ("from trainer import loop, rank", ["trainer.loop", "trainer.rank"]),
         ("from trainer.loop import train", ["trainer.loop"]),
         ("def later():\n    from trainer.loop import train", ["trainer.loop"]),
         ("if TYPE_CHECKING:\n    from trainer.loop import train", ["trainer.loop"]),

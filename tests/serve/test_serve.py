@@ -27,9 +27,9 @@ from pipelines.serve.app import MAX_BYTES, MAX_TEXTS, Queue, Refused, make_app
 from pipelines.text.tokenizer import tokenizer
 from pipelines.verbs.serve import listen
 from trainer.errors import UserError
-from trainer.families.gpt2 import Gpt2Config
-from trainer.families.gpt2_module import GPT
-from trainer.sample import Decoder, Sampling
+from trainer.models.decoder import Decoder, Sampling
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.gpt2_module import GPT
 from trainer.store import LocalStore
 
 browser = open_browser

@@ -13,7 +13,7 @@ from pipelines.gc import collect
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.tracking.runs import Run, key_of, read_run, read_runs
 from pipelines.weight_sources import pinned
-from trainer.commits import committed_folders, step_of
+from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.errors import UserError
 
 SHORT = ["--set", "train.max_steps=4", "--set", "train.warmup_steps=1", "--set", "name=tuned"]

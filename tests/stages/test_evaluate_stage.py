@@ -14,8 +14,8 @@ from pipelines.stage import Work
 from pipelines.stages import evaluate, export
 from pipelines.weight_sources import pinned
 from trainer.errors import Interrupted, UserError
-from trainer.families.gpt2_module import GPT
-from trainer.family import to_hf
+from trainer.models.family import to_hf
+from trainer.models.gpt2_module import GPT
 
 
 def test_an_evaluation_stops_between_two_batches(work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_an_evaluation_stops_between_two_batches(work: Callable[[str], Work], mo
             mine.stop.asked = batch == 3
         return 1.0, 1.0
 
-    monkeypatch.setattr("trainer.evaluation.validation", validation)
+    monkeypatch.setattr("trainer.eval.evaluation.validation", validation)
     with pytest.raises(Interrupted):
         evaluate.build(mine)
     assert done == [0, 1, 2, 3]
@@ -56,8 +56,8 @@ def test_an_evaluation_computes_in_the_precision_of_the_training_and_names_it(
         return head(model, x)
 
     monkeypatch.setattr(GPT, "head", noted)
-    monkeypatch.setattr("trainer.evaluation.validation", validation)
-    monkeypatch.setattr("trainer.evaluation.Sampling.texts_of", lambda *arguments: [""])
+    monkeypatch.setattr("trainer.eval.evaluation.validation", validation)
+    monkeypatch.setattr("trainer.eval.evaluation.Sampling.texts_of", lambda *arguments: [""])
     built = evaluate.build(mine)
     assert logits == [torch.bfloat16 if computed == "bf16" else torch.float32]
     assert json.loads((mine.folder / "report.json").read_text())["precision"] == built.facts["precision"] == computed
@@ -73,9 +73,9 @@ def test_a_stop_takes_effect_before_the_next_long_operation(
     def stop_here(name: str) -> None:
         mine.stop.asked = True
 
-    monkeypatch.setattr("trainer.evaluation.validation", lambda *arguments, on_batch: (1.0, 1.0))
+    monkeypatch.setattr("trainer.eval.evaluation.validation", lambda *arguments, on_batch: (1.0, 1.0))
     monkeypatch.setattr(module, "failpoint", stop_here)
-    for name in ("trainer.evaluation.Sampling.texts_of", "pipelines.formats.hf.verify"):
+    for name in ("trainer.eval.evaluation.Sampling.texts_of", "pipelines.formats.hf.verify"):
         monkeypatch.setattr(name, lambda *arguments, **options: begun.append(1))
     with pytest.raises(Interrupted):
         module.build(mine)
@@ -94,7 +94,7 @@ def test_a_baseline_is_measured_with_the_same_code(
     (folder / "config.json").write_text(json.dumps(hf_config(model, "float32", 0)))
     evaluated = mine.recipe.evaluate.model_copy(update={"baselines": [str(folder)]})
     mine.recipe = pinned(mine.recipe.model_copy(update={"evaluate": evaluated}), mine.store)
-    monkeypatch.setattr("trainer.evaluation.Sampling.texts_of", lambda *arguments: [""])
+    monkeypatch.setattr("trainer.eval.evaluation.Sampling.texts_of", lambda *arguments: [""])
     facts = evaluate.build(mine).facts
     report = json.loads((mine.folder / "report.json").read_text())
     scores = {name: facts[name] for name in ("val/loss", "val/bits_per_byte")}

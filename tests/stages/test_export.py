@@ -20,9 +20,9 @@ from pipelines.stages import export
 from pipelines.stages.model_card import model_card, public
 from pipelines.text.tokenizer import tokenizer
 from trainer.errors import UserError
-from trainer.families.gpt2_module import GPT
-from trainer.family import ANY_MODEL, plain_model
-from trainer.model import LanguageModel
+from trainer.models.family import ANY_MODEL, plain_model
+from trainer.models.gpt2_module import GPT
+from trainer.models.language_model import LanguageModel
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "The cat isn't on the 12 mats,  größer 東京\n\nthe end"

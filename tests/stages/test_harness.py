@@ -17,7 +17,7 @@ from pipelines.stages import evaluate, harness
 from pipelines.stages.harness import harness_facts, scores_in, verify_tasks
 from pipelines.text.tokenizer import tokenizer
 from trainer.errors import Interrupted, UserError
-from trainer.families.gpt2_module import GPT
+from trainer.models.gpt2_module import GPT
 
 ITEMS: list[dict[str, Any]] = [  # the model's context is 8 bytes
     {"question": "one", "choices": [" two", " no", " x"], "answer": 1},

@@ -17,8 +17,8 @@ from stage_work import SMALL
 
 from pipelines.formats.hf import hf_config
 from pipelines.recipe import load_recipe
-from trainer.families.gpt2_module import GPT
-from trainer.family import to_hf
+from trainer.models.family import to_hf
+from trainer.models.gpt2_module import GPT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMIT = "a" * 40

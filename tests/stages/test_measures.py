@@ -11,8 +11,8 @@ from tiny_models import model_of
 from pipelines.recipe import load_recipe
 from pipelines.stages.measures import core_identity, core_tasks, evaluation_in_training, verify_items
 from pipelines.text.tokenizer import token_bytes, tokenizer
-from trainer.core import TASKS
 from trainer.errors import UserError
+from trainer.eval.core import TASKS
 from trainer.parallel import World
 
 ALONE = World(0, 0, 1, torch.device("cpu"))

@@ -18,9 +18,9 @@ from pipelines.recipe import Recipe, changed_recipe, load_recipe
 from pipelines.stage import Work, plans_of
 from pipelines.stages import tokenize
 from pipelines.text.amounts import sources_planned
-from trainer.data import TokenData
+from trainer.data.batches import TokenData
+from trainer.data.shards import read_shard, write_shard
 from trainer.errors import UserError
-from trainer.shards import read_shard, write_shard
 
 
 def shards(folder: Path) -> Path:

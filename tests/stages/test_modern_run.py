@@ -12,8 +12,8 @@ from pipelines.bench.throughput import speed_on
 from pipelines.recipe import load_recipe
 from pipelines.weight_sources import check_model
 from trainer.errors import UserError
-from trainer.family import plain_model, to_hf
-from trainer.weights import open_weights
+from trainer.models.family import plain_model, to_hf
+from trainer.models.weights import open_weights
 
 MODERN: dict[str, Any] = TINY | {
     "model": TINY["model"] | {"family": "modern", "n_head": 4, "n_kv_head": 2},

@@ -28,8 +28,8 @@ from pipelines.artifacts.store import S3Store
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.runs import read_runs
-from trainer.core import TASKS
-from trainer.families.gpt2 import Gpt2Config
+from trainer.eval.core import TASKS
+from trainer.models.gpt2 import Gpt2Config
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def assert_transformers_agrees(exported: Path, weights: Path, recipe: dict[str, 
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trainer.families.gpt2_module import GPT
+    from trainer.models.gpt2_module import GPT
 
     text = "The history of größer things, and 東京."
     tokenizer = AutoTokenizer.from_pretrained(exported)

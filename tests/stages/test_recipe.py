@@ -15,7 +15,7 @@ from pipelines.recipe import EvaluateConfig, ExportConfig, Recipe, TokensConfig,
 from pipelines.stage import STAGES, plans_of, run_name
 from trainer.config import MUON_FIELDS, RuntimeConfig, TrainConfig
 from trainer.errors import UserError
-from trainer.families.gpt2 import Gpt2Config
+from trainer.models.gpt2 import Gpt2Config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from trainer.core import TASKS, Kind
+from trainer.eval.core import TASKS, Kind
 
 WORDS = "the a cat dog sat on mat ran far and then it was blue red 12 7 don't Paris said: (yes)".split()  # noqa: SIM905
 

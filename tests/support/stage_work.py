@@ -11,9 +11,9 @@ from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
-from trainer.families.gpt2_module import GPT
+from trainer.data.shards import write_shard
+from trainer.models.gpt2_module import GPT
 from trainer.process import StopSignal
-from trainer.shards import write_shard
 from trainer.store import LocalStore
 
 SMALL = [

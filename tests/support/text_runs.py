@@ -9,13 +9,13 @@ from pipelines.artifacts.manifest import Manifest, key_of, upload
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.runs import record
-from trainer.checkpoint import Checkpointer
-from trainer.commits import TrainState
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commits import TrainState
+from trainer.checkpoint.pieces import Piece
 from trainer.events import EventLog
-from trainer.families.gpt2_module import GPT
 from trainer.metrics import PhaseClock
+from trainer.models.gpt2_module import GPT
 from trainer.parallel import World
-from trainer.pieces import Piece
 from trainer.store import Store
 
 ALONE = World(0, 0, 1, torch.device("cpu"))

@@ -10,7 +10,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.recipe import TokensConfig
 from pipelines.text.shard_writer import ShardsJob
 from pipelines.text.sources import source_identity
-from trainer.shards import read_shard
+from trainer.data.shards import read_shard
 from trainer.store import LocalStore
 
 ODD_TEXTS = [

@@ -19,24 +19,24 @@ import torch
 import yaml
 
 from trainer.__main__ import TrainerConfig
-from trainer.checkpoint import Checkpointer
-from trainer.commits import TrainState, committed_folders, series, step_of
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commits import TrainState, committed_folders, series, step_of
 from trainer.config import RuntimeConfig, TrainConfig
-from trainer.data import TokenData
-from trainer.evaluation import Evaluation
+from trainer.data.batches import TokenData
+from trainer.data.shard_maps import Fetch
+from trainer.data.shards import local_shards, write_shard
+from trainer.eval.evaluation import Evaluation
 from trainer.events import Event, EventLog, read_events
-from trainer.families.gpt2 import Gpt2Config
-from trainer.families.gpt2_module import GPT
 from trainer.loop import train
 from trainer.metrics import PhaseClock
-from trainer.model import LanguageModel
-from trainer.model_config import Section
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.gpt2_module import GPT
+from trainer.models.language_model import LanguageModel
+from trainer.models.model_config import Section
+from trainer.models.weights import Origin
 from trainer.parallel import World
 from trainer.process import StopSignal
-from trainer.shard_maps import Fetch
-from trainer.shards import local_shards, write_shard
 from trainer.store import LocalStore, Store
-from trainer.weights import Origin
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALONE = World(0, 0, 1, torch.device("cpu"))

@@ -15,9 +15,9 @@ from pipelines.gc import collect
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import Work
 from pipelines.stages import tokenize
-from trainer.data import TokenData
+from trainer.data.batches import TokenData
+from trainer.data.shards import read_shard, write_shard
 from trainer.errors import UserError
-from trainer.shards import read_shard, write_shard
 from trainer.store import Store
 
 EOT = 256

@@ -29,8 +29,8 @@ from pipelines.text.tokenizer import (
     own_tokenizer,
     tokenizer_files,
 )
+from trainer.data.shards import read_shard
 from trainer.errors import UserError
-from trainer.shards import read_shard
 from trainer.store import LocalStore
 
 IDS = 700

@@ -262,7 +262,7 @@ def test_a_document_of_200_mb_gives_all_its_tokens_in_less_than_2_gib(shared_dat
     import sys
 
     from pipelines.text.tokenizer import token_bytes
-    from trainer.shards import read_shard
+    from trainer.data.shards import read_shard
 
     corpus = pq.read_table(shared_data / "corpus" / "000_00000.parquet")["text"].to_pylist()
     long = "".join(itertools.islice(itertools.cycle(corpus), 20 * len(corpus)))[:200_000_000]

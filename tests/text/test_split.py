@@ -12,8 +12,8 @@ from pipelines.recipe import TokensConfig, load_recipe
 from pipelines.text.receipts import finished_receipts
 from pipelines.text.shard_writer import make_shards
 from pipelines.text.split import SplitShard, split_text
+from trainer.data.shards import read_shard
 from trainer.errors import UserError
-from trainer.shards import read_shard
 from trainer.store import LocalStore
 
 Tokens = dict[str, list[int]]

@@ -9,8 +9,8 @@ from pipelines.tracking.audit import Audit, audit
 from pipelines.tracking.runs import (
     Run,
 )
-from trainer.commits import Commit, TrainState
-from trainer.shards import Order, Shard, sequence_digest, sequences_of, shard_bytes
+from trainer.checkpoint.commits import Commit, TrainState
+from trainer.data.shards import Order, Shard, sequence_digest, sequences_of, shard_bytes
 from trainer.store import LocalStore, Store
 
 

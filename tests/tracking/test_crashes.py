@@ -7,7 +7,7 @@ import pytest
 from pipelines.tracking.crashes import MOST_CRASHES, after_crash
 from pipelines.tracking.ledger import attempts, claim, close_dead_attempt, is_alive, seconds_between_failures
 from pipelines.tracking.records import Billing
-from trainer.commits import Commit, TrainState
+from trainer.checkpoint.commits import Commit, TrainState
 from trainer.errors import EXIT_FAILED, EXIT_INTERRUPTED, ending_of
 from trainer.store import LocalStore
 

@@ -15,7 +15,7 @@ from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import RunRecord
 from pipelines.tracking.stop_request import StopRequest
-from trainer.commits import FileReceipt
+from trainer.checkpoint.commits import FileReceipt
 from trainer.stored import DamagedRecord, NewerRecord, decoded, record_in
 
 CLAIM: dict[str, Any] = {

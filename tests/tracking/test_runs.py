@@ -31,7 +31,7 @@ from pipelines.tracking.runs import (
     record,
 )
 from trainer.errors import UserError
-from trainer.model_config import REMOVED_FIELDS
+from trainer.models.model_config import REMOVED_FIELDS
 from trainer.store import LocalStore
 
 

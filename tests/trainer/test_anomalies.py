@@ -25,13 +25,13 @@ from troubled import inject
 
 import trainer.health
 import trainer.loop
-from trainer.commits import series
-from trainer.data import TokenData
+from trainer.checkpoint.commits import series
+from trainer.data.batches import TokenData
+from trainer.data.shards import local_shards, sequences_of
 from trainer.engine import PlainEngine, make_engine
 from trainer.errors import Diverged
 from trainer.events import Skipped, Started
-from trainer.optim import rates_at
-from trainer.shards import local_shards, sequences_of
+from trainer.optim.adamw import rates_at
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 

@@ -8,9 +8,9 @@ import pytest
 import trainer_runs
 from trainer_runs import EVERY_STEP, Runner, weights
 
-from trainer.commits import committed_folders, step_of
+from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.errors import UserError
-from trainer.weights import Origin
+from trainer.models.weights import Origin
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from trainer_runs import committed_steps
 
-import trainer.checkpoint
-from trainer.checkpoint import Checkpointer
-from trainer.commits import Commit, TrainState
+import trainer.checkpoint.checkpointer
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commits import Commit, TrainState
+from trainer.checkpoint.pieces import Piece
 from trainer.errors import StoreUnavailable, UserError
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
-from trainer.pieces import Piece
 from trainer.store import LocalStore
 
 CPU = torch.device("cpu")
@@ -143,7 +143,9 @@ def loaded(rank: Checkpointer) -> tuple[int, float]:
 def test_a_rank_that_cannot_upload_reports_it_and_no_rank_waits_or_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 20.0)  # its fault has to become an error sooner
+    monkeypatch.setattr(
+        trainer.checkpoint.checkpointer, "RECEIPT_SECONDS", 20.0
+    )  # its fault has to become an error sooner
 
     def full(key: str) -> None:
         if "step-00000002" in key:
@@ -169,8 +171,8 @@ def test_a_rank_that_cannot_upload_reports_it_and_no_rank_waits_or_commits(
 def test_the_last_state_is_saved_until_the_store_takes_it_or_a_rank_is_asked_to_stop(
     tmp_path: Path, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.checkpoint, "INSIST_SECONDS", 0.2)
-    monkeypatch.setattr(trainer.checkpoint, "INSIST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(trainer.checkpoint.checkpointer, "INSIST_SECONDS", 0.2)
+    monkeypatch.setattr(trainer.checkpoint.checkpointer, "INSIST_POLL_SECONDS", 0.05)
     left, asked = [6], [False]
 
     def refuse(key: str) -> None:
@@ -192,7 +194,7 @@ def test_the_last_state_is_saved_until_the_store_takes_it_or_a_rank_is_asked_to_
 
 
 def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 0.3)
+    monkeypatch.setattr(trainer.checkpoint.checkpointer, "RECEIPT_SECONDS", 0.3)
     (first, _) = some_ranks([LocalStore(tmp_path)] * 2)  # the other is gone
     log = quiet_log(1)
     first.save(TrainState(step=1), pieces(1), log)
@@ -302,7 +304,9 @@ def load_on_nodes(tmp_path: Path, local_ranks: list[int], saved: dict[str, Piece
 def test_a_rank_fetches_only_the_chunks_that_it_needs(
     tmp_path: Path, local_ranks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.commits.CHUNK_BYTES", 1000)  # the last float of a chunk ends in the next one
+    monkeypatch.setattr(
+        "trainer.checkpoint.commits.CHUNK_BYTES", 1000
+    )  # the last float of a chunk ends in the next one
 
     def save_slice(rank: Checkpointer) -> None:
         rank.save(TrainState(step=1), slices_of(rank), log := quiet_log(1))
@@ -318,7 +322,7 @@ def test_a_rank_fetches_only_the_chunks_that_it_needs(
 def test_a_damaged_chunk_is_named_and_no_piece_keeps_what_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainer.commits.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("trainer.checkpoint.commits.CHUNK_BYTES", 1000)
     store = LocalStore(tmp_path)
     one = checkpointer(store)
     one.save(TrainState(step=1), {name: Piece.whole(whole) for name, whole in LONG.items()}, log := quiet_log(1))

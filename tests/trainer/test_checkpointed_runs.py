@@ -21,8 +21,9 @@ from trainer_runs import (
     weights,
 )
 
-import trainer.commits
-from trainer.commits import Commit, FileReceipt
+import trainer.checkpoint.commits
+from trainer.checkpoint.commits import Commit, FileReceipt
+from trainer.checkpoint.pieces import SHARDING, HostCopy
 from trainer.errors import StaleAttempt
 from trainer.events import (
     Checkpointed,
@@ -31,7 +32,6 @@ from trainer.events import (
     Row,
     Started,
 )
-from trainer.pieces import SHARDING, HostCopy
 from trainer.store import LocalStore, sha256_of
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
@@ -58,7 +58,7 @@ def test_the_rows_of_many_commits_are_few_objects(
     assert len(run.events_of(Checkpointed)) == 30 and objects(run) == 3  # one an attempt
     assert run.rows() == whole.rows()
 
-    monkeypatch.setattr(trainer.commits, "SEGMENT_BYTES", 1000)  # some five rows
+    monkeypatch.setattr(trainer.checkpoint.commits, "SEGMENT_BYTES", 1000)  # some five rows
     split = runner("split", max_steps=30, checkpoint_minutes=EVERY_STEP)
     split.attempt()
     assert 3 < objects(split) < 10
@@ -329,7 +329,7 @@ def test_a_copy_that_is_still_being_taken_while_the_next_step_runs_is_that_of_it
     model, _ = whole.attempt()
     run = runner("late", checkpoint_minutes=EVERY_STEP)
     with monkeypatch.context() as late:
-        late.setattr("trainer.checkpoint.HostCopy", LateCopy)
+        late.setattr("trainer.checkpoint.checkpointer.HostCopy", LateCopy)
         run.attempt(stop_after=7)
     shutil.rmtree(run.newest())  # the last one: after it there was no update
     resumed, _ = run.attempt()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.commits import (
+from trainer.checkpoint.commits import (
     Commit,
     DamagedCommit,
     FileReceipt,

@@ -20,8 +20,8 @@ from trainer.amounts import (
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.explained import explain
-from trainer.families.gpt2 import Gpt2Config
-from trainer.model_config import ModelConfig
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.model_config import ModelConfig
 
 GOOD: dict[str, dict[str, Any]] = {
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 16, "vocab_size": 257},

@@ -12,11 +12,11 @@ import trainer_runs
 from core_bundle import make_bundle
 from tiny_models import model_of, transformers_copy
 
-from trainer.core import TASKS, Task, answers, bundle_digest, core, read_bundle, read_items
 from trainer.errors import Interrupted, UserError
-from trainer.families.gpt2 import Gpt2Config
-from trainer.families.gpt2_module import GPT
-from trainer.model import LanguageModel
+from trainer.eval.core import TASKS, Task, answers, bundle_digest, core, read_bundle, read_items
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.gpt2_module import GPT
+from trainer.models.language_model import LanguageModel
 from trainer.parallel import World
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -93,7 +93,7 @@ def test_every_task_agrees_item_by_item_with_a_plain_loop_over_transformers(
     model = model_of(Gpt2Config(n_layer=2, n_head=2, n_embd=16, block_size=128, vocab_size=257))
     lean_towards(model, *b"ab ")
     theirs, tasks = transformers_copy(model), read_bundle(make_bundle(tmp_path / "bundle", items=5))
-    monkeypatch.setattr("trainer.scoring.ITEMS_AT_ONCE", 2)
+    monkeypatch.setattr("trainer.eval.scoring.ITEMS_AT_ONCE", 2)
     centred, seen = {}, {kind: set[bool]() for kind in ("multiple_choice", "schema", "language_modeling")}
     for task in tasks:
         expected = naive_answers(theirs, task, as_bytes, 256)

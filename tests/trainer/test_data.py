@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from trainer.amounts import batch_tokens_at, steps_to_come, tokens_before
 from trainer.config import TrainConfig
-from trainer.data import PREFETCHED, Prefetcher, TokenData
+from trainer.data.batches import PREFETCHED, Prefetcher, TokenData
+from trainer.data.shards import Order, Shard, local_shards, read_shard, sequences_of, token_dtype, write_shard
 from trainer.errors import UserError
-from trainer.families.gpt2 import Gpt2Config
-from trainer.shards import Order, Shard, local_shards, read_shard, sequences_of, token_dtype, write_shard
+from trainer.models.gpt2 import Gpt2Config
 
 MODEL = Gpt2Config(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=1000)
 CPU = torch.device("cpu")

@@ -15,17 +15,17 @@ from tiny_models import model_of
 from trainer_runs import ALONE, Runner, weights
 
 from trainer.__main__ import run as run_alone
-from trainer.commits import committed_state, series
-from trainer.data import TokenData
+from trainer.checkpoint.commits import committed_state, series
+from trainer.data.batches import TokenData
+from trainer.data.shards import Shard, write_shard
 from trainer.errors import UserError
-from trainer.evaluation import Evaluation, Sampling, validation, validation_loss
+from trainer.eval.evaluation import Evaluation, Sampling, validation, validation_loss
+from trainer.eval.scoring import Scored
 from trainer.events import Row, Sampled
-from trainer.families.gpt2 import Gpt2Config
-from trainer.families.gpt2_module import GPT
-from trainer.model import LanguageModel
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.gpt2_module import GPT
+from trainer.models.language_model import LanguageModel
 from trainer.parallel import World
-from trainer.scoring import Scored
-from trainer.shards import Shard, write_shard
 
 _one_thread = trainer_runs._one_thread
 data, runner = trainer_runs.data, trainer_runs.runner

@@ -15,13 +15,13 @@ from trainer.__main__ import read_config
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import choose_engine
 from trainer.errors import UserError
-from trainer.families.gpt2 import Gpt2Config
-from trainer.families.llama import LlamaConfig
-from trainer.families.modern import ModernConfig
-from trainer.family import ANY_MODEL, from_hf, plain_model, section_of_hf, to_hf
-from trainer.model import LanguageModel
-from trainer.model_config import ModelConfig, identity_of_model
-from trainer.sample import Decoder, Sampling, stream
+from trainer.models.decoder import Decoder, Sampling, stream
+from trainer.models.family import ANY_MODEL, from_hf, plain_model, section_of_hf, to_hf
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.language_model import LanguageModel
+from trainer.models.llama import LlamaConfig
+from trainer.models.model_config import ModelConfig, identity_of_model
+from trainer.models.modern import ModernConfig
 
 _one_thread = trainer_runs._one_thread
 

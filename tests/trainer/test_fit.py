@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.amounts import micro_batch_of
-from trainer.commits import TrainState
+from trainer.checkpoint.commits import TrainState
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import make_engine
 from trainer.errors import UserError
-from trainer.families.gpt2 import Gpt2Config
 from trainer.fit import choose_micro_batch, largest_that_fits, memory_settings
+from trainer.models.gpt2 import Gpt2Config
 from trainer.parallel import World
 
 CPU = torch.device("cpu")

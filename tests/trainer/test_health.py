@@ -17,7 +17,7 @@ from trainer_runs import Runner
 
 import trainer.health
 import trainer.loop
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import EXIT_INTERRUPTED
 from trainer.health import Health, StartWatch, Watchdog, diagnosis

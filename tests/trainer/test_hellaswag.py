@@ -11,10 +11,10 @@ import trainer_runs
 from tiny_models import model_of, transformers_copy
 
 from trainer.errors import UserError
-from trainer.families.gpt2 import Gpt2Config
-from trainer.hellaswag import HellaSwagItem, hellaswag, read_hellaswag
+from trainer.eval.hellaswag import HellaSwagItem, hellaswag, read_hellaswag
+from trainer.eval.scoring import Encode
+from trainer.models.gpt2 import Gpt2Config
 from trainer.parallel import World
-from trainer.scoring import Encode
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 GPT2 = Gpt2Config(n_layer=1, n_head=2, n_embd=16, block_size=128, vocab_size=50_257)

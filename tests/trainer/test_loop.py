@@ -16,17 +16,17 @@ from trainer_runs import (
     weights,
 )
 
-from trainer.commits import checkpoint_seconds, committed_state
+from trainer.checkpoint.commits import checkpoint_seconds, committed_state
+from trainer.checkpoint.save_clock import SaveClock
 from trainer.config import RuntimeConfig
-from trainer.data import TokenData
+from trainer.data.batches import TokenData
+from trainer.data.shards import local_shards
 from trainer.engine import PlainEngine
 from trainer.errors import StoreUnavailable
-from trainer.evaluation import validation_loss
+from trainer.eval.evaluation import validation_loss
 from trainer.events import (
     Started,
 )
-from trainer.save_clock import SaveClock
-from trainer.shards import local_shards
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 

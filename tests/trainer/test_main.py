@@ -26,9 +26,9 @@ from trainer_runs import (
 )
 
 from trainer.__main__ import claim, main
+from trainer.data.shards import write_shard
 from trainer.errors import UserError
 from trainer.events import Row, Started
-from trainer.shards import write_shard
 from trainer.store import LocalStore
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner

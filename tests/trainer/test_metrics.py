@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from trainer.families.gpt2 import Gpt2Config
 from trainer.metrics import PhaseClock, mfu, peak_flops
+from trainer.models.gpt2 import Gpt2Config
 
 
 def test_the_clock_gives_every_second_to_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:

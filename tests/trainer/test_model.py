@@ -9,9 +9,9 @@ import torch
 import trainer_runs
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.families.gpt2 import Gpt2Config
-from trainer.families.gpt2_module import GPT
-from trainer.family import from_hf, to_hf
+from trainer.models.family import from_hf, to_hf
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.gpt2_module import GPT
 
 SMALL = Gpt2Config(n_layer=3, n_head=4, n_embd=48, block_size=40, vocab_size=300)
 
@@ -170,7 +170,7 @@ def test_the_loss_without_gradients_holds_the_logits_of_few_tokens_at_once(monke
         return head(model, x)
 
     monkeypatch.setattr(GPT, "head", counted)
-    monkeypatch.setattr("trainer.model.HEAD_ROWS", 64)
+    monkeypatch.setattr("trainer.models.language_model.HEAD_ROWS", 64)
     loss = model.loss(tokens, targets)
     assert rows == [64, 64, 64, 8] and not loss.requires_grad
     assert float(loss) == pytest.approx(float(whole), rel=1e-6)

@@ -11,12 +11,12 @@ import trainer_runs
 from safetensors import safe_open
 from trainer_runs import EVERY_STEP, Runner, weights
 
-from trainer import muon
 from trainer.amounts import state_bytes
 from trainer.config import TrainConfig
-from trainer.families.gpt2 import Gpt2Config
-from trainer.families.gpt2_module import GPT
-from trainer.optim import Rates, group_of, optimizer_for, rates_at
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.gpt2_module import GPT
+from trainer.optim import muon
+from trainer.optim.adamw import Rates, group_of, optimizer_for, rates_at
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 MODEL = Gpt2Config(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=50)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from trainer.config import TrainConfig
-from trainer.families.gpt2 import Gpt2Config
-from trainer.families.gpt2_module import GPT
-from trainer.optim import AdamW, Rates, learning_rate_at
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.gpt2_module import GPT
+from trainer.optim.adamw import AdamW, Rates, learning_rate_at
 from trainer.parallel import FlatGradients
 
 CONFIG = TrainConfig(batch_tokens=64, max_steps=100, learning_rate=0.5, warmup_steps=10)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import TrainConfig
-from trainer.data import TokenData
+from trainer.data.batches import TokenData
+from trainer.data.packing import packed
+from trainer.data.shards import PERIOD, Mixture, Order, Shard, order_of, sequences_of, shares_of, write_shard
 from trainer.errors import UserError
-from trainer.families.gpt2 import Gpt2Config
-from trainer.packing import packed
-from trainer.shards import PERIOD, Mixture, Order, Shard, order_of, sequences_of, shares_of, write_shard
+from trainer.models.gpt2 import Gpt2Config
 
 EOT, CPU = 9, torch.device("cpu")
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 import trainer_runs
 
 from trainer.errors import UserError
-from trainer.families.gpt2 import Gpt2Config
-from trainer.families.gpt2_module import GPT
-from trainer.sample import PRECISIONS, Decoder, Product, Sampling, draw, stream
+from trainer.models.decoder import PRECISIONS, Decoder, Product, Sampling, draw, stream
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.gpt2_module import GPT
 
 _one_thread = trainer_runs._one_thread
 

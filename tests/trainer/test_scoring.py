@@ -13,10 +13,10 @@ from tiny_models import model_of
 
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import make_engine
-from trainer.families.gpt2 import Gpt2Config
-from trainer.model import LanguageModel
+from trainer.eval.scoring import Row, RowScore, score_items, score_rows
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.language_model import LanguageModel
 from trainer.parallel import World
-from trainer.scoring import Row, RowScore, score_items, score_rows
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 CONFIG = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=97)
@@ -104,8 +104,8 @@ class Ranks:
 
 
 def test_ranks_share_the_items_and_each_gets_all_scores_in_as_many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.scoring.ITEMS_AT_ONCE", 4)
-    monkeypatch.setattr("trainer.scoring.TOKENS_AT_ONCE_CPU", 200)
+    monkeypatch.setattr("trainer.eval.scoring.ITEMS_AT_ONCE", 4)
+    monkeypatch.setattr("trainer.eval.scoring.TOKENS_AT_ONCE_CPU", 200)
     model, rows, ranks = model_of(CONFIG), some_rows(40), Ranks(3)
     groups = [rows[i : i + i % 4] for i in range(0, 31, 3)] + [[Row([1, 2], 2)]]  # the last one has nothing to score
     expected = [naive(model, group) for group in groups[:-1]]

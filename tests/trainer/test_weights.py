@@ -16,12 +16,12 @@ from trainer_runs import ALONE, Runner, configured, weights
 from pipelines.formats.hf import hf_config
 from trainer.engine import make_engine
 from trainer.errors import UserError
-from trainer.families.gpt2 import LAYER
-from trainer.families.gpt2_module import GPT
-from trainer.families.llama import LlamaConfig
-from trainer.family import plain_model, to_hf
-from trainer.model_config import ModelConfig
-from trainer.weights import Origin, open_weights
+from trainer.models.family import plain_model, to_hf
+from trainer.models.gpt2 import LAYER
+from trainer.models.gpt2_module import GPT
+from trainer.models.llama import LlamaConfig
+from trainer.models.model_config import ModelConfig
+from trainer.models.weights import Origin, open_weights
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 MODEL = configured().model

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from pipelines.bench.gauges import Spread
 from pipelines.bench.measure import Measurement, engines_compared
 from pipelines.cli import app
+from trainer.data.shards import write_shard
 from trainer.errors import Diverged
-from trainer.shards import write_shard
 
 TINY = [
     "bench", "smoke", "--batch-tokens", "256", "--set", "runtime.device=cpu",

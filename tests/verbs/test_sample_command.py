@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from pipelines import cli
 from pipelines.sample import load_text_model
-from trainer.commits import committed_folders, delete_checkpoint
+from trainer.checkpoint.commits import committed_folders, delete_checkpoint
 from trainer.errors import UserError
 from trainer.store import LocalStore
 

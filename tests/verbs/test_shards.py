@@ -9,7 +9,7 @@ import typer
 
 from pipelines.text.tokenizer import tokenizer
 from pipelines.verbs.shards import inspect, verify
-from trainer.shards import write_shard
+from trainer.data.shards import write_shard
 from trainer.store import sha256_of
 
 TEXTS = ["one", "a second document", "one", "x" * 30, "the last one goes on"]

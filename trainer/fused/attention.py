@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.model import band
+from trainer.models.language_model import band
 
 ATEN = torch.ops.aten
 

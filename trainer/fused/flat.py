@@ -30,14 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import muon
+from trainer.checkpoint.pieces import Piece
 from trainer.config import RuntimeConfig, TrainConfig
-from trainer.family import plain_model
 from trainer.fused.owners import Exchange, Owners, Slice
-from trainer.model_config import ModelConfig
-from trainer.optim import Group, Rates, group_of
+from trainer.models.family import plain_model
+from trainer.models.model_config import ModelConfig
+from trainer.optim import muon
+from trainer.optim.adamw import Group, Rates, group_of
 from trainer.parallel import World
-from trainer.pieces import Piece
 
 # Elements: 128 bytes of bf16, a cache line. TMA and cuBLAS's best kernels want 16.
 ALIGNED = 64

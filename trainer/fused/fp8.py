@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.checkpoint.pieces import Piece
 from trainer.fused import gemm, kernels
 from trainer.fused.bf16 import Bf16Products
 from trainer.fused.kernels import Activation, Fp8Out
 from trainer.fused.products import Linear, NormBackwardKernel, Normed, NormKernel, Products, ResidualGrad, head_chunks
 from trainer.parallel import World
-from trainer.pieces import Piece
 
 HISTORY = 16  # micro-batches
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -16,7 +16,7 @@ from trainer.fused.flat import FlatState
 from trainer.fused.kernels import Fp8Out
 from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
 from trainer.fused.step import FusedStep
-from trainer.model_config import ModelConfig
+from trainer.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ from trainer.fused.triton_kernels import (
     relu2_kernel,
     transpose8_kernel,
 )
-from trainer.muon import Polynomial
+from trainer.optim.muon import Polynomial
 
 Activation = Literal["gelu", "relu2"]
 
@@ -349,7 +349,7 @@ def adamw(
 
 
 def look_ahead(ahead: Tensor, momentum: Tensor, grad: Tensor, numbers: Tensor, m: float) -> None:
-    """Muon's momentum m, and its look ahead (trainer/muon.py), over flat slices of n elements.
+    """Muon's momentum m, and its look ahead (trainer/optim/muon.py), over flat slices of n elements.
 
     momentum (n,) fp32, in place; grad (n,) fp32 or bf16; ahead (n,) bf16 is overwritten. numbers as `adamw` takes them:
     if its last one is 0, the momentum stays, and `ahead` is the same.
@@ -363,7 +363,7 @@ def look_ahead(ahead: Tensor, momentum: Tensor, grad: Tensor, numbers: Tensor, m
 
 
 def move(weights16: Tensor, master: Tensor, directions: Tensor, numbers: Tensor, decay: float) -> None:
-    """Move flat slices of n weights along Muon's directions with cautious weight decay (trainer/muon.py).
+    """Move flat slices of n weights along Muon's directions with cautious weight decay (trainer/optim/muon.py).
 
     master (n,) fp32, in place; directions (n,) bf16; weights16 (n,) bf16 becomes the new master, rounded. numbers as
     `adamw` takes them: the first is the rate, and if the last is 0, nothing changes.

@@ -1,10 +1,10 @@
 """llama's part of a fused step: norms with weights, SwiGLU, a head that may be tied."""
 
-from trainer.families.llama import EPSILON, LlamaConfig
 from trainer.fused import rotary
 from trainer.fused.products import Operand, Products
 from trainer.fused.rotary_step import Block, RotaryStep, SavedMlp
-from trainer.model_config import ModelConfig
+from trainer.models.llama import EPSILON, LlamaConfig
+from trainer.models.model_config import ModelConfig
 
 
 class LlamaStep(RotaryStep[Operand]):

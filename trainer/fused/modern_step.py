@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.families.modern import EPSILON, SMEAR_WIDTH, SOFTCAP, ModernConfig
 from trainer.fused import kernels, rotary
 from trainer.fused.flat import FlatState
 from trainer.fused.kernels import Fp8Out
 from trainer.fused.products import Normed, Operand, Products, ResidualGrad
 from trainer.fused.rotary import Mix, MixGradients
 from trainer.fused.rotary_step import Block, Norm, RotaryStep, SavedMlp
+from trainer.models.modern import EPSILON, SMEAR_WIDTH, SOFTCAP, ModernConfig
 
 
 class ModernStep(RotaryStep[Operand]):

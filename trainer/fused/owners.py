@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import muon
+from trainer.optim import muon
 
 Shapes = Mapping[str, tuple[int, ...]]
 

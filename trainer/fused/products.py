@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from trainer.checkpoint.pieces import Piece
 from trainer.fused.kernels import Activation, Fp8Out
-from trainer.pieces import Piece
 
 LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products reach full speed from about 8,192 rows on
 

@@ -14,15 +14,15 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
-from trainer.families.grouped import GroupedHeads
-from trainer.families.rotary import waves
 from trainer.fused import kernels, rotary
 from trainer.fused.attention import Attention, SavedAttention
 from trainer.fused.flat import FlatState
 from trainer.fused.kernels import Fp8Out
 from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
 from trainer.fused.step import FusedStep
-from trainer.model_config import ModelConfig
+from trainer.models.grouped import GroupedHeads
+from trainer.models.model_config import ModelConfig
+from trainer.models.rotary import waves
 
 QKV, OUT = ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.o_proj"
 

@@ -29,7 +29,7 @@ from trainer.fused import kernels
 from trainer.fused.attention import Attention
 from trainer.fused.flat import FlatState
 from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
-from trainer.model_config import ModelConfig
+from trainer.models.model_config import ModelConfig
 
 
 class FusedStep(ABC, Generic[Operand]):

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from trainer.families.llama import LlamaConfig
-from trainer.families.modern import ModernConfig
 from trainer.fused.gpt2_step import Gpt2Step
 from trainer.fused.llama_step import LlamaStep
 from trainer.fused.modern_step import ModernStep
 from trainer.fused.step import FusedStep
-from trainer.model_config import ModelConfig
+from trainer.models.llama import LlamaConfig
+from trainer.models.model_config import ModelConfig
+from trainer.models.modern import ModernConfig
 
 
 def step_of(config: ModelConfig) -> type[FusedStep[Any]]:

@@ -1,0 +1,1 @@
+"""Checkpoints: saved in the background, committed by one object, verified when loaded."""

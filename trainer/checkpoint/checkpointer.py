@@ -1,0 +1,387 @@
+"""Checkpoints of a run: saved in the background, committed by one small object, verified when they are loaded.
+
+A checkpoint is a folder `checkpoints/step-<step>-a<attempt>/` with one safetensors file per rank, see
+trainer/checkpoint/pieces.py. Training waits only while `save` copies this rank's pieces to host memory. Then a thread
+uploads and hashes the copy, and puts a receipt (size, sha256, hashes of chunks) into the folder. Rank 0 waits for all
+receipts, and for the proof that the weights are sound: a forward pass over them gave a finite loss. Then it *creates*
+COMMIT.json, which lists the files: the checkpoint exists. One save runs at a time, so host memory holds one copy. A
+save that fails leaves no commit.
+
+Deletion removes COMMIT.json first. Listing the store finds the newest commit. Loading verifies every chunk that a rank
+needs (trainer/checkpoint/loading.py); if one is damaged, it reports that and uses the checkpoint before.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.commits import (
+    Commit,
+    DamagedCommit,
+    FileReceipt,
+    Segment,
+    TrainState,
+    attempt_of,
+    checkpoint_folders,
+    committed_folders,
+    deletable_checkpoints,
+    delete_checkpoint,
+    step_of,
+)
+from trainer.checkpoint.loading import load_files
+from trainer.checkpoint.pieces import HostCopy, Piece
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
+from trainer.errors import NotAFile, StaleAttempt, StoreUnavailable
+from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
+from trainer.parallel import World
+from trainer.process import Background, failpoint, log_line
+from trainer.store import Store
+from trainer.stored import decoded, typed
+
+# After this time, counted from the end of rank 0's own upload, a rank without a receipt is dead or lost the store. The
+# files of all ranks are about equally large, but their nodes may be unequally fast: the time grows with the file.
+RECEIPT_SECONDS = 300.0
+SLOWEST_UPLOAD = 10e6  # bytes per second
+RECEIPT_POLL_SECONDS = 0.2
+# The least such time once the training has failed, as it does when a rank dies. Then it is the time of rank 0's own
+# upload: all ranks begin a save together, and torchrun would kill a waiting rank 0 after its whole grace time.
+FAILED_RECEIPT_SECONDS = 2.0
+INSIST_SECONDS, INSIST_POLL_SECONDS = 15.0, 0.2  # between two saves of the last state, and two looks for a stop
+
+
+@dataclass
+class Save:
+    """A save in progress."""
+
+    folder: str
+    state: TrainState
+    rows: list[dict[str, Any]]
+    started: float
+    proof: "Future[bool]" = field(default_factory=Future)  # whether the weights are sound, once that is known
+    seconds: float = 0.0
+    upload_seconds: float = 0.0  # of all ranks
+    bytes: int = 0  # of all ranks; only rank 0 knows it
+    files: tuple[FileReceipt, ...] = ()  # of all ranks, once committed; only rank 0 knows them
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run under `prefix` of a store."""
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        world: World,
+        work: Path,
+        attempt: int = 0,
+        keep_last: int = 2,
+        superseded: Callable[[], bool] = lambda: False,
+        keep_every: int | None = None,
+        between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES,
+        traffic_seconds: float = 0.0,
+    ) -> None:
+        self.store, self.prefix, self.world, self.attempt = store, prefix, world, attempt
+        self.keep_last, self.keep_every, self.superseded = keep_last, keep_every, superseded
+        self.work, self.between_failures, self.traffic_seconds = work, between_failures, traffic_seconds
+        self._copy: HostCopy | None = None
+        self._save: Save | None = None
+        self._last: Save | None = None  # the same, also after it has ended
+        self._thread: Background | None = None
+        self._error: BaseException | None = None  # of the last save that ended
+        self._insisting = False  # the last step is done
+        self._training_failed = False  # the training has ended with an error
+        self.upload_seconds = 0.0  # of the last commit; only rank 0 knows it
+        self._segment: Segment | None = None  # of the last commit; only rank 0 knows it
+        self._damaged: list[str] = []  # folders of the damaged commits that this attempt did not load
+
+    # --- saving
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._training_failed = error is not None
+        self._prove(False)  # the thread of a save must not wait for a training that has ended
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in progress: `settle` did not report its end yet."""
+        return self._save is not None
+
+    def prepare(self, pieces: dict[str, Piece]) -> None:
+        """Allocate host memory for copies of these pieces, in the background. All saves must have the same pieces."""
+        self._copy = HostCopy(pieces, self.world.rank, self.world.world_size)
+
+    def before_update(self) -> None:
+        """Call this before the pieces change, see HostCopy."""
+        if self._copy:
+            self._copy.before_update()
+
+    def save(self, state: TrainState, pieces: dict[str, Piece], log: EventLog, proven: bool = True) -> None:
+        """Copy `pieces`, then upload and commit them in the background, with `state` and the uncommitted rows.
+
+        Unless the weights are `proven` to be sound, the commit waits for `prove`. Waits for the previous save. `settle`
+        reports how a save ended.
+        """
+        self.settle(log, wait=True)
+        started = time.monotonic()
+        if self._copy is None:
+            self.prepare(pieces)
+        assert self._copy
+        self._copy.take()
+        folder = f"{self.prefix}/checkpoints/step-{state.step:08d}-a{self.attempt:04d}"
+        self._save = self._last = Save(folder, replace(state), list(log.uncommitted), started)
+        if proven:
+            self.prove()
+        self._thread = Background(
+            "checkpoint",
+            partial(self._upload_and_commit, self._save, self._copy),
+            died=partial(self._failed, self._save),
+            daemon=False,  # a save that has begun is completed
+        )
+        self._thread.start()
+
+    def amend(self, state: TrainState, pieces: dict[str, Piece], log: EventLog) -> None:
+        """Commit the step of the last save once more, with `state` and the rows since: its weights are in the store.
+
+        Saves all of it if that save failed. A collective call.
+        """
+        self.settle(log, wait=True)
+        if any(self.world.gather(self._error is not None)):
+            return self.save(state, pieces, log)
+        if self.world.rank == 0:
+            assert self._last and self._last.state.step == state.step and self._segment
+            rows = list(log.uncommitted)
+            self._check_current(state.step)
+            self._segment = Segment.of(self.prefix, state.step, self.attempt, rows, self._segment.body)
+            self.store.put(self._segment.key, self._segment.body)
+            commit = self._commit_of(state, self._segment, self._last.files)
+            self.store.put(f"{self._last.folder}/COMMIT.json", commit.encode())
+        log.uncommitted.clear()
+
+    def prove(self) -> None:
+        """Record that a forward pass over the weights of the last save gave a finite loss."""
+        self._prove(True)
+
+    def _prove(self, sound: bool) -> None:
+        if self._save and not self._save.proof.done():
+            self._save.proof.set_result(sound)
+
+    def settle(self, log: EventLog, wait: bool = False) -> None:
+        """Log the result of the last save if it has ended; with `wait`, once it has. Then it makes no commit without
+        a proof up to now.
+
+        After a failed save its rows stay uncommitted, and the next save stores them. Only StaleAttempt is raised:
+        nothing that this attempt does will count.
+        """
+        if self._save is None or self._thread is None or (self._thread.is_alive() and not wait):
+            return
+        self._prove(False)
+        self._thread.join()
+        save, self._save = self._save, None
+        self._error = error = self._thread.error
+        if isinstance(error, StaleAttempt):
+            raise error
+        if error is None:
+            self.upload_seconds = save.upload_seconds
+            del log.uncommitted[: len(save.rows)]
+            log.write(Checkpointed(save.state.step, save.seconds, save.bytes))
+            return
+        log.write(CheckpointFailed(save.state.step, repr(error), self._insisting))
+        log_line(f"checkpoint of step {save.state.step} FAILED ({error!r}); training continues")
+
+    def finish(self, log: EventLog) -> None:
+        """Wait for the last save. Raises its error."""
+        self.settle(log, wait=True)
+        if self._error:
+            raise self._error
+
+    def insist(self, pieces: dict[str, Piece], log: EventLog, leave: Callable[[], bool]) -> None:
+        """After the last step: repeat the last save until the store takes it, or any rank is to `leave`.
+
+        Any other error than one of the store ends it at once. A collective call.
+        """
+        self._insisting = True
+        self.settle(log, wait=True)
+        while any(self.world.gather(isinstance(self._error, OSError))):
+            assert self._last
+            log_line(f"step {self._last.state.step} is the last, and not in the store; trying again")
+            for _ in range(round(INSIST_SECONDS / INSIST_POLL_SECONDS)):  # as often on every rank
+                if any(self.world.gather(leave())):
+                    return
+                time.sleep(INSIST_POLL_SECONDS)
+            self.save(self._last.state, pieces, log)
+            self.settle(log, wait=True)
+
+    def _upload_and_commit(self, save: Save, copy: HostCopy) -> None:
+        """In the thread: upload this rank's file and its receipt. Rank 0 commits."""
+        failpoint("upload")
+        parts, name = copy.safetensors(), self._file_name()
+        self.store.write(parts, f"{save.folder}/{name}")
+        receipt = FileReceipt.of(name, parts)
+        failpoint("uploaded")
+        self.store.put(self._receipt_key(save), json.dumps(asdict(receipt)).encode())
+        if self.world.rank == 0:
+            receipts = self._receipts(save, receipt.size)
+            save.upload_seconds = time.monotonic() - save.started
+            failpoint("receipts")
+            self._commit(save, receipts)
+            save.bytes = sum(r.size for r in receipts)
+        save.seconds = time.monotonic() - save.started
+
+    def _failed(self, save: Save, thread: Background) -> None:
+        """In the thread, after any error: remove the files of the save, so that a nearly full disk has space for the
+        next one. `settle` reports the error in the training thread."""
+        if isinstance(thread.error, StaleAttempt | StoreUnavailable):
+            return  # it may not delete, or cannot
+        if self.world.rank == 0:
+            with suppress(Exception):  # the next save removes them
+                self._delete_uncommitted(save.state.step)
+            return
+        with suppress(Exception):
+            self.store.delete(f"{save.folder}/{self._file_name()}")
+        with suppress(Exception):  # so that rank 0 does not wait for a receipt
+            self.store.put(self._receipt_key(save), json.dumps({"fault": repr(thread.error)}).encode())
+
+    def _file_name(self) -> str:
+        return f"rank-{self.world.rank:05d}-of-{self.world.world_size:05d}.safetensors"
+
+    def _receipt_key(self, save: Save) -> str:
+        return f"{save.folder}/receipt-{self.world.rank:05d}.json"
+
+    def _receipts(self, save: Save, size: int) -> list[FileReceipt]:
+        """Wait for the receipts of all ranks, after the upload of this rank's file of `size` bytes. OSError if a rank
+        failed, TimeoutError if a receipt is late."""
+        begun = time.monotonic()
+        receipts: list[FileReceipt] = []
+        while len(receipts) < self.world.world_size:
+            limit = (
+                max(FAILED_RECEIPT_SECONDS, begun - save.started) if self._training_failed else receipt_seconds(size)
+            )
+            rank = len(receipts)
+            key = f"{save.folder}/receipt-{rank:05d}.json"
+            body = self.store.get(key)
+            if body:
+                receipt = decoded(body, key)
+                if isinstance(receipt, dict) and "fault" in receipt:
+                    raise OSError(f"rank {rank}: {receipt['fault']}")
+                receipts.append(typed(FileReceipt, receipt, key))
+            elif time.monotonic() > begun + limit:
+                raise TimeoutError(f"rank {rank} sent no receipt within {limit:.0f} s")
+            else:
+                time.sleep(RECEIPT_POLL_SECONDS)
+        return receipts
+
+    def _commit(self, save: Save, files: list[FileReceipt]) -> None:
+        step = save.state.step
+        if not save.proof.result():
+            raise FloatingPointError(f"no loss after step {step} was finite, so its weights may be ruined")
+        self._check_current(step)
+        extended = None if self._segment is None or self._segment.full else self._segment
+        segment = Segment.of(self.prefix, step, self.attempt, save.rows, extended.body if extended else b"")
+        if not self._create_commit(save, files, segment):
+            raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} runs twice: step {step} is already committed")
+        # Frozen before the commit, it may have been superseded meanwhile, and the files removed.
+        if self.superseded():
+            self.store.delete(f"{save.folder}/COMMIT.json")
+            self._check_current(step)
+        self._segment, save.files = segment, tuple(files)
+        failpoint("committed")
+        with suppress(Exception):  # the next commit, or gc, deletes the rest
+            if extended and extended.key != segment.key:
+                self.store.delete(extended.key)
+            self._delete_old(save.state)
+            self._delete_uncommitted(step)
+
+    def _create_commit(self, save: Save, files: list[FileReceipt], segment: Segment) -> bool:
+        """Commit a save whose files are in the store. False if its step is already committed."""
+        self.store.put(segment.key, segment.body)
+        commit = self._commit_of(save.state, segment, tuple(files))
+        self._check_current(commit.step)
+        stored = {entry.key: entry.size for entry in self.store.entries(f"{save.folder}/")}
+        for file in files:
+            if stored.get(key := f"{save.folder}/{file.name}") != file.size:
+                raise StoreUnavailable(f"{self.store.uri}/{key}: removed before its commit")
+        return self.store.create(f"{save.folder}/COMMIT.json", commit.encode())
+
+    def _commit_of(self, state: TrainState, segment: Segment, files: tuple[FileReceipt, ...]) -> Commit:
+        return Commit(
+            step=state.step,
+            attempt=self.attempt,
+            world_size=self.world.world_size,
+            time=time.time(),
+            state=state,
+            metrics=segment.key.removeprefix(f"{self.prefix}/"),
+            files=files,
+        )
+
+    def _check_current(self, step: int) -> None:
+        if self.superseded():
+            raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} was superseded: step {step} not committed")
+
+    def _delete_old(self, state: TrainState) -> None:
+        # Damaged checkpoints go first: they would count among the newest, and displace the sound ones.
+        while self._damaged:
+            delete_checkpoint(self.store, self._damaged.pop())
+        # The commit of `state` is sound. One of a later step is of a superseded attempt, and displaces nothing.
+        committed = [f for f in committed_folders(self.store, self.prefix) if step_of(f) <= state.step]
+        for folder in self._not_newer(deletable_checkpoints(committed, self.keep_last, self.keep_every)):
+            delete_checkpoint(self.store, folder)
+
+    def _delete_uncommitted(self, step: int) -> None:
+        """Remove the files of failed and interrupted saves, up to the one of `step`: a later one may be in progress."""
+        folders = checkpoint_folders(self.store, self.prefix)
+        for folder in self._not_newer(folder for folder, committed in folders.items() if not committed):
+            if attempt_of(folder) < self.attempt or step_of(folder) <= step:
+                delete_checkpoint(self.store, folder)
+
+    def _not_newer(self, keys: Iterable[str]) -> list[str]:
+        """Keys of this attempt and earlier ones. This attempt must never delete those of a later one, which may
+        exist before this one knows of it."""
+        return [key for key in keys if attempt_of(key) <= self.attempt]
+
+    # --- loading
+
+    def load_latest(self, pieces: dict[str, Piece], log: EventLog) -> TrainState | None:
+        """Fill `pieces` in place from the newest sound commit. None if there is none."""
+        while folders := [f for f in self._committed() if f not in self._damaged]:
+            state, damage = self.load(folders[0], pieces)
+            if state:
+                return state
+            self._damaged.append(folders[0])
+            log.write(Damaged(folders[0], damage))
+            if self.world.rank == 0:
+                consequence = "using the one before it" if folders[1:] else "there is no other one"
+                log_line(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {damage}; {consequence}")
+        return None
+
+    def load(self, folder: str, pieces: dict[str, Piece]) -> tuple[TrainState | None, str]:
+        """Fill `pieces` in place from one commit, of this run or of another. Its state; None and a description if it
+        is damaged; then the pieces are zero. A collective call."""
+        body = None
+        if self.world.rank == 0:  # alone, so all ranks load the same: a dying attempt may amend or delete it
+            with suppress(NotAFile):
+                body = self.store.get(f"{folder}/COMMIT.json")
+        try:
+            commit = Commit.decode(self.world.gather(body)[0] or b"", folder)
+        except DamagedCommit as error:
+            return None, f"COMMIT.json is damaged: {error}"
+        damage = load_files(self.store, folder, commit.files, pieces, self.world, self.work / "loading")
+        return (None, damage) if damage else (commit.state, "")
+
+    def _committed(self) -> list[str]:
+        """Folders of the commits, newest first, equal on all ranks: rank 0 lists, because a dying attempt may still
+        commit one and delete another."""
+        folders = committed_folders(self.store, self.prefix) if self.world.rank == 0 else []
+        return list(self.world.gather(folders)[0])
+
+
+def receipt_seconds(size: int) -> float:
+    """How long rank 0 waits for the receipts of the other ranks, whose files have about its own `size` in bytes."""
+    return RECEIPT_SECONDS + size / SLOWEST_UPLOAD

@@ -1,0 +1,376 @@
+"""Loading a checkpoint: several threads fetch its chunks, verify them and copy them into the pieces.
+
+A rank fetches only the chunks with ranges that it needs, into a few buffers of its own; nothing goes through the disk.
+A chunk that several ranks of a node need is fetched and verified by one of them, which leaves it in a file for the
+others. A file without hashes of chunks, as earlier versions wrote it, is downloaded and verified as a whole by each
+node.
+"""
+
+import json
+import math
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.commits import CHUNK_BYTES, FileReceipt
+from trainer.checkpoint.pieces import DTYPES, SHARDING, DamagedPieces, Piece
+from trainer.errors import NotAFile
+from trainer.parallel import World
+from trainer.process import failpoint
+from trainer.store import Store, sha256_of
+
+# Threads of a node: 16 connections to S3 give 13 Gbit/s, and 16 cores verify 25 GB/s.
+MOST_READERS, FEWEST_READERS = 16, 4
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+Ranges = dict[str, tuple[int, int]]  # by tensor: the first element of the flattened tensor, and the end
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A contiguous range of a flattened tensor, as a file holds it."""
+
+    start: int  # index of its first element in the flattened tensor
+    end: int
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: int  # of its first byte in the file
+
+
+Contents = dict[str, Held]  # of a file, by tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes `start` to `end` of a file that belong to a piece; the first of them is the piece's byte `at`."""
+
+    start: int
+    end: int
+    name: str
+    at: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes `start` to `end` of the file with this index in the checkpoint."""
+
+    file: int
+    number: int
+    start: int
+    end: int
+
+
+def load_files(
+    store: Store, folder: str, files: Sequence[FileReceipt], pieces: dict[str, Piece], world: World, scratch: Path
+) -> str | None:
+    """Fill `pieces` from the files of a checkpoint. Returns a description of the damage on every rank, None without.
+
+    After a damage the pieces are zero. Errors of the store and a full disk are raised: they are no damage. `scratch` is
+    a folder that the ranks of a node share; it is removed. A collective call.
+    """
+    source = Source(store, folder, files, scratch)
+    if world.local_rank == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+    wanted = {name: (piece.start, piece.end) for name, piece in pieces.items()}
+    node, wanted_here = ranks_of_node(world, world.gather((world.local_rank, wanted)))
+    readers = max(2, max(FEWEST_READERS, min(MOST_READERS, os.cpu_count() or 1)) // len(node))
+    contents: list[Contents] = []
+
+    def read_headers() -> dict[int, Contents]:
+        return {file: source.contents(file) for file in range(world.rank, len(files), world.world_size)}
+
+    def fill(own: bool) -> None:
+        if own:
+            sinks.update(sinks_for(pieces, contents))
+        jobs = jobs_of(files, contents, wanted_here, node.index(world.rank), own)
+        run_jobs(jobs, source, sinks, readers, world.device)
+
+    try:
+        if damage := agreed(world, lambda: source.download_unhashed() if world.local_rank == 0 else None)[1]:
+            return damage
+        found, damage = agreed(world, read_headers)
+        contents = [next(one[file] for one in found if file in one) for file in range(len(files))] if not damage else []
+        sinks: dict[str, Sink] = {}
+        damage = damage or agreed(world, lambda: fill(own=True))[1]  # the other ranks of the node need some of it, too
+        damage = damage or agreed(world, lambda: fill(own=False))[1]
+        for name, piece in pieces.items():
+            if damage:
+                piece.live.zero_()
+            else:
+                sinks[name].finish()
+        return damage
+    finally:
+        if world.local_rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def agreed(world: World, work: Callable[[], T]) -> tuple[list[T], str | None]:
+    """What `work` gave on every rank, and the first damage that any of them found. A collective call."""
+    result: Any = None
+    damage = None
+    try:
+        result = work()
+    except DamagedPieces as error:
+        damage = str(error)
+    answers = world.gather((result, damage))
+    return [one for one, _ in answers], next((damage for _, damage in answers if damage), None)
+
+
+def ranks_of_node(world: World, every: list[tuple[int, Ranges]]) -> tuple[list[int], list[Ranges]]:
+    """The ranks of this rank's node, and what each of them loads. torchrun numbers the ranks node by node."""
+    first = max(rank for rank in range(world.rank + 1) if every[rank][0] == 0 or rank == 0)
+    later = (rank for rank in range(world.rank + 1, len(every)) if every[rank][0] == 0)
+    node = list(range(first, next(later, len(every))))
+    return node, [every[rank][1] for rank in node]
+
+
+class Source:
+    """The files of a checkpoint: in the store and, once they are verified, on this node's disk."""
+
+    def __init__(self, store: Store, folder: str, files: Sequence[FileReceipt], scratch: Path) -> None:
+        self.store, self.folder, self.files, self.scratch = store, folder, files, scratch
+
+    def download_unhashed(self) -> None:
+        """Download and verify the files without hashes of chunks."""
+
+        def download(receipt: FileReceipt) -> None:
+            path = self.scratch / receipt.name
+            try:
+                self.store.download(f"{self.folder}/{receipt.name}", path)
+            except (FileNotFoundError, NotAFile) as error:
+                raise DamagedPieces(f"a file is missing: {error}") from error
+            failpoint("download")
+            if path.stat().st_size != receipt.size or sha256_of(path) != receipt.sha256:
+                raise DamagedPieces(f"{receipt.name} does not have the size and sha256 in COMMIT.json")
+
+        with ThreadPoolExecutor(FEWEST_READERS) as pool:
+            list(pool.map(download, [receipt for receipt in self.files if not receipt.chunks]))
+
+    def contents(self, file: int) -> Contents:
+        """What a file holds, by its verified header."""
+        receipt = self.files[file]
+        first = chunks_of(receipt, file)[:1]
+        if not first:
+            raise DamagedPieces(f"{receipt.name}: is empty")
+        size = first[0].end
+        buffer = memoryview(bytearray(size))
+        (self.fetch if receipt.chunks else self.read)(first[0], buffer)
+        return contents_of(receipt, buffer)
+
+    def fetch(self, chunk: Chunk, buffer: memoryview) -> None:
+        """Fill the buffer with a chunk from the store, verified."""
+        receipt = self.files[chunk.file]
+        try:
+            count = self.store.read_into(f"{self.folder}/{receipt.name}", chunk.start, buffer)
+        except (FileNotFoundError, NotAFile) as error:
+            raise DamagedPieces(f"a file is missing: {error}") from error
+        failpoint("download")
+        if count != len(buffer) or sha256(buffer).hexdigest() != receipt.chunks[chunk.number]:
+            raise DamagedPieces(
+                f"{receipt.name}: bytes {chunk.start:,} to {chunk.end:,} do not have the sha256 in COMMIT.json"
+            )
+
+    def share(self, chunk: Chunk, data: memoryview) -> None:
+        """Leave a verified chunk for the other ranks of the node."""
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.scratch / self.files[chunk.file].name, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(descriptor, data[done:], chunk.start + done)
+        finally:
+            os.close(descriptor)
+
+    def read(self, chunk: Chunk, buffer: memoryview) -> None:
+        """Fill the buffer with a verified chunk of this node."""
+        path, done = self.scratch / self.files[chunk.file].name, 0
+        with path.open("rb", buffering=0) as file:
+            while done < len(buffer):
+                count = os.preadv(file.fileno(), [buffer[done:]], chunk.start + done)
+                if not count:
+                    raise OSError(f"{path}: cut off meanwhile")
+                done += count
+
+
+def chunks_of(receipt: FileReceipt, file: int) -> list[Chunk]:
+    """The chunks of a file, all but the last one of equal length. DamagedPieces if their hashes are of another file."""
+    length = receipt.chunk_bytes if receipt.chunks else CHUNK_BYTES
+    starts = range(0, receipt.size, length) if length else range(0)
+    if receipt.chunks and len(starts) != len(receipt.chunks):
+        raise DamagedPieces(f"{receipt.name}: COMMIT.json has {len(receipt.chunks)} hashes for {len(starts)} chunks")
+    return [Chunk(file, number, at, min(at + length, receipt.size)) for number, at in enumerate(starts)]
+
+
+def contents_of(receipt: FileReceipt, start_of_file: memoryview) -> Contents:
+    """What a file holds, by its first bytes. DamagedPieces for a header that lies."""
+    try:
+        (size,) = struct.unpack_from("<Q", start_of_file)
+        header = json.loads(bytes(start_of_file[8 : 8 + size]))
+        found: Contents = {}
+        for name, sharding in json.loads(header["__metadata__"][SHARDING]).items():
+            (start,), (count,), (first, last) = (
+                sharding["saved_offsets"],
+                header[name]["shape"],
+                header[name]["data_offsets"],
+            )
+            shape, dtype = tuple(sharding["shape"]), header[name]["dtype"]
+            if dtype not in TORCH_DTYPES:
+                raise ValueError(f"{name} holds {dtype}, no weights or moments")
+            if not all(type(number) is int and number >= 0 for number in (start, count, first, last, *shape)):
+                raise ValueError(f"{name} is at no place")
+            inside = 8 + size + last <= receipt.size and start + count <= math.prod(shape)
+            if not inside or last - first != count * TORCH_DTYPES[dtype].itemsize:
+                raise ValueError(f"{name} has another length than its place")
+            found[name] = Held(start, start + count, dtype, shape, 8 + size + first)
+        return found
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedPieces(f"{receipt.name}: {error!r}") from error
+
+
+def sinks_for(pieces: Mapping[str, Piece], contents: Sequence[Contents]) -> "dict[str, Sink]":
+    """Where the bytes of each piece go. DamagedPieces if the files do not hold all pieces exactly once."""
+    sinks = {}
+    for name, piece in pieces.items():
+        held = sorted((one[name] for one in contents if name in one), key=lambda one: one.start)
+        for one in held:
+            if one.shape != piece.shape:
+                raise DamagedPieces(f"{name} is {list(one.shape)}; this model's is {piece.shape}")
+        at = piece.start
+        for one in (one for one in held if one.start < piece.end and one.end > piece.start):
+            at = one.end if max(one.start, piece.start) == at else -1  # a gap, or twice
+        dtypes = {one.dtype for one in held}
+        if at < piece.end or len(dtypes) > 1 or any(b.start < a.end for a, b in zip(held, held[1:], strict=False)):
+            raise DamagedPieces(f"{name} is incomplete, or held twice; another model may have made this checkpoint")
+        sinks[name] = Sink(piece.live, TORCH_DTYPES[dtypes.pop()] if dtypes else piece.live.dtype)
+    return sinks
+
+
+class Sink:
+    """The bytes of a piece, as the files hold it."""
+
+    def __init__(self, live: Tensor, stored: torch.dtype) -> None:
+        self.live = live
+        direct = live.dtype == stored and live.is_contiguous()
+        self.staged = None if direct else torch.empty(live.numel(), dtype=stored)
+        self.bytes = (live if self.staged is None else self.staged).view(torch.uint8)
+        self.array = self.bytes.numpy() if self.bytes.device.type == "cpu" else None
+
+    def put(self, at: int, data: Tensor) -> None:
+        """Copy bytes to the place `at`. On a GPU in the current stream: `data` must stay until it is through."""
+        if self.array is not None:
+            self.array[at : at + len(data)] = data.numpy()  # unlike copy_, this starts no threads of its own
+        else:
+            self.bytes[at : at + len(data)].copy_(data, non_blocking=data.is_pinned())
+
+    def finish(self) -> None:
+        """Make the piece from what arrived in another type."""
+        if self.staged is not None:
+            self.live.copy_(self.staged)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A chunk with bytes of this rank's pieces. `shared`: this rank fetches it for others of its node, too. `here`: it
+    is on the node's disk already."""
+
+    chunk: Chunk
+    spans: tuple[Span, ...]
+    shared: bool
+    here: bool
+
+
+def jobs_of(
+    files: Sequence[FileReceipt], contents: Sequence[Contents], wanted_here: Sequence[Ranges], me: int, own: bool
+) -> list[Job]:
+    """The chunks that rank `me` of a node fetches itself (`own`), or those that are on the node's disk after that."""
+    jobs = []
+    for file, receipt in enumerate(files):
+        spans = [spans_of(contents[file], wanted) for wanted in wanted_here]
+        chunks = chunks_of(receipt, file)
+        length = chunks[0].end if chunks else 1
+        inside = [by_chunk(one, length) for one in spans]
+        for chunk in chunks:
+            takers = [rank for rank, one in enumerate(inside) if chunk.number in one]
+            if me not in takers:
+                continue
+            fetched_by = takers[chunk.number % len(takers)] if receipt.chunks else None
+            if own == (fetched_by == me):
+                jobs.append(Job(chunk, tuple(inside[me][chunk.number]), len(takers) > 1, not own))
+    return jobs
+
+
+def spans_of(contents: Contents, wanted: Ranges) -> list[Span]:
+    """The bytes of a file that a rank needs."""
+    spans = []
+    for name in contents.keys() & wanted.keys():
+        held, (start, end) = contents[name], wanted[name]
+        first, last, size = max(start, held.start), min(end, held.end), TORCH_DTYPES[held.dtype].itemsize
+        if first < last:
+            at = held.offset + (first - held.start) * size
+            spans.append(Span(at, at + (last - first) * size, name, (first - start) * size))
+    return spans
+
+
+def by_chunk(spans: Sequence[Span], length: int) -> dict[int, list[Span]]:
+    """The spans by the chunks of a file that hold some of their bytes."""
+    found: dict[int, list[Span]] = {}
+    for span in spans:
+        for number in range(span.start // length, (span.end - 1) // length + 1):
+            found.setdefault(number, []).append(span)
+    return found
+
+
+def run_jobs(
+    jobs: Sequence[Job], source: Source, sinks: Mapping[str, Sink], readers: int, device: torch.device
+) -> None:
+    """Do all jobs in some threads, each with a buffer of its own. Raises the error of one that fails."""
+    left, lock, failed = iter(jobs), threading.Lock(), threading.Event()
+    largest = max((job.chunk.end - job.chunk.start for job in jobs), default=0)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)  # the threads copy on streams of their own
+
+    def next_job() -> Job | None:
+        with lock:
+            return None if failed.is_set() else next(left, None)
+
+    def work() -> None:
+        if on_gpu:
+            torch.cuda.set_device(device)  # a new thread starts on device 0
+        buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=on_gpu)
+        stream = torch.cuda.Stream(device) if on_gpu else None
+        try:
+            with torch.cuda.stream(stream):  # None: no effect
+                while job := next_job():
+                    do_job(job, source, sinks, buffer[: job.chunk.end - job.chunk.start])
+                    if stream:
+                        stream.synchronize()
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(readers, thread_name_prefix="load") as pool:
+        for future in [pool.submit(work) for _ in range(min(readers, len(jobs)))]:
+            future.result()
+
+
+def do_job(job: Job, source: Source, sinks: Mapping[str, Sink], buffer: Tensor) -> None:
+    """Get a chunk into the buffer, and copy its bytes into the pieces."""
+    chunk, data = job.chunk, buffer.numpy().data
+    (source.read if job.here else source.fetch)(chunk, data)
+    for span in job.spans:
+        first, last = max(span.start, chunk.start), min(span.end, chunk.end)
+        sinks[span.name].put(span.at + first - span.start, buffer[first - chunk.start : last - chunk.start])
+    if job.shared and not job.here:
+        source.share(chunk, data)

@@ -1,0 +1,1 @@
+"""Token shards: their format, the order in which a run reads them, and batches."""

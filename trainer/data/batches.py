@@ -1,0 +1,245 @@
+"""Batches of a run: shards are fetched as the read position gets to them, and a GPU never waits for its tokens.
+
+Threads stack the windows (trainer/data/shards.py) of the next micro-batches: for 64 x 1025 tokens that takes the host a
+millisecond. A separate stream copies them in the form of the file, 2 or 4 bytes a token, and widens them on the device.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import islice
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.amounts import micro_batch_count
+from trainer.data.packing import packed
+from trainer.data.shard_maps import MOST_MAPPED, PREFETCHED_SHARDS, Fetch, ShardMaps
+from trainer.data.shards import (
+    Shard,
+    check_ids,
+    order_of,
+    parts_of_mixture,
+    sequence_digest,
+    slices,
+)
+
+T = TypeVar("T")
+LARGE_SHARDS_AHEAD = 2  # their tokens are there before they are read
+MOST_PREFETCHED = 100  # shards, where many small ones have as many tokens
+PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
+
+
+class TokenData:
+    """The tokens of one split. A shard is fetched when it is read, and the next ones are prefetched in the background:
+    as many as hold the tokens of two large shards, if the present ones and they fit into `budget_gb`, and one in any
+    case.
+
+    `weights` are those of the sources of a mixture, `eot` begins the documents of packed shards.
+    UserError for a shard with an id outside the vocabulary: here, or before its first token is read. For `fetch`, see
+    `ShardMaps`.
+    """
+
+    def __init__(
+        self,
+        shards: list[Shard],
+        fetch: Fetch,
+        block_size: int,
+        seed: int,
+        vocab_size: int = 1 << 32,
+        weights: Sequence[float] = (),
+        eot: int | None = None,
+        budget_gb: float | Literal["auto"] = "auto",
+    ) -> None:
+        check_ids(shards, vocab_size)
+        self.shards, self.block_size, self.weights = shards, block_size, weights
+        self._most_windows = max((shard.windows(block_size) for shard in shards), default=0)
+        self._budget = math.inf if budget_gb == "auto" else budget_gb * 1e9  # bytes
+        self.order = order_of(shards, block_size, seed, weights)
+        assert eot is not None or all(shard.rows is None for shard in shards), "packed shards need their <|endoftext|>"
+        pack = partial(packed, eot=eot or 0, row_tokens=block_size + 1)
+        self._maps = ShardMaps(shards, fetch, vocab_size, pack, MOST_MAPPED + 2 * len(weights))
+        self._dtype = np.uint32 if any(shard.token_bytes == 4 for shard in shards) else np.uint16
+        self._feed: GpuFeed | None = None
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext  # entered while a shard is awaited
+
+    def windows(self, places: Sequence[tuple[int, int]]) -> np.ndarray:
+        """The tokens of windows, each given as (shard index, window index): (len(places), block_size + 1), uint16, or
+        uint32 if a shard has them."""
+        rows = np.empty((len(places), self.block_size + 1), self._dtype)
+        for row, (index, window) in zip(rows, places, strict=True):
+            shard, start = self._maps.shard(index), window * self.block_size
+            if shard.rows:
+                shard.rows.fill(window, shard.tokens, row)
+            else:
+                row[:] = shard.tokens[start : start + self.block_size + 1]
+        return rows
+
+    def first_windows(self, count: int) -> list[tuple[int, int]]:
+        """The first windows of the split, up to `count`, as (shard index, window index); of a mixture the first ones of
+        each source, in proportion."""
+        share = parts_of_mixture(self.weights) if self.weights else [1.0]
+        places: list[tuple[int, int]] = []
+        for source, part in enumerate(share):
+            mine = (
+                (s, w)
+                for s, shard in enumerate(self.shards)
+                if shard.source == source
+                for w in range(shard.windows(self.block_size))
+            )
+            places += islice(mine, max(1, int(count * part)))
+        return places
+
+    def micro_batches(
+        self, sequences: range, micro_batch_size: int, device: torch.device, upcoming: range = range(0)
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets, int64 (B, block_size) each, for the given sequence numbers.
+
+        They come in the fewest micro-batches with B up to `micro_batch_size`, whose B differ by at most one.
+
+        `upcoming`: the sequences that the next call will probably request. On a GPU the first of them are prefetched.
+        """
+        present = self.order.shards_of(sequences)
+        following = upcoming or sequences[-1:]
+        coming = [*self.order.shards_of(upcoming), *self.order.next_shards(following[-1])]
+        self._maps.keep({*present, *coming})
+        self._bring(sequences)
+        batches, upcoming_batches = (
+            slices(several, micro_batch_count(len(several), micro_batch_size)) for several in (sequences, upcoming)
+        )
+        if device.type == "cuda":
+            self._feed = self._feed or GpuFeed(self._windows, device)
+            yield from self._feed.batches(batches, upcoming_batches)
+        else:
+            yield from (to_device(self._windows(batch), device) for batch in batches)
+        self._maps.prefetch(coming, self._further(following, {*present, *coming[:PREFETCHED_SHARDS]}))
+
+    def _further(self, sequences: range, near: set[int]) -> list[int]:
+        """The shards beyond those of `near` that hold `sequences` and the next ones behind them: as many as two large
+        shards have, if all fit into the budget."""
+        end = sequences[-1] + LARGE_SHARDS_AHEAD * self._most_windows
+        room, further = self._budget - sum(self.shards[index].size for index in near), dict[int, None]()
+        for first, index in islice(self.order.visits(sequences[0]), MOST_PREFETCHED):
+            room -= 0 if index in near or index in further else self.shards[index].size
+            if first >= end or room < 0:
+                break
+            further[index] = None
+        return [index for index in further if index not in near]
+
+    def failure(self, sequences: range) -> Exception | None:
+        """Map the shards of `sequences`. The error if one of them cannot be had; None if all can be read."""
+        try:
+            self._bring(sequences)
+            for shard in self.order.shards_of(sequences):
+                self._maps.shard(shard)
+        except Exception as error:
+            return error
+        return None
+
+    def is_late(self, sequences: range) -> bool:
+        """Whether a read of these sequences would wait for one of their first shards."""
+        return any(not self._maps.has(shard) for shard in self._first_shards(sequences))
+
+    def _bring(self, sequences: range) -> None:
+        """Wait for the first shards of these sequences: more of them would push each other out."""
+        if self.is_late(sequences):
+            with self.waiting():
+                for shard in self._first_shards(sequences):
+                    self._maps.shard(shard)
+
+    def _first_shards(self, sequences: range) -> list[int]:
+        return self.order.shards_of(sequences)[: MOST_MAPPED // 2]
+
+    def _windows(self, sequences: range) -> np.ndarray:
+        """The tokens of sequences, as `windows` gives them."""
+        return self.windows([self.order[s] for s in sequences])
+
+    def digest(self, sequences: range) -> int:
+        """See `sequence_digest`."""
+        return sequence_digest(self.order, sequences)
+
+
+class GpuFeed:
+    """Copies micro-batches to a GPU on a separate stream. `windows` stacks those of a range, (B, T + 1)."""
+
+    def __init__(self, windows: Callable[[range], np.ndarray], device: torch.device) -> None:
+        self.windows, self.device, self.stream = windows, device, torch.cuda.Stream(device)
+        self.prefetcher = Prefetcher(self._copy)
+
+    def batches(self, ranges: list[range], upcoming: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The micro-batches of `ranges`, each ready for the stream that is current at its `next`."""
+        for tokens, targets, copied in self.prefetcher.results(ranges, upcoming):
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(copied)
+            for tensor in (tokens, targets):
+                tensor.record_stream(stream)  # otherwise the next copy could reuse its memory while it is read
+            yield tokens, targets
+
+    def _copy(self, sequences: range) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        windows = self.windows(sequences)
+        with torch.cuda.stream(self.stream):
+            return *to_device(windows, self.device), self.stream.record_event()
+
+
+class Prefetcher(Generic[T]):
+    """Calls `make` for ranges of sequences in threads, before the results are needed.
+
+    It holds only unfinished and prefetched ranges. The next step drops prefetched ranges that it does not use.
+    """
+
+    def __init__(self, make: Callable[[range], T]) -> None:
+        self.make = make
+        self._futures: dict[range, Future[T]] = {}
+
+    def results(self, ranges: list[range], upcoming: list[range]) -> Iterator[T]:
+        """The result of `make` for each of `ranges`. Meanwhile threads make the next ones, at the end those of
+        `upcoming`."""
+        queue = ranges + upcoming[:PREFETCHED]
+        self._futures = {sequences: future for sequences, future in self._futures.items() if sequences in queue}
+        for i, sequences in enumerate(ranges):
+            for later in queue[i : i + 1 + PREFETCHED]:
+                self._start(later)
+            yield self._futures.pop(sequences).result()
+
+    def _start(self, sequences: range) -> None:
+        if sequences not in self._futures:
+            self._futures[sequences] = Future()
+            # A daemon thread: a shard that does not arrive must not keep the process from exiting.
+            threading.Thread(target=self._run, args=(sequences, self._futures[sequences]), daemon=True).start()
+
+    def _run(self, sequences: range, future: Future[T]) -> None:
+        try:
+            future.set_result(self.make(sequences))
+        except Exception as error:  # raised where the result is needed
+            future.set_exception(error)
+
+
+def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Unsigned windows (B, T + 1) -> int64 inputs and targets (B, T) on `device`. The host waits for no GPU."""
+    if device.type != "cuda":
+        tokens = torch.from_numpy(windows.astype(np.int64)).to(device)
+        return tokens[:, :-1], tokens[:, 1:]
+    # torch supports few operations on unsigned types. As int16 the upper half of the ids is negative until the mask.
+    narrow = torch.from_numpy(windows.view(f"i{windows.itemsize}")).pin_memory().to(device, non_blocking=True)
+    mask = (1 << 8 * windows.itemsize) - 1
+    inputs, targets = (part.to(torch.int64).bitwise_and_(mask) for part in (narrow[:, :-1], narrow[:, 1:]))
+    return inputs, targets
+
+
+class PendingNumbers:
+    """Numbers on the way from the device to the host. They do not wait for later work of the device."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)  # MPS has no event to wait for
+        self._arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+
+    def values(self) -> list[float]:
+        """The numbers, as soon as they are on the host."""
+        if self._arrived:
+            self._arrived.synchronize()
+        return self._numbers.tolist()

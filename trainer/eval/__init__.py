@@ -1,0 +1,1 @@
+"""Evaluation of a model: validation loss, HellaSwag, CORE and samples."""

@@ -1,0 +1,86 @@
+"""The choice between the model families: the section of a recipe, the plain module, and files of weights.
+
+All else uses the members of `ModelConfig` and `LanguageModel`, so a new family is its two files and its place here.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Discriminator, Tag, TypeAdapter
+
+from trainer.errors import UserError, shown
+from trainer.models.gpt2 import Gpt2Config
+from trainer.models.llama import LlamaConfig
+from trainer.models.model_config import ModelConfig
+from trainer.models.modern import ModernConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer.models.language_model import LanguageModel
+
+SECTIONS: dict[str, type[ModelConfig]] = {"gpt2": Gpt2Config, "llama": LlamaConfig, "modern": ModernConfig}
+# The families of a config.json's model_type.
+MODEL_TYPES = {"gpt2": "gpt2", "llama": "llama", "qwen3": "llama", "nanochat": "modern"}
+
+
+def family_in(section: Any) -> Any:
+    """The family of a section, given as a mapping or as an object."""
+    return section.get("family", "gpt2") if isinstance(section, Mapping) else getattr(section, "family", "gpt2")
+
+
+AnyModel = Annotated[
+    Annotated[Gpt2Config, Tag("gpt2")] | Annotated[LlamaConfig, Tag("llama")] | Annotated[ModernConfig, Tag("modern")],
+    Discriminator(family_in),
+]
+ANY_MODEL: TypeAdapter[Gpt2Config | LlamaConfig | ModernConfig] = TypeAdapter(AnyModel)
+
+
+def plain_model(config: ModelConfig, recompute: bool = False) -> "LanguageModel":
+    """The plain module of a section, without initial weights."""
+    if isinstance(config, LlamaConfig):
+        from trainer.models.llama_module import Llama
+
+        return Llama(config, recompute)
+    if isinstance(config, ModernConfig):
+        from trainer.models.modern_module import Modern
+
+        return Modern(config, recompute)
+    from trainer.models.gpt2_module import GPT
+
+    return GPT(config, recompute)
+
+
+def section_of_hf(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of `model` that a config.json tells. UserError for one of no family here."""
+    model_type = values.get("model_type", "gpt2")
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
+        raise UserError(f"{where}: model_type is {shown(model_type)}; these can be read: {known}")
+    return SECTIONS[MODEL_TYPES[model_type]].fields_of_hf(values, where)
+
+
+def to_hf(state: "Mapping[str, Tensor]", config: ModelConfig) -> "dict[str, Tensor]":
+    """The state dict with the names and shapes of transformers' class, without padding rows."""
+    hf = {}
+    for name, tensor in state.items():
+        if name in config.vocabulary_rows:
+            tensor = tensor[: config.vocab_size]
+        hf[config.hf_name(name)] = (tensor.t() if config.hf_transposed(name) else tensor).contiguous()
+    return hf
+
+
+def from_hf(hf: "Mapping[str, Tensor]", config: ModelConfig) -> "dict[str, Tensor]":
+    """The weights of transformers' class with the names and shapes of the plain module; padding rows are zero. Tensors
+    that are no parameters, such as a tied head, are left out."""
+    import torch.nn.functional as F
+
+    state = {}
+    for name in config.shapes:
+        theirs = config.hf_name(name)
+        tensor = hf[theirs] if theirs in hf else hf[theirs.removeprefix("transformer.")]
+        tensor = tensor.t() if config.hf_transposed(name) else tensor
+        if name in config.vocabulary_rows:
+            tensor = F.pad(tensor, (0, 0, 0, config.padded_vocab_size - tensor.size(0)))
+        state[name] = tensor.contiguous()
+    return state

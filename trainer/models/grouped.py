@@ -1,0 +1,134 @@
+"""What the sections of `llama` and `modern` share: grouped keys and values (Ainslie et al. 2023), rotary positions, and
+the names of their sizes in Hugging Face's files."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from trainer.errors import UserError, shown
+from trainer.models.model_config import ModelConfig
+
+# Ours, and transformers'.
+HF_SIZES = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "block_size": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_kv_head": "num_key_value_heads",
+}
+
+
+class GroupedHeads(ModelConfig, ABC):
+    """A section with `n_kv_head` and rotary positions."""
+
+    n_kv_head: int | None = Field(
+        default=None, ge=1, description="Number of heads of keys and values; must divide n_head; null: n_head"
+    )
+    rope_base: float = Field(
+        default=10_000.0, gt=1, allow_inf_nan=False, description="Base of the rotary positions' wavelengths"
+    )
+
+    hf_layer: ClassVar[Mapping[str, str]]  # modules of a block: ours, and transformers'
+    hf_outside: ClassVar[Mapping[str, str]]  # the others
+    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]]  # in a config.json; an absent field has the first value
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of heads of keys and values."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def vocabulary_rows(self) -> tuple[str, ...]:
+        return ("wte.weight", "lm_head.weight")
+
+    @property
+    def implied(self) -> dict[str, Any]:
+        return {"n_kv_head": self.kv_heads}
+
+    @property
+    @abstractmethod
+    def mlp_width(self) -> int:
+        """The numbers of a token between the MLP's layers, before the activation."""
+
+    @property
+    @abstractmethod
+    def eager_bytes(self) -> float:
+        """Bytes of a token that autograd keeps of a layer in bf16."""
+
+    def kept_share(self, engine: str, recompute: bool) -> float:
+        """Fused: by the tensors that both steps keep; GPT-2's are 16 numbers for each of its width, and 10 without the
+        norms and the GELU. Eager: by autograd's bytes, which a test counts. Compiled: an assumption, GPT-2's without
+        the GELU."""
+        c = self.n_embd
+        numbers = 6 * c + 2 * self.kv_heads * self.head_size + self.mlp_width
+        if engine == "eager":
+            return self.eager_bytes / (36.1 * c)
+        if engine.startswith("fused"):
+            return (numbers - 2 * c) / (10 * c) if recompute else numbers / (16 * c)
+        return numbers / (12 * c)
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.n_head % self.kv_heads:
+            near = next(n for n in range(min(self.kv_heads, self.n_head), 0, -1) if self.n_head % n == 0)
+            raise ValueError(f"n_kv_head {self.kv_heads} does not divide n_head {self.n_head}; {near} would")
+        if self.n_embd % self.n_head == 0 and self.head_size % 2:
+            raise ValueError(
+                f"n_head {self.n_head} gives heads of the odd width {self.head_size}, and rotary positions turn pairs; "
+                f"use another n_head or n_embd"
+            )
+        return self
+
+    def grouped_config(self) -> dict[str, Any]:
+        """The fields of a config.json that both families have."""
+        sizes = {theirs: getattr(self, ours) for ours, theirs in HF_SIZES.items()}
+        return sizes | {
+            "num_key_value_heads": self.kv_heads,
+            # transformers 5 reads rope_parameters, older versions read rope_theta.
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_base},
+            "rope_theta": self.rope_base,
+            "attention_dropout": 0.0,
+        }
+
+    @classmethod
+    def hf_name(cls, name: str) -> str:
+        part, _, last = name.rpartition(".")
+        if not part.startswith("h."):
+            return f"{cls.hf_outside[part]}.{last}"
+        _, block, part = part.split(".", 2)
+        return f"model.layers.{block}.{cls.hf_layer[part]}.{last}"
+
+    @classmethod
+    def own_name(cls, theirs: str, fields: Mapping[str, Any]) -> str | None:
+        part, _, last = theirs.rpartition(".")
+        if last == "inv_freq" or (part == "lm_head" and fields.get("tied_head")):
+            return None
+        names = {other: ours for ours, other in cls.hf_outside.items()}
+        if not part.startswith("model.layers."):
+            return f"{names.get(part, part)}.{last}"
+        names = {other: ours for ours, other in cls.hf_layer.items()}
+        block, _, part = part.removeprefix("model.layers.").partition(".")
+        return f"h.{block}.{names.get(part, part)}.{last}"
+
+    @classmethod
+    def fields_of_hf(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        family, rope = cls.model_fields["family"].default, values.get("rope_parameters") or {}
+        for name, allowed in cls.hf_constants.items():
+            if (value := values.get(name, allowed[0])) not in allowed:
+                raise UserError(f"{where}: {name} is {shown(value)}; family {family} here has {allowed[0]!r}")
+        if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+            raise UserError(f"{where}: rope_parameters are {shown(rope)}; family {family} here has rope_type 'default'")
+        given: dict[str, Any] = {ours: values.get(theirs) for ours, theirs in HF_SIZES.items()}
+        given["n_kv_head"] = given["n_kv_head"] or given["n_head"]
+        for name, value in given.items():
+            if type(value) is not int:
+                raise UserError(f"{where}: {HF_SIZES[name]} is {shown(value)}, no number")
+        if values.get("head_dim") not in (None, given["n_embd"] // max(1, given["n_head"])):
+            raise UserError(f"{where}: head_dim is {shown(values['head_dim'])}; here it is hidden_size / heads")
+        base = rope.get("rope_theta", values.get("rope_theta", cls.model_fields["rope_base"].default))
+        if not isinstance(base, int | float):
+            raise UserError(f"{where}: rope_theta is {shown(base)}, no number")
+        return given | {"family": family, "rope_base": float(base)}

@@ -1,0 +1,173 @@
+"""What the plain modules of all families share: losses, the head in chunks, initial weights, and whole layers without
+initial weights.
+
+A plain module reads like its paper. It is the reference for every faster implementation, and what a CPU runs. The
+vocabulary is padded to a multiple of 128. Loss and sampling mask the padding rows, so these have no probability and no
+gradient.
+
+Names tell an optimizer what a parameter is: `h.N.…` are the blocks, `wte.weight` and `wpe.weight` embeddings,
+`lm_head.weight` a head of its own. Vectors have one dimension.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.models.model_config import ModelConfig
+
+HEAD_ROWS = 2048  # tokens whose logits are held at once without gradients: 1 GiB with copies in float32
+
+
+class Context(Protocol):
+    """What the tokens of a forward pass see, where that is not: all tokens before them in their row."""
+
+    positions: Tensor  # (B, T), of each token in its own sequence
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        """Attention of (B, H, T, D) queries, with keys and values that may have fewer heads; in a window of so many
+        tokens, the last of which is the query's own."""
+        ...
+
+    def previous(self, x: Tensor) -> Tensor:
+        """What `x` (B, T, C) has for the token before each one in its sequence; 0 for a first token."""
+        ...
+
+
+def band(length: int, window: int, device: torch.device) -> Tensor:
+    """The mask (length, length) of causal attention in a window of so many tokens, the last of which is the query's
+    own: sliding windows (Beltagy et al. 2020)."""
+    order = torch.arange(length, device=device)
+    behind = order[:, None] - order
+    return (behind >= 0) & (behind < window)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Attention of (B, H, T, D) queries; keys and values may have fewer heads, each of which then serves several."""
+    grouped = k.size(1) != q.size(1)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+
+
+class Linear(nn.Linear):
+    """nn.Linear without initial weights: `initialize` or a checkpoint fills them."""
+
+    def reset_parameters(self) -> None:
+        pass  # for 1558M it would take as long as `draw` on one core
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding without initial weights."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class LanguageModel(nn.Module):
+    """A language model: token ids (B, T) in, logits (B, T, padded_vocab_size) or a mean loss out.
+
+    Its matrices are not initialized before `initialize` or `load_state_dict`. A family implements `hidden`, and
+    `initial`; it may change `logits`.
+    """
+
+    tokens_at_once: int | None = None  # as many as the device has memory for
+    wte: Embedding
+
+    def __init__(self, config: ModelConfig, recompute: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = recompute
+
+    # --- of a family
+
+    def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
+        """The input of the head: (B, T) token ids -> (B, T, n_embd). Without a context, a row is one sequence."""
+        raise NotImplementedError
+
+    @staticmethod
+    def initial(name: str, p: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
+        """Fill a parameter with its initial values; `generator` draws on the CPU."""
+        raise NotImplementedError
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix of the head, (padded_vocab_size, n_embd); tied to the token embedding unless there is another."""
+        return self.wte.weight
+
+    def logits(self, products: Tensor) -> Tensor:
+        """The logits of the head's products."""
+        return products
+
+    # --- of all
+
+    def initialize(self, seed: int) -> None:
+        """Draw all weights from `seed`: the same ones on every device and at every world size."""
+        self.draw({name: p.data for name, p in self.named_parameters()}, self.config, seed)
+
+    @classmethod
+    def draw(cls, parameters: Mapping[str, Tensor], config: ModelConfig, seed: int) -> None:
+        """Fill float32 parameters with their initial values, which depend on seed and name only, not on the device.
+
+        torch draws 80M normal numbers a second on one core, with any number of threads: 1558M took 13 s. It releases
+        the GIL meanwhile. So each parameter has its own generator, and threads divide the parameters.
+        """
+
+        def fill(name: str) -> None:
+            # torch's generator uses 32 bits of its seed: two of 1558M's 194 streams are equal with a probability of
+            # 4e-6.
+            generator = torch.Generator().manual_seed(int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:4]))
+            cls.initial(name, parameters[name], config, generator)
+            if name in config.vocabulary_rows:
+                parameters[name][config.vocab_size :] = 0.0
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(fill, sorted(parameters, key=lambda name: -parameters[name].numel())))  # the longest first
+
+    def positions(self, tokens: Tensor, context: Context | None) -> Tensor:
+        """The positions of tokens (B, T): (T,), or (B, T) with a context."""
+        if context is not None:
+            return context.positions
+        T = tokens.size(1)
+        if self.config.block_size < T:
+            raise ValueError(f"{T} tokens do not fit into block_size {self.config.block_size}")
+        return torch.arange(T, device=tokens.device)
+
+    def through(self, block: nn.Module, *inputs: object) -> Tensor:
+        """The output of a block; with `recompute`, training keeps its inputs alone."""
+        again = self.recompute and self.training
+        out: Tensor = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
+        return out
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits of hidden states (..., n_embd) -> (..., padded_vocab_size), padding at -inf."""
+        logits = self.logits(F.linear(x, self.head_weight))
+        if self.config.padded_vocab_size > self.config.vocab_size:
+            padding = torch.arange(self.config.padded_vocab_size, device=x.device) >= self.config.vocab_size
+            logits = logits.masked_fill(padding, float("-inf"))
+        return logits
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V), or with `targets` (B, T) the mean cross-entropy in nats."""
+        logits = self.head(self.hidden(tokens))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    @torch.no_grad()
+    def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy in nats of each token (B, T), without gradients, in as little memory as `loss`."""
+        chunks = zip(*(part.flatten(0, 1).split(HEAD_ROWS) for part in (self.hidden(tokens), targets)), strict=True)
+        parts = [F.cross_entropy(self.head(x).float(), y, reduction="none") for x, y in chunks]
+        return torch.cat(parts).view(targets.shape)
+
+    @torch.no_grad()
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy in nats of (B, T) tokens, without gradients. It never holds more than the logits of
+        HEAD_ROWS tokens: those of 64 x 1024 would take 30 GiB with their copies in float32."""
+        chunks = zip(*(part.flatten(0, 1).split(HEAD_ROWS) for part in (self.hidden(tokens), targets)), strict=True)
+        sums = [F.cross_entropy(self.head(x).float(), y, reduction="sum") for x, y in chunks]
+        return torch.stack(sums).sum() / targets.numel()

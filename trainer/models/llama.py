@@ -1,0 +1,127 @@
+"""Llama: its section of a recipe, and its layout in Hugging Face's files. `llama_module.py` has the plain module.
+
+With `qk_norm` it is the architecture that transformers calls Qwen3, else the one that it calls Llama. vLLM and the
+converters to GGUF know both.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from trainer.errors import UserError, shown
+from trainer.models.grouped import GroupedHeads
+
+EPSILON = 1e-5  # of every RMSNorm, as Llama 2 and 3
+# Ours in a block, and transformers'.
+LAYER = {
+    "attn_norm": "input_layernorm",
+    **{f"attn.{one}": f"self_attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
+    "mlp_norm": "post_attention_layernorm",
+    **{f"mlp.{one}": f"mlp.{one}" for one in ("gate_proj", "up_proj", "down_proj")},
+}
+OUTSIDE = {"wte": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
+# What a model of this family is, in a config.json; absent fields have the first value.
+HF_CONSTANTS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "rope_scaling": (None,),
+    "use_sliding_window": (False,),
+    "rms_norm_eps": (EPSILON,),
+}
+
+
+class LlamaConfig(GroupedHeads):
+    """Llama (Touvron et al. 2023)."""
+
+    family: Literal["llama"] = Field(
+        default="llama", description="RMSNorm with weights, rotary positions, SwiGLU, no biases (Touvron et al. 2023)"
+    )
+    n_inner: int | None = Field(
+        default=None,
+        ge=1,
+        description="Width of the MLP; null: 8/3 x n_embd, rounded up to a multiple of 128: three matrices are then "
+        "about as large as GPT-2's two",
+    )
+    qk_norm: bool = Field(
+        default=False,
+        description="Norm queries and keys of each head (Dehghani et al. 2023); the export is then a Qwen3ForCausalLM",
+    )
+    tied_head: bool = Field(default=False, description="The head is the token embedding")
+
+    title: ClassVar[str] = "Llama"
+    hf_layer: ClassVar[Mapping[str, str]] = LAYER
+    hf_outside: ClassVar[Mapping[str, str]] = OUTSIDE
+    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = HF_CONSTANTS
+
+    @property
+    def inner(self) -> int:
+        """The width of the MLP."""
+        return self.n_inner or -(-8 * self.n_embd // (3 * 128)) * 128
+
+    @property
+    def mlp_width(self) -> int:
+        return 2 * self.inner  # with the gate
+
+    @property
+    def eager_bytes(self) -> float:
+        return 32.1 * self.n_embd + 4 * self.kv_heads * self.head_size + 8 * self.inner
+
+    @property
+    def why_not_fused(self) -> str | None:
+        if self.qk_norm:
+            return "its norm of queries and keys has no weights, those of model.qk_norm have"
+        return f"model.n_inner {self.inner} is not a multiple of 8" if self.inner % 8 else None
+
+    @property
+    def implied(self) -> dict[str, Any]:
+        return super().implied | {"n_inner": self.inner}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c, kv, inner, d = self.n_embd, self.kv_heads * self.head_size, self.inner, self.head_size
+        layer: dict[str, tuple[int, ...]] = {
+            "attn_norm": (c,),
+            **{"attn.q_proj": (c, c), "attn.k_proj": (kv, c), "attn.v_proj": (kv, c), "attn.o_proj": (c, c)},
+            **({"attn.q_norm": (d,), "attn.k_norm": (d,)} if self.qk_norm else {}),
+            "mlp_norm": (c,),
+            **{"mlp.gate_proj": (inner, c), "mlp.up_proj": (inner, c), "mlp.down_proj": (c, inner)},
+        }
+        shapes: dict[str, tuple[int, ...]] = {"wte.weight": (self.vocab_size, c)}
+        for i in range(self.n_layer):
+            shapes |= {f"h.{i}.{name}.weight": shape for name, shape in layer.items()}
+        shapes["norm.weight"] = (c,)
+        return shapes if self.tied_head else shapes | {"lm_head.weight": (self.vocab_size, c)}
+
+    @property
+    def details(self) -> str:
+        norm, head = ", QK-norm" if self.qk_norm else "", "tied" if self.tied_head else "untied"
+        return (
+            f"{self.kv_heads} heads of keys and values, rotary positions with base {self.rope_base:g}, RMSNorm{norm}, "
+            f"SwiGLU of width {self.inner}, no biases, {head} head"
+        )
+
+    def hf_config(self) -> dict[str, Any]:
+        return self.grouped_config() | {
+            "architectures": ["Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLM"],
+            "model_type": "qwen3" if self.qk_norm else "llama",
+            "intermediate_size": self.inner,
+            "head_dim": self.head_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": EPSILON,
+            "attention_bias": False,
+            "tie_word_embeddings": self.tied_head,
+            **({} if self.qk_norm else {"mlp_bias": False}),
+        }
+
+    @classmethod
+    def fields_of_hf(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        inner = values.get("intermediate_size")
+        if type(inner) is not int:
+            raise UserError(f"{where}: intermediate_size is {shown(inner)}, no number")
+        return super().fields_of_hf(values, where) | {
+            "n_inner": inner,
+            "qk_norm": values.get("model_type") == "qwen3",
+            "tied_head": values.get("tie_word_embeddings") is True,
+        }

@@ -1,0 +1,181 @@
+"""The base of every section of a configuration, and the section `model` as all families share it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+# Fields that recipes once had, each with the version that removed it and what to do instead.
+REMOVED_FIELDS = {
+    "tokens.parts": "removed in version 0.2: a node tokenizes on all its cores; for several nodes, deal the files to "
+    "several recipes and mix them by tokens.sources",
+    "train.follow_tokens": "removed in version 0.2: run `skytrain run RECIPE --stage tokenize` first",
+    "train.rollback_above_nats": "removed in version 0.2: set train.skip_grad_norm_zscore, or train.branch_from an "
+    "earlier commit",
+    "train.max_rollbacks": "removed in version 0.2, with train.rollback_above_nats",
+    "runtime.data_parallel": "removed in version 0.2: the fused engine always uses ZeRO-1",
+}
+
+
+class Section(BaseModel):
+    """A strict, frozen part of a configuration. Unknown fields and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yaml_floats(cls, value: Any, info: Any) -> Any:
+        # YAML 1.1 reads `6e-4` as a string: the dot is missing.
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, str) and float in (annotation, *getattr(annotation, "__args__", ())):
+            try:
+                return float(value)
+            except ValueError:
+                return value
+        return value
+
+
+LAYERS = 10_000  # at most: the names of all tensors are in memory
+
+
+class ModelConfig(Section, ABC):
+    """The architecture and its size. The fields of all families; each adds its own (trainer/models/)."""
+
+    family: str = Field(default="gpt2", description="Architecture")
+    n_layer: int = Field(ge=1, le=LAYERS, description="Number of transformer blocks")
+    n_head: int = Field(ge=1, description="Number of attention heads; must divide n_embd")
+    n_embd: int = Field(ge=1, description="Width of the residual stream; a multiple of n_head")
+    block_size: int = Field(ge=1, description="Length of a training sequence, T, and of the context [tokens]")
+    vocab_size: int = Field(
+        default=50_257,
+        ge=2,
+        lt=2**31,
+        description="Number of token ids; shards hold uint16, and uint32 above 65,536 ids. The embedding is padded to "
+        "a multiple of 128 rows",
+    )
+
+    title: ClassVar[str]  # of the architecture, for people
+    added: ClassVar[tuple[str, ...]] = ()  # fields that are in no fingerprint while they have their default
+
+    @property
+    def why_not_fused(self) -> str | None:
+        """Why the fused engine has no step for this model; None if it has one."""
+        return None
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Self:
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}; "
+                f"{self.n_embd - self.n_embd % self.n_head or self.n_head} would be"
+            )
+        return self
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: a multiple of 128, which suits tensor cores (50257 -> 50304)."""
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def head_size(self) -> int:
+        """The width of a head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def vocabulary_rows(self) -> tuple[str, ...]:
+        """The parameters with a row for each token id."""
+        return ("wte.weight",)
+
+    @property
+    def not_exported(self) -> str | None:
+        """Why transformers has no class for this model; None if it has one."""
+        return None
+
+    @property
+    def implied(self) -> dict[str, Any]:
+        """The values that fields of null stand for, by field."""
+        return {}
+
+    @property
+    @abstractmethod
+    def details(self) -> str:
+        """The architecture in words, without its sizes."""
+
+    @property
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter, in the order of the plain module, without the padding of the vocabulary."""
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, without the padding of the vocabulary; a tied head is counted once."""
+        return _parameters(self)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Those of the blocks' matrices, which Muon moves."""
+        return sum(prod(shape) for name, shape in self.shapes.items() if name.startswith("h.") and len(shape) == 2)
+
+    @property
+    def contexts(self) -> list[int]:
+        """The tokens that each layer's attention reaches, the token's own among them."""
+        return [self.block_size] * self.n_layer
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of forward and backward: 6N + 12·L·C·T, N without embeddings that only are looked up, and with the
+        padded vocabulary of the head, whose rows are computed too. A layer with a window has that for T.
+
+        Source: PaLM (Chowdhery et al. 2022), appendix B. Attention is counted in full, not by its causal half.
+        """
+        tied = "lm_head.weight" not in self.shapes
+        looked_up = ("wpe.", "ve.") if tied else ("wpe.", "ve.", "wte.")
+        n = sum(prod(shape) for name, shape in self.shapes.items() if not name.startswith(looked_up))
+        n += (self.padded_vocab_size - self.vocab_size) * self.n_embd
+        return 6 * n + 12 * self.n_embd * sum(self.contexts)
+
+    def kept_share(self, engine: str, recompute: bool) -> float:
+        """The numbers of a token that a layer's step keeps on this engine, such as "fused fp8", as a share of a GPT-2's
+        of this width."""
+        return 1.0
+
+    # --- as Hugging Face's transformers has it
+
+    @abstractmethod
+    def hf_config(self) -> dict[str, Any]:
+        """The fields of a config.json that describe this model to transformers."""
+
+    @classmethod
+    @abstractmethod
+    def hf_name(cls, name: str) -> str:
+        """The name of a parameter in a checkpoint of transformers."""
+
+    @classmethod
+    @abstractmethod
+    def own_name(cls, theirs: str, fields: Mapping[str, Any]) -> str | None:
+        """The reverse of `hf_name`, for a model with these fields; None for a tensor that is no parameter."""
+
+    @classmethod
+    def hf_transposed(cls, name: str) -> bool:
+        """Whether a checkpoint of transformers has the transpose of a parameter."""
+        return False
+
+    @classmethod
+    @abstractmethod
+    def fields_of_hf(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The fields of this section that a config.json tells. UserError if it is of another model."""
+
+
+def identity_of_model(model: ModelConfig) -> dict[str, Any]:
+    """The section as it decides the weights, without added fields that have their default."""
+    fields = type(model).model_fields
+    return {k: v for k, v in model.model_dump().items() if k not in model.added or v != fields[k].default}
+
+
+@lru_cache
+def _parameters(model: ModelConfig) -> int:
+    # A plan asks for hundreds of offers.
+    return sum(prod(shape) for shape in model.shapes.values())

@@ -1,0 +1,197 @@
+"""The family `modern`: a transformer with what speedruns found since GPT-2. Its section of a recipe, and its layout in
+Hugging Face's files. `modern_module.py` has the plain module.
+
+The architecture is nanochat's (github.com/karpathy/nanochat, "d20" of October 2025), after modded-nanogpt
+(github.com/KellerJordan/modded-nanogpt): transformers has it as NanoChatForCausalLM.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainer.errors import UserError, shown
+from trainer.models.grouped import GroupedHeads
+
+EPSILON = 1e-6  # of every RMSNorm
+GATE_WIDTH = 32  # the first numbers of the residual stream decide how much of a value embedding is added
+SMEAR_WIDTH = 24  # the first numbers of an embedding decide how much of the one before it is added
+SOFTCAP = 15.0  # logits are SOFTCAP · tanh(z / SOFTCAP), as in Gemma 2 (2024)
+# Ours in a block, and transformers'.
+LAYER = {
+    **{f"attn.{one}": f"self_attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    **{"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+}
+OUTSIDE = {"wte": "model.embed_tokens", "lm_head": "lm_head"}
+# What a model of this family is, in a config.json; absent fields have the first value.
+HF_CONSTANTS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("relu2",),
+    "attention_bias": (False,),
+    "rms_norm_eps": (EPSILON,),
+    "final_logit_softcapping": (SOFTCAP,),
+    "tie_word_embeddings": (False,),
+}
+
+
+class ModernConfig(GroupedHeads):
+    """nanochat's transformer."""
+
+    family: Literal["modern"] = Field(
+        default="modern",
+        description="nanochat's: RMSNorm without weights, rotary positions, QK-norm, ReLU², no biases, capped logits",
+    )
+    rope_base: float = Field(
+        default=100_000.0, gt=1, allow_inf_nan=False, description="Base of the rotary positions' wavelengths"
+    )
+
+    residual_lambdas: bool = Field(
+        default=False,
+        description="A learned weight for the residual stream and one for the embedding before each block (nanochat, "
+        "after modded-nanogpt); transformers has no class for it",
+    )
+    value_embeddings: bool = Field(
+        default=False,
+        description="Every second block, the last among them, adds an embedding of the token to its values (nanochat, "
+        "after modded-nanogpt); transformers has no class for it",
+    )
+
+    window: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that a token sees in a short layer, the last of which is itself; null: no layer is short; "
+        "transformers has no class for it",
+    )
+    window_pattern: str = Field(
+        default="SSSL",
+        pattern="^[SL]+$",
+        description="Short (S) and long (L) layers in turn, with `window`; the last layer is always long (nanochat)",
+    )
+
+    smear: bool = Field(
+        default=False,
+        description="Adds a gated part of the previous token's embedding to each token's (nanochat, after "
+        "modded-nanogpt); transformers has no class for it",
+    )
+    backout: bool = Field(
+        default=False,
+        description="Takes a learned part of the middle block's output from the last one's (nanochat, after "
+        "modded-nanogpt); transformers has no class for it",
+    )
+
+    added: ClassVar[tuple[str, ...]] = (
+        *("residual_lambdas", "value_embeddings", "window", "window_pattern", "smear", "backout"),
+    )
+    title: ClassVar[str] = "nanochat"
+    hf_layer: ClassVar[Mapping[str, str]] = LAYER
+    hf_outside: ClassVar[Mapping[str, str]] = OUTSIDE
+    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = HF_CONSTANTS
+
+    @property
+    def mlp_width(self) -> int:
+        return 4 * self.n_embd
+
+    @property
+    def eager_bytes(self) -> float:
+        c, kv, layers = self.n_embd, self.kv_heads * self.head_size, self.n_layer
+        short = sum(context < self.block_size for context in self.contexts)  # their keys and values are not grouped
+        more = 4 * c * self.residual_lambdas + 4 * kv * len(self.value_layers) / layers + 4 * (c - kv) * short / layers
+        return 42.3 * c + 8 * kv + more
+
+    def kept_share(self, engine: str, recompute: bool) -> float:
+        """In fp8 the fused step keeps as many bytes as GPT-2's: the MLP before ReLU² in bf16, and after it in fp8."""
+        return 1.0 if engine.startswith("fused fp8") else super().kept_share(engine, recompute)
+
+    @property
+    def vocabulary_rows(self) -> tuple[str, ...]:
+        return (*super().vocabulary_rows, *(f"ve.{i}.weight" for i in self.value_layers))
+
+    @property
+    def value_layers(self) -> list[int]:
+        """The blocks with embedded values."""
+        return [i for i in range(self.n_layer) if i % 2 == (self.n_layer - 1) % 2] if self.value_embeddings else []
+
+    @model_validator(mode="after")
+    def _windows_fit(self) -> Self:
+        if self.window is None and self.window_pattern != type(self).model_fields["window_pattern"].default:
+            raise ValueError(f"window_pattern {self.window_pattern} needs a window, and window is null")
+        if self.window is not None and self.window > self.block_size:
+            raise ValueError(f"window {self.window} is longer than block_size {self.block_size}; use at most that")
+        return self
+
+    @property
+    def contexts(self) -> list[int]:
+        if self.window is None:
+            return super().contexts
+        short = [self.window_pattern[i % len(self.window_pattern)] == "S" for i in range(self.n_layer - 1)]
+        return [self.window if each else self.block_size for each in short] + [self.block_size]
+
+    @property
+    def used(self) -> str:
+        """The options that are on, in words."""
+        fields = type(self).model_fields
+        return " and ".join(f"model.{name}" for name in self.added if getattr(self, name) != fields[name].default)
+
+    @property
+    def why_not_fused(self) -> str | None:
+        if self.backout and self.n_layer < 3:
+            return "it has no step for model.backout with fewer than 3 layers"
+        return super().why_not_fused
+
+    @property
+    def not_exported(self) -> str | None:
+        return f"transformers has no class for {self.used}" if self.used else None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c, kv = self.n_embd, self.kv_heads * self.head_size
+        layer: dict[str, tuple[int, ...]] = {
+            **{"attn.q_proj": (c, c), "attn.k_proj": (kv, c), "attn.v_proj": (kv, c), "attn.o_proj": (c, c)},
+            **{"mlp.up_proj": (4 * c, c), "mlp.down_proj": (c, 4 * c)},
+        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.residual_lambdas:
+            shapes |= {"resid_lambdas": (self.n_layer,), "x0_lambdas": (self.n_layer,)}
+        if self.smear:
+            shapes |= {"smear_gate": (min(SMEAR_WIDTH, c),), "smear_lambda": (1,)}
+        if self.backout:
+            shapes["backout_lambda"] = (1,)
+        shapes["wte.weight"] = (self.vocab_size, c)
+        for i in range(self.n_layer):
+            shapes |= {f"h.{i}.{name}.weight": shape for name, shape in layer.items() if name.startswith("attn.")}
+            if i in self.value_layers:
+                shapes[f"h.{i}.attn.ve_gate.weight"] = (self.kv_heads, min(GATE_WIDTH, c))
+            shapes |= {f"h.{i}.{name}.weight": shape for name, shape in layer.items() if name.startswith("mlp.")}
+        shapes |= {f"ve.{i}.weight": (self.vocab_size, kv) for i in self.value_layers}
+        return shapes | {"lm_head.weight": (self.vocab_size, c)}
+
+    @property
+    def details(self) -> str:
+        return (
+            f"{self.kv_heads} heads of keys and values, rotary positions with base {self.rope_base:g}, RMSNorm without "
+            f"weights, QK-norm, ReLU², no biases, untied head, logits capped at {SOFTCAP:g}"
+            + (", weighted residual stream" if self.residual_lambdas else "")
+            + (", value embeddings" if self.value_embeddings else "")
+            + (f", windows of {self.window} tokens ({self.window_pattern})" if self.window else "")
+            + (", smear" if self.smear else "")
+            + (", backout" if self.backout else "")
+        )
+
+    def hf_config(self) -> dict[str, Any]:
+        return self.grouped_config() | {
+            "architectures": ["NanoChatForCausalLM"],
+            "model_type": "nanochat",
+            "intermediate_size": 4 * self.n_embd,
+            "hidden_act": "relu2",
+            "rms_norm_eps": EPSILON,
+            "attention_bias": False,
+            "final_logit_softcapping": SOFTCAP,
+            "tie_word_embeddings": False,
+        }
+
+    @classmethod
+    def fields_of_hf(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        given = super().fields_of_hf(values, where)
+        if values.get("intermediate_size") != 4 * given["n_embd"]:
+            inner = shown(values.get("intermediate_size"))
+            raise UserError(f"{where}: intermediate_size is {inner}; family modern here has 4 x hidden_size")
+        return given

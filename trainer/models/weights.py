@@ -1,0 +1,319 @@
+"""Weights from files: a folder in Hugging Face's format, a .bin of llm.c, and the file that ends a run.
+
+A file is opened by its header: names, shapes and sizes are compared with the model before a tensor is read, without
+torch. A rank then fills its pieces tensor by tensor, so a node reads a file once and never holds it whole. Only
+safetensors and llm.c's plain numbers are read; a pickle is refused, because to load one is to run it.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from trainer.errors import UserError, cut, shown
+from trainer.explained import explain
+from trainer.models.family import SECTIONS, family_in, section_of_hf
+from trainer.models.gpt2 import LAYER, layer_shape
+from trainer.models.model_config import LAYERS, ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer.checkpoint.pieces import Piece
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+LARGEST_HEADER = 100 << 20  # bytes: safetensors itself reads no larger one
+FLOATS = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
+# llm.c: 256 int32, then all layers of a parameter together, in this order (its llmc/train_gpt2.cu).
+LLMC_MAGIC, LLMC_HEADER = 20240326, 1024
+LLMC_DTYPES = {3: "F32", 5: "BF16"}  # by version
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run begins, in place of weights drawn from its seed: at weights in a file, or at a commit of another run
+    in its store, of which it takes the weights alone or the whole state."""
+
+    where: str  # for messages
+    path: Path | None = None  # on this node, for `open_weights`
+    commit: str | None = None  # its folder
+    whole: bool = False
+    other_text: bool = False  # of a whole state: the run reads its own text from the start
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file, under the model's name and in its shape."""
+
+    where: str
+    shape: tuple[int, ...]
+    read: Callable[[], "Tensor"]
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """The tensors of a file or folder, and the fields of `model` that it was made with, as far as it tells them."""
+
+    where: str
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Stored] = field(repr=False)
+
+    def check(self, model: ModelConfig) -> None:
+        """UserError, with the values that would fit, if the weights are not of this model; and if they are damaged."""
+        self.own_model()
+        told = shape_fields(self.tensors)
+        told |= {"family": family_in(self.fields), **self.fields} if self.fields else {}
+        if other := {name: value for name, value in told.items() if not self.fits(model, name, value)}:
+            name = "family" if "family" in other else min(other)
+            sets = " ".join(f"--set model.{one}={other[one]}" for one in sorted(other, key=lambda one: one != name))
+            ours = effective(model, name)
+            raise UserError(f"{self.where}: its {name} is {other[name]}, and model.{name} is {ours}; {sets} would fit")
+        self.check_tensors(model, "this model's is")
+
+    def fits(self, model: ModelConfig, name: str, value: Any) -> bool:
+        """Whether a model may have this value of the file: its own; the rows of a vocabulary that a file padded; or a
+        longer context, unless positions have weights."""
+        ours = effective(model, name)
+        longer = (name == "vocab_size" and name not in self.fields) or (
+            name == "block_size" and "wpe.weight" not in self.tensors
+        )
+        return bool(value == ours or (longer and value >= ours))
+
+    def own_model(self) -> ModelConfig | None:
+        """The model that the weights were made with; None if they do not tell it. UserError if what they tell can't be
+        a model, or is not that of their tensors."""
+        if not self.fields:
+            return None
+        family, damaged = family_in(self.fields), f"{self.where}: damaged: its configuration"
+        for name, seen in shape_fields(self.tensors).items():
+            if (told := self.fields[name]) != seen and not (name == "vocab_size" and told < seen):
+                raise UserError(f"{damaged} has {name} {told}, and its tensors have {seen}; fetch it again")
+        try:
+            model = SECTIONS[family].model_validate(dict(self.fields))
+        except ValidationError as error:
+            reason = str(explain(error, SECTIONS[family], "")).partition("\n")[0].partition(";")[0]
+            raise UserError(f"{damaged} is no model of family {family} ({reason}); fetch it again") from error
+        self.check_tensors(model, "its configuration has")
+        return model
+
+    def check_tensors(self, model: ModelConfig, whose: str) -> None:
+        """UserError for missing and unknown tensors, and for one of another shape."""
+        expected, ours = model.shapes, f"model of family {model.family}"
+        if missing := sorted(expected.keys() - self.tensors.keys()):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise UserError(f"{self.where}: incomplete: it has no tensor {missing[0]}{more}; take a whole {ours}")
+        if extra := sorted(self.tensors.keys() - expected.keys()):
+            raise UserError(f"{self.where}: the tensor {shown(cut(extra[0]))} is no part of a {ours} of this shape")
+        for name, shape in expected.items():
+            found = self.tensors[name].shape
+            padded = name in model.vocabulary_rows and found and found[0] >= model.vocab_size
+            if found != (found[:1] if padded else shape[:1]) + shape[1:]:
+                where = self.tensors[name].where
+                raise UserError(f"{where}: {name} has the shape {list(found)}; {whose} {list(shape)}")
+
+    def fill(self, pieces: "Mapping[str, Piece]", model: ModelConfig) -> None:
+        """Fill the pieces `model.…` of a rank. UserError if a weight is not finite."""
+        import torch.nn.functional as F
+
+        self.check(model)
+        for key, piece in pieces.items():
+            kind, _, name = key.partition(".")
+            if kind != "model":
+                continue
+            whole = self.tensors[name].read()
+            if name in model.vocabulary_rows:
+                rows = whole[: model.vocab_size]
+                whole = F.pad(rows, (0, 0, 0, model.padded_vocab_size - model.vocab_size))
+            part = whole.reshape(-1)[piece.start : piece.end].float()
+            if not part.isfinite().all():
+                raise UserError(f"{self.tensors[name].where}: {name} holds NaN or infinity; these weights are ruined")
+            piece.live.copy_(part)
+
+
+def effective(model: ModelConfig, name: str) -> Any:
+    """The value of a field of `model`; where null stands for a value, that value."""
+    return {**model.model_dump(), **model.implied}.get(name, "no field of its family")
+
+
+def shape_fields(tensors: Mapping[str, Stored]) -> dict[str, int]:
+    """The fields of `model` that the shapes of the tensors tell. Files pad the vocabulary, so it may be smaller."""
+    blocks = [int(named[1]) for name in tensors if (named := re.match(r"h\.(\d{1,6})\.", name))]
+    fields = {"n_layer": max(blocks) + 1} if blocks else {}
+    for name, ours in (("wte.weight", "vocab_size"), ("wpe.weight", "block_size")):
+        if name in tensors and len(tensors[name].shape) == 2:
+            fields[ours], fields["n_embd"] = tensors[name].shape
+    return fields
+
+
+def open_weights(path: Path, where: str | None = None) -> WeightsFile:
+    """The weights at a path, by their headers; `where` names them in messages. UserError if they can't be weights."""
+    where = where or str(path)
+    if path.is_dir():
+        return open_folder(path, where)
+    if not path.is_file():
+        raise UserError(f"{where}: no such file or folder; name a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    refuse_pickle(path, where)
+    if path.suffix == ".bin":
+        return open_llmc(path, where)
+    tensors = dict(stored_tensors(path, where))
+    c_attn = next((one.shape for name, one in tensors.items() if name.endswith("h.0.attn.c_attn.weight")), (1, 1))
+    if any(name.startswith(("transformer.", "model.layers.")) for name in tensors) or c_attn[0] < c_attn[-1]:
+        raise UserError(f"{where}: in Hugging Face's layout; name its folder, with {CONFIG_FILE}: {path.parent}")
+    return WeightsFile(where, {}, tensors)
+
+
+def open_folder(path: Path, where: str) -> WeightsFile:
+    """A folder in Hugging Face's format."""
+    files = weight_files([one.name for one in path.iterdir()], where)
+    tensors = dict(pair for name in files for pair in stored_tensors(path / name, f"{where}/{name}"))
+    try:
+        config = (path / CONFIG_FILE).read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: {CONFIG_FILE} cannot be read ({error}); a folder of weights has one") from error
+    return from_hub_layout(where, config, tensors)
+
+
+def weight_files(names: list[str], where: str) -> list[str]:
+    """The files of a folder or repository that hold its weights: one, or several shards. UserError without any."""
+    if WEIGHTS_FILE in names:
+        return [WEIGHTS_FILE]
+    if shards := sorted(name for name in names if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name)):
+        return shards
+    if pickled := sorted(name for name in names if name.endswith((*PICKLES, ".bin"))):
+        raise UserError(
+            f"{where}: its weights are a pickle ({pickled[0]}), which could run any code; a pickle is never loaded: "
+            f"save them as {WEIGHTS_FILE}"
+        )
+    raise UserError(f"{where}: no weights there; it must hold {WEIGHTS_FILE}")
+
+
+def from_hub_layout(where: str, config: str, tensors: Mapping[str, Stored]) -> WeightsFile:
+    """Weights under Hugging Face's names, with the text of their config.json."""
+    try:
+        values = json.loads(config)
+        fields = section_of_hf(values, f"{where}/{CONFIG_FILE}")
+    except UserError:
+        raise
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{where}/{CONFIG_FILE}: no configuration of a model ({type(error).__name__})") from error
+    section, found = SECTIONS[family_in(fields)], {}
+    for theirs, stored in tensors.items():
+        if name := section.own_name(theirs, fields):
+            found[name] = transposed(stored) if section.hf_transposed(name) else stored
+    return WeightsFile(where, fields, found)
+
+
+def transposed(stored: Stored) -> Stored:
+    return Stored(stored.where, stored.shape[::-1], lambda: stored.read().t())
+
+
+def stored_tensors(path: Path, where: str) -> Iterator[tuple[str, Stored]]:
+    """The tensors of a safetensors file by name. UserError if it is truncated, damaged or a pickle."""
+    if not path.is_file():
+        raise UserError(f"{where}: no file; fetch it again")
+    refuse_pickle(path, where)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= LARGEST_HEADER:
+            raise UserError(f"{where}: no safetensors file: its header would have {length:,} bytes; fetch it again")
+        header = parse_header(file.read(length), length, where)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != end:
+        how = "truncated" if size < end else "too long"
+        raise UserError(f"{where}: {how}: {size:,} bytes, and its header describes {end:,}; fetch it again")
+    for name, entry in header.items():
+        yield name, Stored(where, tuple(entry["shape"]), lambda name=name: read_tensor(path, name))  # type: ignore[misc]
+
+
+def parse_header(body: bytes, length: int, where: str) -> dict[str, Any]:
+    """The entries of a safetensors header. UserError if it lies about sizes, or holds other numbers than floats."""
+    try:
+        header = json.loads(body)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            shape, (begin, end) = entry["shape"], entry["data_offsets"]
+            if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
+                raise ValueError(f"{name} has no sizes")
+            if is_mask(name):
+                continue
+            if entry["dtype"] not in FLOATS:
+                raise UserError(f"{where}: {shown(name)} holds {shown(entry['dtype'])}; weights are F32, BF16 or F16")
+            if end - begin != prod(shape) * FLOATS[entry["dtype"]]:
+                raise ValueError(f"{name} has another size than its shape")
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        how = "truncated" if len(body) < length else "its header is damaged"
+        raise UserError(f"{where}: {how} ({cut(str(error) or repr(error))}); fetch it again") from error
+    return header
+
+
+def is_mask(name: str) -> bool:
+    """Whether a tensor is the mask of attention, which old files hold in other dtypes."""
+    return name.endswith((".attn.bias", ".attn.masked_bias"))
+
+
+def read_tensor(path: Path, name: str) -> "Tensor":
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def refuse_pickle(path: Path, where: str) -> None:
+    """UserError for a file of torch.save, by its name and by its first bytes: it is never loaded."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    # torch.save writes a zip file, and once wrote a bare pickle of protocol 2 or later.
+    if path.suffix in PICKLES or start[:2] == b"PK" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
+        raise UserError(
+            f"{where}: a pickle, which could run any code; a pickle is never loaded: save the weights as safetensors"
+        )
+
+
+def open_llmc(path: Path, where: str) -> WeightsFile:
+    """A .bin of llm.c's GPT-2, version 3 (float32) or 5 (bfloat16)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(LLMC_HEADER)
+    magic, version, *numbers = struct.unpack("<8i", start[:32]) if len(start) == LLMC_HEADER else (0, 0)
+    if magic != LLMC_MAGIC:
+        raise UserError(f"{where}: no checkpoint of llm.c (its first number is {magic}, not {LLMC_MAGIC})")
+    if version not in LLMC_DTYPES:
+        raise UserError(f"{where}: version {version} of llm.c's format; 3 (float32) and 5 (bfloat16) can be read")
+    block_size, vocab_size, layers, heads, c, rows = numbers
+    if min(numbers) < 1 or layers > LAYERS or rows < vocab_size:
+        raise UserError(f"{where}: damaged: its header describes no GPT-2 ({numbers})")
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (rows, c), "wpe.weight": (block_size, c)}
+    for name in LAYER:
+        shapes |= {f"h.{i}.{name}": layer_shape(name, c) for i in range(layers)}
+    shapes |= {"ln_f.weight": (c,), "ln_f.bias": (c,)}
+    width, offset, tensors = FLOATS[LLMC_DTYPES[version]], LLMC_HEADER, {}
+    for name, shape in shapes.items():
+        tensors[name] = Stored(where, shape, lambda at=offset, shape=shape: read_llmc(path, version, at, shape))  # type: ignore[misc]
+        offset += width * prod(shape)
+    if size != offset:
+        how = "truncated" if size < offset else "too long"
+        raise UserError(f"{where}: {how}: {size:,} bytes, and its header describes {offset:,}; fetch it again")
+    fields = {"n_layer": layers, "n_head": heads, "n_embd": c, "block_size": block_size, "vocab_size": vocab_size}
+    return WeightsFile(where, fields, tensors)
+
+
+def read_llmc(path: Path, version: int, offset: int, shape: tuple[int, ...]) -> "Tensor":
+    import numpy as np
+    import torch
+
+    dtype = {"F32": np.float32, "BF16": np.int16}[LLMC_DTYPES[version]]
+    numbers = torch.from_numpy(np.fromfile(path, dtype=dtype, count=prod(shape), offset=offset)).view(shape)
+    return numbers.view(torch.bfloat16) if LLMC_DTYPES[version] == "BF16" else numbers
