@@ -83,20 +83,20 @@ def test_pictures_are_small_and_name_no_web_font() -> None:
     assert "url(" not in (DOCS / "pictures" / "card.svg").read_text().replace("url(#", "")
 
 
-def test_every_command_is_in_the_operations() -> None:
+def test_every_command_is_in_the_guide() -> None:
     names = set(get_command(app).commands)  # type: ignore[attr-defined]
-    text = (DOCS / "operations.md").read_text()
+    text = (DOCS / "guide.md").read_text()
     assert {name for name in names if f"| `skytrain {name}" not in text} == set()
 
 
-def test_every_environment_variable_of_the_code_is_in_the_operations() -> None:
+def test_every_environment_variable_of_the_code_is_in_the_guide() -> None:
     read = {
         node.value: path.name
         for path in sources("trainer", "pipelines")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLE.fullmatch(node.value)
     }
-    text = (DOCS / "operations.md").read_text()
+    text = (DOCS / "guide.md").read_text()
     assert "SKYTRAIN_STORE" in read
     assert {name: where for name, where in read.items() if f"`{name}`" not in text} == {}
 
