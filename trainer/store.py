@@ -28,7 +28,6 @@ PARTIAL = ".partial-"
 LARGEST = 512 << 20
 # Errors of a disk or a file server that may pass.
 FAILING = {errno.EIO, errno.ELOOP, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.ENODEV}
-Arrived = Callable[[bytes], object]  # gets the bytes of a download
 Check = Callable[[], object]  # raises an exception to end the work
 # Only these errors say that an object does not exist. After any other one it may exist.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -83,10 +82,9 @@ class Store(Protocol):
         """Create or replace the object from memory of any size, the concatenation of `parts`; like `upload`."""
         ...
 
-    def download(self, key: str, path: Path, arrived: Arrived | None = None) -> None:
+    def download(self, key: str, path: Path) -> None:
         """Write the object to a local file and make its folders. `path` is replaced once the object has arrived
-        completely. `arrived` gets its bytes in their order, while later ones are on their way. FileNotFoundError if the
-        object does not exist."""
+        completely. FileNotFoundError if the object does not exist."""
         ...
 
     def entries(self, prefix: str) -> list[Entry]:
@@ -181,7 +179,7 @@ class LocalStore:
             for part in parts:
                 target.write(part)
 
-    def download(self, key: str, path: Path, arrived: Arrived | None = None) -> None:
+    def download(self, key: str, path: Path) -> None:
         stored = self.path_of(key)
         with unavailable_if_failing(stored):
             try:
@@ -193,8 +191,6 @@ class LocalStore:
             with open(stored, "rb") as source, replacing(Path(path)) as target:
                 while chunk := source.read(1 << 20):
                     target.write(chunk)
-                    if arrived:
-                        arrived(chunk)
 
     def entries(self, prefix: str) -> list[Entry]:
         # Only the folder of the prefix: a store may hold a thousand runs.

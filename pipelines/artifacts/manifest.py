@@ -276,24 +276,22 @@ def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
 
 
 def download_verified(store: Store, key: str, file: File, path: Path) -> None:
-    """Download the file that a manifest names, stored under `key`, and hash it while it arrives. See `verify`."""
-    digest = sha256()
+    """Download the file that a manifest names, stored under `key`, and verify it. See `verify`."""
     try:
-        store.download(key, path, digest.update)
+        store.download(key, path)
     except FileNotFoundError:
         path.unlink(missing_ok=True)  # an older one; `verify` names the missing object
-    verify(store, key, file, path, digest.hexdigest())
+    verify(store, key, file, path)
 
 
-def verify(store: Store, key: str, file: File, path: Path, digest: str | None = None) -> None:
-    """DamagedArtifact if the file at `path` is not the one that the manifest names, stored under `key`. `digest`: its
-    sha256, if it is known."""
+def verify(store: Store, key: str, file: File, path: Path) -> None:
+    """DamagedArtifact if the file at `path` is not the one that the manifest names, stored under `key`."""
     damage = None
     with unavailable_if_failing(path):
         try:
             if (size := os.stat(path).st_size) != file.size:
                 damage = f"{size} bytes long, but {file.size} bytes in its manifest"
-            elif (digest or sha256_of(path)) != file.sha256:
+            elif sha256_of(path) != file.sha256:
                 damage = "different from its manifest (sha256 differs)"
         except ABSENT:
             damage = "missing"

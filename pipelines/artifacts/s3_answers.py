@@ -16,6 +16,7 @@ TRANSIENT_CODES = {
     "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
     "RequestTimeout", "RequestTimeoutException", "ConditionalRequestConflict", "OperationAborted",
     "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch",
+    "NoSuchUpload",  # the server dropped the unfinished upload, or completed it and its answer was lost
 }  # fmt: skip
 TRANSIENT_STATUS = {408, 409, 429}
 
@@ -49,6 +50,12 @@ CODE_OF_STATUS = {
     "501": "NotImplemented",
 }
 
+SENT_BY_EVERY_SERVER = {
+    **dict.fromkeys(("GetObject", "PutObject", "UploadPart", "CompleteMultipartUpload"), "ETag"),
+    "CreateMultipartUpload": "UploadId",
+    "ListObjectsV2": "IsTruncated",  # without it: an empty listing
+}
+
 
 class OddAnswer(Exception):
     """A successful answer that lacks what every S3 server sends: something else has answered."""
@@ -57,6 +64,7 @@ class OddAnswer(Exception):
 def is_transient(error: BaseException) -> bool:
     from botocore import exceptions
     from botocore.parsers import ResponseParserError
+    from s3transfer.exceptions import RetriesExceededError, S3DownloadFailedError
     from urllib3.exceptions import HTTPError
 
     if isinstance(error, exceptions.ClientError):
@@ -74,6 +82,8 @@ def is_transient(error: BaseException) -> bool:
         ResponseParserError,
         exceptions.CredentialRetrievalError,  # a short failure of the instance's metadata service
         exceptions.MetadataRetrievalError,
+        RetriesExceededError,  # of a part, whose body was cut again and again
+        S3DownloadFailedError,  # another process replaced the object while it was read
     )
     return isinstance(error, connection_errors)
 
@@ -124,8 +134,6 @@ def explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -
             return UserError(f"{where}: {REMEDIES[code]} ({code})")
         if code == "PreconditionFailed":
             return StoreUnavailable(f"{where}: another process replaced the object while it was read")
-        if code == "NoSuchUpload":
-            return StoreUnavailable(f"{where}: the server dropped the unfinished upload")
         said = cut(" ".join(str(error.response.get("Error", {}).get("Message", "")).split()))
         return UserError(f"{where}: the server refused it: {said or 'no reason given'} ({brief(error)})")
     if is_outdated(error):
@@ -142,11 +150,11 @@ def explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -
     return error
 
 
-def sound(answer: dict[str, Any], field: str) -> dict[str, Any]:
-    """`answer` itself if it has the field that every S3 server sends; OddAnswer otherwise."""
-    if field not in answer:
+def refuse_odd_answer(event_name: str, http_response: Any, parsed: dict[str, Any], **_: Any) -> None:
+    """OddAnswer for a success without the field that every S3 server sends; boto3 calls this after every request."""
+    field = SENT_BY_EVERY_SERVER.get(event_name.rpartition(".")[2])
+    if http_response.status_code < 300 and field and field not in parsed:
         raise OddAnswer(f"no {field} in the answer")
-    return answer
 
 
 def code_of(error: Any) -> str:
@@ -163,6 +171,7 @@ def brief(error: BaseException | None) -> str:
     """A short name of an error. Not botocore's message: it repeats URLs, and one line is enough."""
     from botocore.exceptions import ClientError
 
+    error = getattr(error, "last_exception", error)  # of s3transfer, which has tried a part several times
     if isinstance(error, ClientError):
         return f"{code_of(error)} (HTTP {status_of(error)})"
     return re.sub(r"(Error|Exception)$", "", type(error).__name__)

@@ -1,8 +1,9 @@
 """The store in a bucket, and `open_store`, which opens the store of a URI.
 
-boto3 makes one attempt a request; tenacity, only in this module, decides about another one. Transient errors are
-retried until the time limit and then raise StoreUnavailable. So do answers that no S3 server gives: a proxy's page, an
-error or a success without its body. Permanent errors raise UserError at once, with the request and the remedy.
+Large files go through s3transfer, in parts and in parallel, with botocore's retries. Around each request of ours, and
+around each whole transfer, tenacity repeats transient errors until the time limit; then StoreUnavailable is raised. So
+do answers that no S3 server gives: a proxy's page, an error or a success without its body. Permanent errors raise
+UserError at once, with the request and the remedy.
 
 A refusal (wrong or expired credentials, no rights, no such bucket) is permanent at the first request of its kind. Once
 the server has accepted such a request, a refusal is transient: credentials are renewed, policies corrected, buckets
@@ -18,32 +19,25 @@ import logging
 import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeVar
 
-from pipelines.artifacts.outage import LOGGER, Outage
 from pipelines.artifacts.s3_answers import (
     brief,
     code_of,
     explained,
-    is_outdated,
     is_refusal,
     is_transient,
-    sound,
-    status_of,
+    refuse_odd_answer,
 )
-from pipelines.artifacts.traffic import count, count_request
+from pipelines.artifacts.traffic import count_answer, count_request
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import (
-    Arrived,
     Check,
     Entry,
     LocalStore,
@@ -55,16 +49,35 @@ from trainer.store import (
     slices,
 )
 
-log = logging.getLogger(LOGGER)
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# 16 MiB x 10,000 parts (S3's most) = 160 GB, eight times the largest file we write.
-# The repetition of a lost part costs 0.2 s.
-PART_BYTES = 16 << 20
-MAX_PARTS = 10_000
+PART_BYTES = 16 << 20  # the repetition of a lost part costs 0.2 s
 CHUNK_BYTES = 1 << 20
-# One S3 connection gives ~100 MB/s, so four fill a 3 Gbit/s link; uploading holds 4 x 16 MiB in memory.
+# One S3 connection gives ~100 MB/s, so four fill a 3 Gbit/s link. A transfer holds so many parts in memory.
 PARTS_AT_ONCE = 4
+PART_ATTEMPTS = 5  # then the whole transfer begins again, until the time limit
+SILENCE_SECONDS = 60.0  # of a server, in the middle of an answer too
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A request that is being repeated. Seconds by the monotonic clock."""
+
+    what: str  # "put s3://bucket/prefix/key"
+    cause: str  # of the last failure
+    began: float
+    time_limit_s: float
+    ended: float | None = None  # None: it is still being repeated
+    answered: bool = False
+
+    def text(self, now: float) -> str:
+        """One line for people, at `now`; the times come first, because a narrow terminal cuts the end."""
+        waited = f"{now - self.began:.0f} s"
+        if self.ended is not None:
+            return f"{self.what}: {'answered' if self.answered else 'given up'} after {waited}"
+        left = max(0.0, self.began + self.time_limit_s - now)
+        return f"{waited} without an answer, {left:.0f} s left: {self.what}: {self.cause}; trying again"
 
 
 @dataclass(frozen=True)
@@ -81,21 +94,29 @@ class S3Store:
     """A store under a prefix of an S3 bucket, or of a server with the S3 protocol and conditional writes."""
 
     def __init__(self, bucket: str, prefix: str = "", client: Any = None, time_limit_s: float = 120) -> None:
-        """`time_limit_s` bounds the retries of one request; a file is many requests.
-        `client` is a boto3 S3 client with one attempt a request; by default one from the environment."""
+        """`time_limit_s` bounds the repetitions of a request or a transfer, from its first failure on.
+        `client` is a boto3 S3 client for everything; by default one from the environment."""
         self.bucket = bucket
         self.prefix = checked_key(prefix) + "/" if prefix else ""
         self.uri = f"s3://{bucket}/{self.prefix}".rstrip("/")
         self._time_limit_s = time_limit_s
-        self._new_client = lambda: client if client is not None else client_from_environment(self.uri, time_limit_s)
-        self._client = self._new_client()
+        self._given_client = client
         self._accepted: set[str] = set()  # kinds of requests that the server has accepted from this process
+        self._connect()
+
+    def _connect(self) -> None:
+        """Make the clients, with the credentials of now."""
+
+        def client(attempts: int) -> Any:
+            return self._given_client or client_from_environment(self.uri, self._time_limit_s, attempts)
+
+        self._client, self._transfer_client = client(1), client(PART_ATTEMPTS)
 
     def __repr__(self) -> str:
         return f"S3Store({self.uri!r})"
 
     def create(self, key: str, body: bytes) -> bool:
-        def attempt(_: int) -> bool:
+        def attempt() -> bool:
             try:
                 self._put_object(key, body, IfNoneMatch="*")
                 return True
@@ -109,16 +130,21 @@ class S3Store:
         return self._until_answered(f"create {self._uri_of(key)}", attempt)
 
     def put(self, key: str, body: bytes) -> None:
-        self._until_answered(f"put {self._uri_of(key)}", lambda _: self._put_object(key, body))
+        self._until_answered(f"put {self._uri_of(key)}", lambda: self._put_object(key, body))
 
     def get(self, key: str) -> bytes | None:
-        return self._until_answered(f"get {self._uri_of(key)}", lambda _: self._get_object(key))
+        return self._until_answered(f"get {self._uri_of(key)}", lambda: self._get_object(key))
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        def attempt(_: int) -> int:
-            done, answer = 0, self._get_range(key, start, len(buffer))
-            for chunk in answer["Body"].iter_chunks(CHUNK_BYTES) if answer else ():
-                count(received=len(chunk))
+        def attempt() -> int:
+            try:
+                answer = self._client.get_object(**self._where(key), Range=_range(start, len(buffer)))
+            except self._client.exceptions.ClientError as error:
+                if code_of(error) == "InvalidRange":  # the object ends before it
+                    return 0
+                raise self._absent(key) if code_of(error) == "NoSuchKey" else error from None
+            done = 0
+            for chunk in answer["Body"].iter_chunks(CHUNK_BYTES):
                 taken = chunk[: len(buffer) - done]  # a server may ignore the range
                 buffer[done : done + len(taken)] = taken
                 done += len(taken)
@@ -127,39 +153,62 @@ class S3Store:
         return self._until_answered(f"get {self._uri_of(key)} from byte {start:,}", attempt)
 
     def upload(self, path: Path, key: str, check: Check | None = None) -> None:
-        def read(start: int, size: int) -> bytes:
-            if check:
-                check()
-            with open(path, "rb") as file:
-                file.seek(start)
-                return file.read(size)
+        with open(path, "rb") as file:
 
-        self._upload_from(read, os.path.getsize(path), key)
+            def read(start: int, size: int) -> bytes:
+                if check:
+                    check()
+                return os.pread(file.fileno(), size, start)
+
+            self._upload_from(_Upload(read, os.fstat(file.fileno()).st_size), key)
 
     def write(self, parts: Sequence[memoryview], key: str) -> None:
-        def read(start: int, size: int) -> bytes:
-            return b"".join(slices(parts, start, size))
+        size = sum(len(part) for part in parts)
+        self._upload_from(_Upload(lambda start, size: b"".join(slices(parts, start, size)), size), key)
 
-        self._upload_from(read, sum(len(part) for part in parts), key)
+    def _upload_from(self, body: "_Upload", key: str) -> None:
+        if body.size <= PART_BYTES:
+            return self.put(key, body.read())
 
-    def download(self, key: str, path: Path, arrived: Arrived | None = None) -> None:
-        where = self._where(key)
+        def attempt() -> None:
+            body.seek(0)
+            with self._transfers() as transfers:
+                transfers.upload(body, **self._where_of_transfer(key)).result()
+
+        self._until_answered(f"put {self._uri_of(key)}", attempt)
+
+    def download(self, key: str, path: Path) -> None:
         with replacing(Path(path)) as file:
-            size, etag = self._until_answered(f"get {self._uri_of(key)}", lambda _: self._first_range(file, key))
-            begun = os.fstat(file.fileno()).st_size  # the first part; all of it from a server that ignores the range
-            there = _InOrder(file, size or begun, arrived).there if arrived else lambda start: None
-            for start in range(0, begun, PART_BYTES):
-                there(start)
 
-            def fetch(start: int) -> None:
-                def attempt(_: int) -> None:
-                    answer = sound(self._client.get_object(**where, Range=_range(start), IfMatch=etag), "ETag")
-                    _copy_range(answer, file, start)
+            def attempt() -> None:
+                file.truncate(0)
+                try:
+                    with self._transfers() as transfers:
+                        transfers.download(fileobj=file, **self._where_of_transfer(key)).result()
+                except self._client.exceptions.ClientError as error:
+                    raise self._absent(key) if code_of(error) == "NoSuchKey" else error from None
 
-                self._until_answered(f"get {self._uri_of(key)} from byte {start:,}", attempt)
-                there(start)
+            self._until_answered(f"get {self._uri_of(key)}", attempt)
 
-            _in_parallel(fetch, range(PART_BYTES, size, PART_BYTES))
+    def _transfers(self) -> Any:
+        """What moves a large file, in parts and in parallel."""
+        from s3transfer.manager import TransferConfig, TransferManager
+
+        config = TransferConfig(
+            multipart_threshold=PART_BYTES,
+            multipart_chunksize=PART_BYTES,
+            max_request_concurrency=PARTS_AT_ONCE,
+            max_in_memory_upload_chunks=PARTS_AT_ONCE,
+            io_chunksize=CHUNK_BYTES,
+            max_io_queue_size=PARTS_AT_ONCE * PART_BYTES // CHUNK_BYTES,
+        )
+        return TransferManager(self._transfer_client, config)
+
+    def _where_of_transfer(self, key: str) -> dict[str, str]:
+        return {"bucket": self.bucket, "key": self.prefix + checked_key(key)}
+
+    def _absent(self, key: str) -> FileNotFoundError:
+        return FileNotFoundError(2, "no such object", self._uri_of(key))
 
     def entries(self, prefix: str) -> list[Entry]:
         return [Entry(one.key, one.size, one.modified) for one in self.objects(checked_prefix(prefix))]
@@ -171,7 +220,7 @@ class S3Store:
         while True:
             page = self._until_answered(
                 f"list {self.uri}/{prefix}",
-                lambda _: sound(self._client.list_objects_v2(**request), "IsTruncated"),  # else: an empty listing
+                lambda: self._client.list_objects_v2(**request),
             )
             found += [
                 S3Object(item["Key"][len(self.prefix) :], item["Size"], item["ETag"], item["LastModified"].timestamp())
@@ -187,10 +236,10 @@ class S3Store:
         where = {"Bucket": self.bucket, "Key": self.prefix + found.key}
         what = f"get {self._uri_of(found.key)} from byte {start:,}"
 
-        def attempt(_: int) -> bytes:
+        def attempt() -> bytes:
             try:
                 answer = self._client.get_object(**where, Range=_range(start, size), IfMatch=found.etag)
-                return _body(sound(answer, "ETag"))
+                return bytes(answer["Body"].read())
             except self._client.exceptions.ClientError as error:
                 if code_of(error) in ("PreconditionFailed", "NoSuchKey"):
                     raise UserError(f"{self._uri_of(found.key)}: changed while it was read; run again") from None
@@ -199,11 +248,11 @@ class S3Store:
         return self._until_answered(what, attempt)
 
     def delete(self, key: str) -> None:
-        self._until_answered(f"delete {self._uri_of(key)}", lambda _: self._client.delete_object(**self._where(key)))
+        self._until_answered(f"delete {self._uri_of(key)}", lambda: self._client.delete_object(**self._where(key)))
 
     def clock(self) -> float:
         request = {"Bucket": self.bucket, "Prefix": self.prefix, "MaxKeys": 1}
-        answer = self._until_answered(f"list {self.uri}/", lambda _: self._client.list_objects_v2(**request))
+        answer = self._until_answered(f"list {self.uri}/", lambda: self._client.list_objects_v2(**request))
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         return parsedate_to_datetime(date).timestamp() if date else time.time()
 
@@ -215,7 +264,7 @@ class S3Store:
     def region(self) -> str | None:
         """The region of the bucket; None if the server does not tell it."""
         what = f"locate {self.uri}"
-        answer = self._until_answered(what, lambda _: self._client.head_bucket(Bucket=self.bucket))
+        answer = self._until_answered(what, lambda: self._client.head_bucket(Bucket=self.bucket))
         return answer.get("BucketRegion")
 
     def _where(self, key: str) -> dict[str, str]:
@@ -226,160 +275,93 @@ class S3Store:
 
     def _put_object(self, key: str, body: bytes, **conditions: str) -> None:
         # The server compares the MD5 before it stores: a damaged body never becomes an object.
-        count(sent=len(body))
-        sound(self._client.put_object(**self._where(key), Body=body, ContentMD5=_md5(body), **conditions), "ETag")
+        md5 = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+        self._client.put_object(**self._where(key), Body=body, ContentMD5=md5, **conditions)
 
     def _get_object(self, key: str) -> bytes | None:
         try:
             answer = self._client.get_object(**self._where(key))
             refuse_huge(self._uri_of(key), answer.get("ContentLength", 0))
-            return _body(sound(answer, "ETag"))
+            return bytes(answer["Body"].read())
         except self._client.exceptions.ClientError as error:
             if code_of(error) == "NoSuchKey":
                 return None
             raise
 
-    def _get_range(self, key: str, start: int, size: int) -> Any:
-        """The answer for a range; None if the object ends before it. FileNotFoundError without the object."""
-        try:
-            return sound(self._client.get_object(**self._where(key), Range=_range(start, size)), "ETag")
-        except self._client.exceptions.ClientError as error:
-            if code_of(error) == "NoSuchKey":
-                raise FileNotFoundError(2, "no such object", self._uri_of(key)) from None
-            if code_of(error) == "InvalidRange":
-                return None
-            raise
-
-    def _first_range(self, file: Any, key: str) -> tuple[int, str]:
-        """Fetch the start of the object; returns its whole size and the ETag that later ranges must match."""
-        answer = self._get_range(key, 0, PART_BYTES)
-        if answer is None:  # the object is empty
-            return 0, ""
-        _copy_range(answer, file, 0)
-        return int(answer.get("ContentRange", "/0").rpartition("/")[2]), answer["ETag"]
-
-    def _upload_from(self, read: Callable[[int, int], bytes], size: int, key: str) -> None:
-        """Store `size` bytes from `read(start, size)`, in parts if there are many."""
-        if size <= PART_BYTES:
-            self.put(key, read(0, size))
-        else:
-            self._upload_parts(read, size, key)
-
-    def _upload_parts(self, read: Callable[[int, int], bytes], size: int, key: str) -> None:
-        where = self._where(key)
-        # Marks the object as the result of this upload, in case the answer to the last request is lost.
-        token = uuid.uuid4().hex
-        what = f"put {self._uri_of(key)}"
-        begun = self._until_answered(
-            what,
-            lambda _: sound(self._client.create_multipart_upload(**where, Metadata={"upload": token}), "UploadId"),
-        )
-        upload = where | {"UploadId": begun["UploadId"]}
-        part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
-
-        def send(number: int) -> dict[str, Any]:
-            body = read((number - 1) * part_bytes, part_bytes)
-            # No MD5, which would be half of the work: the signature covers the body's sha256, and the server checks it.
-            request = upload | {"PartNumber": number, "Body": body}
-
-            def attempt(_: int) -> dict[str, Any]:
-                count(sent=len(body))
-                return sound(self._client.upload_part(**request), "ETag")
-
-            sent = self._until_answered(f"{what} part {number}", attempt)
-            return {"PartNumber": number, "ETag": sent["ETag"]}
-
-        def complete(_: int) -> None:
-            try:
-                sound(self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}), "ETag")
-            except self._client.exceptions.ClientError as error:
-                ours = code_of(error) == "NoSuchUpload" and self._upload_of(where) == token
-                if not ours:
-                    raise
-
-        try:
-            parts = _in_parallel(send, range(1, -(-size // part_bytes) + 1))
-            self._until_answered(what, complete)
-        except BaseException:
-            # Parts of an unfinished upload are invisible but billed. Raise the first error, even if the abort fails.
-            try:
-                self._client.abort_multipart_upload(**upload)
-            except Exception as error:
-                log.warning("%s: unfinished upload left behind (%s)", self._uri_of(key), type(error).__name__)
-            raise
-
-    def _upload_of(self, where: dict[str, str]) -> str | None:
-        """The token of the upload that made the object, or None."""
-        try:
-            return self._client.head_object(**where)["Metadata"].get("upload")
-        except self._client.exceptions.ClientError as error:
-            if status_of(error) == 404:
-                return None
-            raise
-
-    def _with_current_credentials(self, request: Callable[[int], T], number: int) -> T:
-        """`request(number)`; if our credentials are out of date, read them again and repeat it once."""
-        try:
-            return request(number)
-        except Exception as error:
-            if not is_outdated(error):
-                raise
-        self._client = self._new_client()
-        return request(number)
-
-    def _until_answered(self, what: str, request: Callable[[int], T]) -> T:
-        """Call `request(attempt number, from 1)` until it answers, fails for good, or reaches the time limit."""
+    def _until_answered(self, what: str, request: Callable[[], T]) -> T:
+        """Call `request` until it answers, fails for good, or reaches the time limit, which begins with its first
+        failure."""
         import tenacity
 
-        began = time.monotonic()
         outage: Outage | None = None
-
-        def log_retry(state: tenacity.RetryCallState) -> None:
-            nonlocal outage
-            assert state.outcome is not None
-            error = state.outcome.exception()
-            outage = Outage(what, brief(error), began, self._time_limit_s)
-            log.warning("%s", outage.text(time.monotonic()), extra={"outage": outage})
-            if error and is_refusal(error):
-                with suppress(UserError):
-                    self._client = self._new_client()  # with the credentials of now
-
-        def log_end(answered: bool) -> None:
-            if outage:
-                now = time.monotonic()
-                end = replace(outage, ended=now, answered=answered)
-                log.info("%s", end.text(now), extra={"outage": end})
-
         kind = what.partition(" ")[0].replace("create", "put")
 
         def may_pass(error: BaseException) -> bool:
             return is_transient(error) or (kind in self._accepted and is_refusal(error))
 
+        def is_too_late(state: tenacity.RetryCallState) -> bool:
+            since = outage.began if outage else time.monotonic()
+            return time.monotonic() + state.upcoming_sleep - since > self._time_limit_s
+
+        def log_retry(state: tenacity.RetryCallState) -> None:
+            nonlocal outage
+            assert state.outcome is not None
+            error, now = state.outcome.exception(), time.monotonic()
+            outage = Outage(what, brief(error), outage.began if outage else now, self._time_limit_s)
+            log.warning("%s", outage.text(now), extra={"outage": outage})
+            if error and is_refusal(error):
+                with suppress(UserError):
+                    self._connect()
+
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception(may_pass),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
-            stop=tenacity.stop_before_delay(self._time_limit_s),
+            stop=is_too_late,
             before_sleep=log_retry,
             reraise=True,
         )
         answered = False
         try:
-            for attempt in attempts:
-                with attempt:
-                    answer = self._with_current_credentials(request, attempt.retry_state.attempt_number)
-                    self._accepted.add(kind)
-                    answered = True
-                    return answer
+            answer = attempts(request)
+            self._accepted.add(kind)
+            answered = True
+            return answer
         except (UserError, FileNotFoundError):
             raise
         except Exception as error:
-            told = explained(error, what, self._client.meta.endpoint_url, self._time_limit_s)
+            reported = explained(error, what, self._client.meta.endpoint_url, self._time_limit_s)
+            if reported is error:
+                raise
             if may_pass(error) and not is_transient(error):
-                raise StoreUnavailable(f"{told}; refused for {self._time_limit_s:g} s") from error
-            raise told from error
+                raise StoreUnavailable(f"{reported}; refused for {self._time_limit_s:g} s") from error
+            raise reported from error
         finally:
-            log_end(answered)
-        raise AssertionError("tenacity always returns or raises")
+            if outage:
+                now = time.monotonic()
+                end = replace(outage, ended=now, answered=answered)
+                log.info("%s", end.text(now), extra={"outage": end})
+
+
+class _Upload:
+    """What s3transfer reads: `size` bytes from `read(start, size)`."""
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
+        self._read, self.size, self._at = read, size, 0
+
+    def read(self, size: int = -1) -> bytes:
+        body = self._read(self._at, self.size - self._at if size < 0 else min(size, self.size - self._at))
+        self._at += len(body)
+        return body
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def seekable(self) -> bool:
+        return True
 
 
 def open_store(uri: str) -> Store:
@@ -414,19 +396,19 @@ def _local(uri: str, root: Path) -> LocalStore:
     return store
 
 
-def client_from_environment(uri: str, time_limit_s: float) -> Any:
-    """A boto3 client for S3 with one attempt a request. UserError for a wrong environment."""
+def client_from_environment(uri: str, time_limit_s: float, attempts: int) -> Any:
+    """A boto3 client for S3 with so many attempts a request. UserError for a wrong environment."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
     config = Config(
-        retries={"total_max_attempts": 1, "mode": "standard"},
+        retries={"total_max_attempts": attempts, "mode": "standard"},
         connect_timeout=min(10, time_limit_s),
-        read_timeout=min(60, time_limit_s),  # of silence, not of the whole answer
+        read_timeout=min(SILENCE_SECONDS / attempts, time_limit_s),  # of silence, not of the whole answer
         max_pool_connections=4 * PARTS_AT_ONCE,
         # S3's newer checksums may use a chunked encoding that older servers (Ceph 16) store as data. We send
-        # Content-MD5 instead, which all servers check.
+        # Content-MD5 or sign the body instead, which all servers check.
         s3={"payload_signing_enabled": True},  # over TLS it is not the default
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
@@ -437,67 +419,10 @@ def client_from_environment(uri: str, time_limit_s: float) -> Any:
     except (BotoCoreError, ValueError) as error:
         raise UserError(f"{uri}: {error}; correct the AWS_* environment or ~/.aws/config") from error
     client.meta.events.register("before-send.s3", count_request)
+    client.meta.events.register("after-call.s3", refuse_odd_answer)
+    client.meta.events.register("after-call.s3", count_answer)
     return client
 
 
-def _body(answer: Any) -> bytes:
-    """The whole body of an answer."""
-    body: bytes = answer["Body"].read()
-    count(received=len(body))
-    return body
-
-
-def _md5(body: bytes) -> str:
-    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
-
-
-def _range(start: int, size: int = PART_BYTES) -> str:
+def _range(start: int, size: int) -> str:
     return f"bytes={start}-{start + size - 1}"
-
-
-def _copy_range(answer: Any, file: Any, start: int) -> None:
-    """Write the body of a ranged answer to `file` at `start`. Other threads write other ranges: pwrite."""
-    for chunk in answer["Body"].iter_chunks(CHUNK_BYTES):
-        count(received=len(chunk))
-        while chunk:
-            written = os.pwrite(file.fileno(), chunk, start)
-            chunk, start = chunk[written:], start + written
-
-
-class _InOrder:
-    """Passes the parts of a file on in their order: each one once all before it are there. Threads fetch the parts;
-    one of them passes on, the others go on fetching."""
-
-    def __init__(self, file: Any, size: int, arrived: Arrived) -> None:
-        self.file, self.size, self.arrived = file, size, arrived
-        self._there: set[int] = set()  # starts of parts that are not passed on yet
-        self._next, self._passing, self._changing = 0, False, Lock()
-
-    def there(self, start: int) -> None:
-        """The part from byte `start` on is in the file."""
-        with self._changing:
-            self._there.add(start)
-            if self._passing:
-                return
-            self._passing = True
-        while True:
-            with self._changing:
-                self._passing = self._next in self._there
-                if not self._passing:
-                    return
-                self._there.remove(self._next)
-                begin, self._next = self._next, self._next + PART_BYTES
-            for at in range(begin, end := min(self._next, self.size), CHUNK_BYTES):
-                self.arrived(os.pread(self.file.fileno(), min(CHUNK_BYTES, end - at), at))
-
-
-def _in_parallel(work: Callable[[int], T], numbers: range) -> list[T]:
-    """`[work(n) for n in numbers]`, a few at a time. A failure cancels the calls that have not begun, and is raised."""
-    with ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="store") as pool:
-        futures = [pool.submit(work, number) for number in numbers]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise

@@ -71,18 +71,26 @@ class _Counter:
 _counter = _Counter()
 
 
-def count(sent: int = 0, received: int = 0) -> None:
-    """Count bytes of this process."""
-    _counter.add(Traffic(sent, received))
+def count(more: Traffic) -> None:
+    """Add to the traffic of this process."""
+    _counter.add(more)
 
 
-def count_request(event_name: str, **_: Any) -> None:
-    """Count a request of this process, by boto3's event before it is sent. Clouds ask nothing for removals."""
+def count_request(event_name: str, request: Any, **_: Any) -> None:
+    """Count a request of this process and its body, by boto3's event before it is sent. Clouds ask nothing for
+    removals."""
     operation = event_name.rpartition(".")[2]
     if operation.startswith(("Get", "Head")):
-        _counter.add(Traffic(reads=1))
+        count(Traffic(reads=1))
     elif not operation.startswith(("Delete", "Abort")):
-        _counter.add(Traffic(writes=1))
+        has_body = operation in ("PutObject", "UploadPart")
+        count(Traffic(sent=int(request.headers.get("Content-Length", 0)) if has_body else 0, writes=1))
+
+
+def count_answer(event_name: str, parsed: dict[str, Any], **_: Any) -> None:
+    """Count the body that answers a request, by boto3's event after it."""
+    if event_name.endswith(".GetObject"):
+        count(Traffic(received=parsed.get("ContentLength", 0)))
 
 
 def traffic_here() -> Traffic:

@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import nullcontext
 
-from pipelines.artifacts.outage import LOGGER, Outage
+from pipelines.artifacts.store import Outage
 
 DRAW_SECONDS = 0.5
 ERASED = "\r\x1b[2K"  # the line of the cursor
@@ -17,7 +17,7 @@ WORTH_A_LINE_SECONDS = 10.0  # of an outage, for a line about its end
 
 def show_outages() -> None:
     """Show the outages of stores on stderr, from now on."""
-    log = logging.getLogger(LOGGER)
+    log = logging.getLogger("pipelines.artifacts.store")
     if not any(isinstance(handler, OutageLine) for handler in log.handlers):
         log.addHandler(OutageLine())
         log.setLevel(logging.INFO)

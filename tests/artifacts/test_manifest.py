@@ -236,10 +236,10 @@ from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.artifacts.store import open_store
 store, downloads, plain = open_store(sys.argv[1]), [], None
 plain = store.download
-def download(key, path, arrived):
+def download(key, path):
     downloads.append(key)
     time.sleep(0.2)  # the others are waiting by now
-    plain(key, path, arrived)
+    plain(key, path)
 store.download = download
 file = read_manifest(store, sys.argv[2]).file("weights.bin")
 Path(sys.argv[4], f"ready-{os.getpid()}").touch()
@@ -276,11 +276,11 @@ def test_a_file_that_was_half_downloaded_when_its_process_was_killed_is_never_us
     child = os.fork()
     if child == 0:  # killed in the middle, holding the lock
 
-        def half(key: str, path: Path, arrived: object) -> None:
+        def half(key: str, path: Path) -> None:
             path.write_bytes(BODY[: len(BODY) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
-        remote_store.download = half  # type: ignore[method-assign, assignment]
+        remote_store.download = half  # type: ignore[method-assign]
         fetch(remote_store, PLAN.prefix, manifest.files[0], cache)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

@@ -20,7 +20,7 @@ from trainer.data.batches import TokenData
 from trainer.data.shard_maps import MOST_MAPPED
 from trainer.data.shards import Shard, read_shard, write_shard
 from trainer.errors import DiskFull
-from trainer.store import Arrived, LocalStore, Store
+from trainer.store import LocalStore, Store
 
 BLOCK, SEED, CPU = 8, 5, torch.device("cpu")
 
@@ -33,11 +33,11 @@ class Bucket:
         self.before_download: Callable[[Path], None] = lambda path: None
         self.uri = "s3://bucket"
 
-    def download(self, key: str, path: Path, arrived: Arrived | None = None) -> None:
+    def download(self, key: str, path: Path) -> None:
         self.before_download(path)
         with self.log.open("a") as log:
             log.write(f"{key}\n")
-        self.stored.download(key, path, arrived)
+        self.stored.download(key, path)
 
     def downloads(self) -> list[str]:
         return self.log.read_text().split() if self.log.exists() else []

@@ -495,6 +495,33 @@ class TestS3StoreAndTheUsersMistakes:
             behind_proxy.get("a")
         assert len(proxy.requests) == 1
 
+    def test_credentials_that_were_renewed_meanwhile_are_used(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        right = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+
+        def log_in(key: str, secret: str) -> None:
+            lines = ["[default]", f"aws_access_key_id={key}", f"aws_secret_access_key={secret}"]
+            (tmp_path / "credentials").write_text("\n".join(lines))
+
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        log_in("rotated-away", right[1])
+        store = S3Store(behind_proxy.bucket, "some/prefix")
+        with pytest.raises(UserError, match="InvalidAccessKeyId"):
+            store.put("a", b"x")
+        log_in(*right)
+        store = S3Store(behind_proxy.bucket, "some/prefix")
+        store.put("a", b"x")
+        log_in("rotated-away", right[1])
+        store._connect()  # as a refused request does
+        threading.Timer(1.0, log_in, right).start()
+        assert store.create("b", b"y") is True
+        proxy.fail(Fault(400, "ExpiredToken"))  # radosgw's own tokens last for 15 minutes at least
+        with pytest.raises(UserError, match=r"have expired; log in again \(ExpiredToken\)"):
+            store.get("b")
+
     def test_a_server_without_conditional_writes_is_refused(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
         proxy.fail(Fault(501, "NotImplemented"))
         with pytest.raises(UserError, match="If-None-Match"):

@@ -15,10 +15,10 @@ from pipelines.artifacts.traffic import FOLDER, Traffic, count, counted_together
 
 KILLED = """
 import os, signal
-from pipelines.artifacts.traffic import count
-count(sent=7); count(sent=5, received=3)
+from pipelines.artifacts.traffic import Traffic, count
+count(Traffic(sent=7)); count(Traffic(sent=5, received=3))
 if not os.fork():
-    count(sent=100)
+    count(Traffic(sent=100))
     os._exit(0)
 os.wait()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -27,7 +27,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_the_bytes_of_processes_that_are_killed_stay_in_the_sum() -> None:
     with counted_together():
-        count(received=1000)
+        count(Traffic(received=1000))
         died = subprocess.run([sys.executable, "-c", KILLED])
         assert died.returncode == -signal.SIGKILL
         assert traffic_here() == Traffic(sent=112, received=1003)
@@ -40,7 +40,7 @@ def test_a_process_without_a_place_for_its_file_counts_for_itself(
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path / "missing"))
     before = traffic_here()
-    count(sent=5)
+    count(Traffic(sent=5))
     assert traffic_here() - before == Traffic(sent=5)
 
 

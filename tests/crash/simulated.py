@@ -44,7 +44,7 @@ from trainer.errors import Interrupted, StaleAttempt, StoreUnavailable
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World as Ranks
-from trainer.store import Arrived, Check, Entry, LocalStore
+from trainer.store import Check, Entry, LocalStore
 
 DAY = 86_400.0
 STEPS = 4  # of training, with a commit after each
@@ -219,8 +219,8 @@ class SteppedStore(LocalStore):
     def write(self, parts: Sequence[memoryview], key: str) -> None:
         self._do("write", key, lambda: LocalStore.write(self, parts, key))
 
-    def download(self, key: str, path: Path, arrived: Arrived | None = None) -> None:
-        self._do("download", key, lambda: LocalStore.download(self, key, path, arrived))
+    def download(self, key: str, path: Path) -> None:
+        self._do("download", key, lambda: LocalStore.download(self, key, path))
 
     def entries(self, prefix: str) -> list[Entry]:
         return self._do("entries", prefix, lambda: LocalStore.entries(self, prefix))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from pipelines.artifacts.outage import LOGGER
 from pipelines.artifacts.store import S3Store
 from pipelines.show import console, outage
 from pipelines.show.console import CleanConsole, TerminalScreen
@@ -39,7 +38,7 @@ class Down:
 
 @pytest.fixture
 def line() -> Iterator[OutageLine]:
-    log = logging.getLogger(LOGGER)
+    log = logging.getLogger("pipelines.artifacts.store")
     before = log.handlers[:], log.level, log.propagate
     show_outages()
     show_outages()
