@@ -598,7 +598,7 @@ def test_a_listing_of_many_pages_is_complete(s3_store: S3Store) -> None:
 
 @pytest.mark.slow
 def test_big_files_need_little_memory(s3_store: S3Store, tmp_path: Path) -> None:
-    """A child moves a 400 MB file both ways; its peak stays within 200 MB, most of it Python and boto3."""
+    """A child moves a 400 MB file both ways; its peak stays within 230 MB, most of it Python, boto3 and s3transfer."""
     source = tmp_path / "source"
     with open(source, "wb") as file:
         file.truncate(400_000_000)
@@ -615,7 +615,7 @@ def test_big_files_need_little_memory(s3_store: S3Store, tmp_path: Path) -> None
         env=_with_repository(),
     )
     assert done.returncode == 0, done.stderr.decode()
-    assert int(done.stdout) * 1024 < 200_000_000
+    assert int(done.stdout) * 1024 < 230_000_000
     assert (tmp_path / "back").stat().st_size == 400_000_000
 
 
