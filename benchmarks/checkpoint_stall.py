@@ -108,7 +108,7 @@ def measure(recipe: Recipe, saves: int, seconds: float, folder: Path) -> None:
     engine = make_engine(recipe.model, recipe.train, recipe.runtime, world)
     engine.initialize(recipe.train.seed)
     log = EventLog(None, PhaseClock())
-    checkpointer = Checkpointer(LocalStore(folder), "run", world, folder / "work", keep_last=1)
+    checkpointer = Checkpointer(LocalStore(folder), "run", world, keep_last=1)
     training = Training(recipe, engine, checkpointer, world)
     size = sum(piece.live.nbytes for piece in engine.pieces().values()) / 1e9
     print(f"{recipe.name}, {engine.why}, torch {torch.__version__}: {size:.2f} GB of weights and moments", flush=True)

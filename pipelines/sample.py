@@ -1,7 +1,6 @@
 """Text from the weights of a run: final ones, or those of a commit."""
 
 import codecs
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,10 +157,10 @@ def read_weights(store: Store, cache: Path, run: Run, at: int | None) -> "tuple[
     step = max(folders) if at is None else at
     if step not in folders:
         raise UserError(f"--at {at}: {run.name} has no such commit; it has {', '.join(map(str, sorted(folders)))}")
-    return load_commit(store, folders[step], cache, run.recipe.model), step
+    return load_commit(store, folders[step], run.recipe.model), step
 
 
-def load_commit(store: Store, folder: str, cache: Path, config: ModelConfig) -> "LanguageModel":
+def load_commit(store: Store, folder: str, config: ModelConfig) -> "LanguageModel":
     """A model with the weights of a commit. UserError if it is damaged, or was removed meanwhile."""
     import torch
 
@@ -173,11 +172,9 @@ def load_commit(store: Store, folder: str, cache: Path, config: ModelConfig) -> 
     model = plain_model(config)
     pieces = {f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}
     alone, damage = World(0, 0, 1, torch.device("cpu")), None
-    cache.mkdir(parents=True, exist_ok=True)
     try:
         if body := store.get(f"{folder}/COMMIT.json"):
-            with tempfile.TemporaryDirectory(dir=cache) as local:
-                damage = load_files(store, folder, Commit.decode(body, folder).files, pieces, alone, Path(local))
+            damage = load_files(store, folder, Commit.decode(body, folder).files, pieces, alone)
     except (DamagedCommit, NotAFile) as error:
         damage = str(error)
     if store.get(f"{folder}/COMMIT.json") is None:

@@ -87,11 +87,6 @@ class Work:
         seconds, current = self.rank_phases
         return self.clock.inside("ranks", seconds, current, now)
 
-    def import_torch(self) -> None:
-        """Import torch, which takes seconds, with cold files ten: a signal to stop does not wait for it."""
-        with self.stop.leaving_at_once():
-            importlib.import_module("torch")
-
     def check(self) -> None:
         """Raise Interrupted if asked to stop, and StaleAttempt if a newer attempt has taken over."""
         self.stop.check()

@@ -23,22 +23,23 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from pydantic import ValidationError
 
 from trainer.config import RuntimeConfig, TrainConfig, identity_of
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
+from trainer.events import Event, Row, Skipped, Slow, Started
 from trainer.explained import explain
 from trainer.health import StartWatch
 from trainer.models.family import AnyModel
 from trainer.models.model_config import Section, identity_of_model
-from trainer.process import StopSignal, die_with_parent
+from trainer.process import StopSignal, die_with_parent, log_line
 from trainer.store import LocalStore
 from trainer.stored import decoded, typed
-from trainer.strict_yaml import load_yaml
+from trainer.strict_yaml import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,15 +59,14 @@ class TrainerConfig(Section):
 
 
 def read_config(path: Path) -> TrainerConfig:
+    """The sections in a YAML file. UserError for anything else."""
+    sections = read_yaml(path)
+    if not isinstance(sections, dict):
+        raise UserError(f"{path}: not a YAML file with sections model, train, runtime")
     try:
-        sections = load_yaml(path.read_text(encoding="utf8"))
         return TrainerConfig(**{k: v for k, v in sections.items() if k in TrainerConfig.model_fields})
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a YAML file with sections model, train, runtime") from error
     except ValidationError as error:
         raise explain(error, TrainerConfig, str(path)) from error
-    except (yaml.YAMLError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a YAML file with sections model, train, runtime") from error
 
 
 def main() -> int:
@@ -80,15 +80,9 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="folder for checkpoints, metrics and the model"
     )
-    parser.add_argument(
-        "--log-every",
-        type=positive,
-        metavar="STEPS",
-        help="steps between two lines in a log; by default a hundredth of the run (a terminal shows every step)",
-    )
     arguments = parser.parse_args()
     try:
-        return run(read_config(arguments.config), arguments.data, arguments.out, arguments.log_every)
+        return run(read_config(arguments.config), arguments.data, arguments.out)
     except Exception as error:
         if (ending := ending_of(error)) is None:
             raise
@@ -96,66 +90,64 @@ def main() -> int:
         return ending.exit_code
 
 
-def positive(text: str) -> int:
-    """A number of steps from the command line."""
-    if not text.isdecimal() or not (steps := int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps; give 1 or more")
-    return steps
-
-
-def run(config: TrainerConfig, data: Path, out: Path, log_every: int | None = None) -> int:
+def run(config: TrainerConfig, data: Path, out: Path) -> int:
     if config.train.stop_at and {"hellaswag", "core"} & config.train.stop_at.targets.keys():
         raise UserError(
             "train.stop_at: python -m trainer measures the validation loss alone; use {val_loss: …}, or skytrain run"
         )
-    stop = StopSignal()
+    rank, stop = int(os.environ.get("RANK", "0")), StopSignal()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that outlive torchrun would hold the GPUs and continue to train
         die_with_parent()
-    with stop.leaving_at_once():
+    with StartWatch(config.runtime, rank) as watch:
         from trainer.checkpoint.commits import series
         from trainer.data.shards import local_shards
-        from trainer.progress import LINES, Progress
         from trainer.rank import RankJob, run_rank
 
-    every = log_every or max(1, config.train.max_steps // LINES)
-    progress = Progress(config.train.max_steps, every, sys.stderr if sys.stderr.isatty() else None)
-    store = LocalStore(out)
-    train_shards, val_shards = local_shards(data, "train"), local_shards(data, "val")
+        store = LocalStore(out)
+        train_shards, val_shards = local_shards(data, "train"), local_shards(data, "val")
 
-    def begin(world: "World") -> int:
-        claim(store, out, config, {shard.name: shard.tokens for shard in train_shards + val_shards})
-        return world.gather(take_attempt(store) if world.rank == 0 else 0)[0]
+        def begin(world: "World") -> int:
+            claim(store, out, config, {shard.name: shard.tokens for shard in train_shards + val_shards})
+            return world.gather(take_attempt(store) if world.rank == 0 else 0)[0]
 
-    try:
-        with StartWatch(config.runtime, int(os.environ.get("RANK", "0"))) as watch:
-            outcome = run_rank(
-                RankJob(
-                    model=config.model,
-                    train=config.train,
-                    runtime=config.runtime,
-                    train_shards=train_shards,
-                    val_shards=val_shards,
-                    fetch=data.joinpath,
-                    store=store,
-                    prefix=PREFIX,
-                    folder=out,
-                    checkpoint_folder=out / "work",
-                    begin=begin,
-                    starting=watch.enter,
-                    origin=origin_of(config, store),
-                    superseded=lambda attempt: store.get(attempt_key(attempt + 1)) is not None,
-                    watch=progress if os.environ.get("RANK", "0") == "0" else None,
-                ),
-                stop,
-            )
-    finally:
-        progress.close()
-    if outcome.rank == 0:
+        outcome = run_rank(
+            RankJob(
+                model=config.model,
+                train=config.train,
+                runtime=config.runtime,
+                train_shards=train_shards,
+                val_shards=val_shards,
+                fetch=data.joinpath,
+                store=store,
+                prefix=PREFIX,
+                folder=out,
+                begin=begin,
+                starting=watch.enter,
+                origin=origin_of(config, store),
+                superseded=lambda attempt: store.get(attempt_key(attempt + 1)) is not None,
+                watch=partial(print_event, config.train.max_steps) if rank == 0 else None,
+            ),
+            stop,
+        )
+    if rank == 0:
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in series(store, PREFIX)))
-        val_loss = outcome.state.val_loss
-        scored = "" if val_loss is None else f", val loss {val_loss:.4f}"
-        print(f"step {outcome.state.step} of {config.train.max_steps}{scored}: {out}")
+        print(f"step {outcome.state.step} of {config.train.max_steps}: {out}")
     return EXIT_DONE if outcome.done else EXIT_INTERRUPTED
+
+
+def print_event(max_steps: int, event: Event) -> None:
+    """Print an event of rank 0: validations, and a hundred steps of a run."""
+    match event:
+        case Started(step, world_size, device):
+            log_line(f"step {step:,} of {max_steps:,}: training begins on {world_size} x {device}")
+        case Skipped(step, reason):
+            log_line(f"update {step:,} skipped: {reason}")
+        case Slow(_, reason):
+            log_line(f"slower than possible: {reason}")
+        case Row(step, _, metrics) if "val/loss" in metrics or step % max(1, max_steps // 100) == 0:
+            names = ("train/loss", "val/loss", "perf/tokens_per_second")
+            shown = ", ".join(f"{name} {metrics[name]:,.4f}" for name in names if name in metrics)
+            log_line(f"step {step:,} of {max_steps:,}: {shown}")
 
 
 def origin_of(config: TrainerConfig, store: LocalStore) -> "Callable[[World], Origin] | None":
@@ -181,15 +173,9 @@ def claim(store: LocalStore, out: Path, config: TrainerConfig, shards: dict[str,
     key = f"{PREFIX}/config.json"
     if store.create(key, body) or store.get(key) == body:
         return
-    where = f"{out}/{key}"
-    existing = typed(dict[str, dict[str, Any]], decoded(store.get(key) or b"{}", where), where)
-    changed = [
-        f"{section}.{field}"
-        for section, values in sections.items()
-        for field in values.keys() | existing.get(section, {}).keys()
-        if values.get(field) != existing.get(section, {}).get(field)
-    ]
-    raise UserError(f"{out}: holds a run with another {', '.join(sorted(changed))}; use another --out, or remove it")
+    existing = typed(dict[str, dict[str, Any]], decoded(store.get(key) or b"{}", key), f"{out}/{key}")
+    changed = [name for name in sections if sections[name] != existing.get(name)]
+    raise UserError(f"{out}: holds a run with another {', '.join(changed)}; use another --out, or remove it")
 
 
 def take_attempt(store: LocalStore) -> int:

@@ -7,15 +7,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import Interrupted
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-AGAIN_SECONDS = 0.05  # between two exceptions that end an import
 
 
 class StopSignal:
@@ -25,7 +24,6 @@ class StopSignal:
     reason: str | None = None  # of the first request
     ending: type[Interrupted] = Interrupted  # the exception with which the first request ends the process
     grace_seconds = 30  # to save, until torchrun or Kubernetes kills the process
-    _leaves = False  # a signal raises where it arrives
 
     def __init__(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -46,36 +44,8 @@ class StopSignal:
             self.reason, self.ending = reason, ending
         self.asked = True
 
-    @contextmanager
-    def leaving_at_once(self) -> Iterator[None]:
-        """For imports that take seconds, where nothing can be lost: a signal raises `interruption` where it arrives,
-        not at the next `check`. Main thread only.
-
-        It travels as a KeyboardInterrupt, again and again: destructors and code in C++ swallow it or make another error
-        of it.
-        """
-        self.check()
-        self._leaves = True
-        try:
-            yield
-        except BaseException:
-            if not self.asked:
-                raise
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            self._leaves = False
-        self.check()
-
     def _ask(self, number: int, _frame: Any) -> None:
         self.ask(signal.Signals(number).name)
-        if self._leaves:
-            signal.signal(signal.SIGALRM, self._leave)
-            signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS, AGAIN_SECONDS)
-            self._leave()
-
-    def _leave(self, *_: Any) -> None:
-        if self._leaves:
-            raise KeyboardInterrupt
 
 
 def log_line(line: str) -> None:

@@ -43,7 +43,6 @@ class RankJob:
     store: Store
     prefix: str
     folder: Path
-    checkpoint_folder: Path  # for a checkpoint that is being loaded
     begin: Callable[[World], int]
     superseded: Callable[[int], bool]
     clock: PhaseClock = field(default_factory=PhaseClock)
@@ -88,7 +87,6 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
         job.store,
         job.prefix,
         world,
-        job.checkpoint_folder,
         attempt,
         job.runtime.keep_last,
         superseded=lambda: job.superseded(attempt),

@@ -91,7 +91,6 @@ def check_inputs(recipe: Recipe, cache: Path) -> None:
 
 def measured_here(work: Work, weights: Path) -> dict[str, Any]:
     """The facts, measured by this process."""
-    work.import_torch()
     from trainer.parallel import World
 
     world, tokens = World.alone(work.recipe.runtime), work.inputs["tokenize"]

@@ -50,7 +50,6 @@ def build(work: Work) -> Built:
     check_export(recipe, "export")
     check_packages(recipe.export.other_formats)
     work.clock.enter("export")
-    work.import_torch()
     weights = Weights(
         work.fetch("train", "model.safetensors"),
         recipe.model,

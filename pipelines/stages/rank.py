@@ -73,7 +73,6 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         store=store,
         prefix=spec.prefix,
         folder=folder,
-        checkpoint_folder=folder / "checkpoint",
         begin=lambda world: spec.attempt,
         superseded=lambda attempt: latest_number(store, spec.prefix) > attempt,
         clock=clock,

@@ -508,7 +508,6 @@ class SmallTraining:
             work.store,
             work.plan.prefix,
             Ranks(0, 0, 1, torch.device("cpu")),
-            work.folder,
             work.attempt.number,
             keep_last=the_world().keep_last,
             superseded=work.attempt.superseded,

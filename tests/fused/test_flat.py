@@ -179,7 +179,7 @@ def one_ranks_nan_changes_nothing(world: World, folder: Path, train: TrainConfig
 
 
 def checkpointer(world: World, folder: Path) -> Checkpointer:
-    return Checkpointer(LocalStore(folder), "run", world, folder / f"work-of-{world.world_size}", world.world_size)
+    return Checkpointer(LocalStore(folder), "run", world, world.world_size)
 
 
 def saves_after_two_updates(world: World, folder: Path, train: TrainConfig = TRAIN) -> FlatState:

@@ -315,13 +315,9 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 10}]\n" for a, b in 
         (BOMB + "name: *j\n", "a recipe has no aliases; write the value again in"),
         ("name: a\nname: b\n", "'name' is here twice; keep one in"),
         ("train: {seed: 1, seed: 2}\n", "'seed' is here twice; keep one in"),
-        (
-            "train: {max_steps: 020}\n",
-            "020 is another number in YAML than it seems; write it without a 0 in front",
-        ),
-        (f"train: {{max_steps: {'9' * 400}}}\n", f"{'9' * 199}… has more than 64 bits in"),
-        (f"name: {'[' * 3000}{']' * 3000}\n", "more than 20 levels of values in values in"),
-        (f"name: {'x' * 1_000_000}\n", "a recipe has at most 200,000 characters"),
+        ("train: {max_steps: 020}\n", "020 is not a plain decimal integer of at most 18 digits; write it as one"),
+        (f"train: {{max_steps: {'9' * 400}}}\n", f"{'9' * 199}… is not a plain decimal integer"),
+        (f"name: {'[' * 3000}{']' * 3000}\n", "too many levels of values in values"),
     ],
 )
 def test_yaml_that_is_not_what_it_seems_is_refused_in_one_short_line(tmp_path: Path, content: str, line: str) -> None:

@@ -57,7 +57,7 @@ def commit(store: Store, folder: Path, model: GPT, step: int) -> None:
     """Store a commit of the training."""
     record(store, RUN, RECIPE, PLANS, "export")
     pieces = {f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}
-    with Checkpointer(store, TRAIN, ALONE, folder / "work", attempt=1, keep_last=9) as checkpointer:
+    with Checkpointer(store, TRAIN, ALONE, attempt=1, keep_last=9) as checkpointer:
         log = EventLog(None, PhaseClock())
         checkpointer.save(TrainState(step=step), pieces, log)
         checkpointer.finish(log)

@@ -156,7 +156,6 @@ class Runner:
             store or self.store,
             "run",
             world,
-            self.out / "work",
             self.attempts,
             c.runtime.keep_last,
             superseded,

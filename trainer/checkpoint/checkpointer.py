@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.commits import (
@@ -78,7 +77,6 @@ class Checkpointer:
         store: Store,
         prefix: str,
         world: World,
-        work: Path,
         attempt: int = 0,
         keep_last: int = 2,
         superseded: Callable[[], bool] = lambda: False,
@@ -88,7 +86,7 @@ class Checkpointer:
     ) -> None:
         self.store, self.prefix, self.world, self.attempt = store, prefix, world, attempt
         self.keep_last, self.keep_every, self.superseded = keep_last, keep_every, superseded
-        self.work, self.between_failures, self.traffic_seconds = work, between_failures, traffic_seconds
+        self.between_failures, self.traffic_seconds = between_failures, traffic_seconds
         self._copy: HostCopy | None = None
         self._save: Save | None = None
         self._last: Save | None = None  # the same, also after it has ended
@@ -372,7 +370,7 @@ class Checkpointer:
             commit = Commit.decode(self.world.gather(body)[0] or b"", folder)
         except DamagedCommit as error:
             return None, f"COMMIT.json is damaged: {error}"
-        damage = load_files(self.store, folder, commit.files, pieces, self.world, self.work / "loading")
+        damage = load_files(self.store, folder, commit.files, pieces, self.world)
         return (None, damage) if damage else (commit.state, "")
 
     def _committed(self) -> list[str]:

@@ -1,33 +1,28 @@
 """Loading a checkpoint: several threads fetch its chunks, verify them and copy them into the pieces.
 
 A rank fetches only the chunks with ranges that it needs, into a few buffers of its own; nothing goes through the disk.
-A chunk that several ranks of a node need is fetched and verified by one of them, which leaves it in a file for the
-others. A file without hashes of chunks, as earlier versions wrote it, is downloaded and verified as a whole by each
-node.
 """
 
 import json
 import math
 import os
-import shutil
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.commits import CHUNK_BYTES, FileReceipt
+from trainer.checkpoint.commits import FileReceipt
 from trainer.checkpoint.pieces import DTYPES, SHARDING, DamagedPieces, Piece
 from trainer.errors import NotAFile
 from trainer.parallel import World
 from trainer.process import failpoint
-from trainer.store import Store, sha256_of
+from trainer.store import Store
 
 # Threads of a node: 16 connections to S3 give 13 Gbit/s, and 16 cores verify 25 GB/s.
 MOST_READERS, FEWEST_READERS = 16, 4
@@ -72,47 +67,35 @@ class Chunk:
 
 
 def load_files(
-    store: Store, folder: str, files: Sequence[FileReceipt], pieces: dict[str, Piece], world: World, scratch: Path
+    store: Store, folder: str, files: Sequence[FileReceipt], pieces: dict[str, Piece], world: World
 ) -> str | None:
     """Fill `pieces` from the files of a checkpoint. Returns a description of the damage on every rank, None without.
 
-    After a damage the pieces are zero. Errors of the store and a full disk are raised: they are no damage. `scratch` is
-    a folder that the ranks of a node share; it is removed. A collective call.
+    After a damage the pieces are zero. Errors of the store are raised: they are no damage. A collective call.
     """
-    source = Source(store, folder, files, scratch)
-    if world.local_rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
+    source = Source(store, folder, files)
     wanted = {name: (piece.start, piece.end) for name, piece in pieces.items()}
-    node, wanted_here = ranks_of_node(world, world.gather((world.local_rank, wanted)))
-    readers = max(2, max(FEWEST_READERS, min(MOST_READERS, os.cpu_count() or 1)) // len(node))
-    contents: list[Contents] = []
+    sinks: dict[str, Sink] = {}
 
     def read_headers() -> dict[int, Contents]:
         return {file: source.contents(file) for file in range(world.rank, len(files), world.world_size)}
 
-    def fill(own: bool) -> None:
-        if own:
-            sinks.update(sinks_for(pieces, contents))
-        jobs = jobs_of(files, contents, wanted_here, node.index(world.rank), own)
-        run_jobs(jobs, source, sinks, readers, world.device)
+    def fill() -> None:
+        contents = [next(one[file] for one in found if file in one) for file in range(len(files))]
+        sinks.update(sinks_for(pieces, contents))
+        run_jobs(jobs_of(files, contents, wanted), source, sinks, readers, world.device)
 
-    try:
-        if damage := agreed(world, lambda: source.download_unhashed() if world.local_rank == 0 else None)[1]:
-            return damage
-        found, damage = agreed(world, read_headers)
-        contents = [next(one[file] for one in found if file in one) for file in range(len(files))] if not damage else []
-        sinks: dict[str, Sink] = {}
-        damage = damage or agreed(world, lambda: fill(own=True))[1]  # the other ranks of the node need some of it, too
-        damage = damage or agreed(world, lambda: fill(own=False))[1]
-        for name, piece in pieces.items():
-            if damage:
-                piece.live.zero_()
-            else:
-                sinks[name].finish()
-        return damage
-    finally:
-        if world.local_rank == 0:
-            shutil.rmtree(scratch, ignore_errors=True)
+    readers = max(
+        2, max(FEWEST_READERS, min(MOST_READERS, os.cpu_count() or 1)) // (max(world.gather(world.local_rank)) + 1)
+    )
+    found, damage = agreed(world, read_headers)
+    damage = damage or agreed(world, fill)[1]
+    for name, piece in pieces.items():
+        if damage:
+            piece.live.zero_()
+        else:
+            sinks[name].finish()
+    return damage
 
 
 def agreed(world: World, work: Callable[[], T]) -> tuple[list[T], str | None]:
@@ -127,35 +110,11 @@ def agreed(world: World, work: Callable[[], T]) -> tuple[list[T], str | None]:
     return [one for one, _ in answers], next((damage for _, damage in answers if damage), None)
 
 
-def ranks_of_node(world: World, every: list[tuple[int, Ranges]]) -> tuple[list[int], list[Ranges]]:
-    """The ranks of this rank's node, and what each of them loads. torchrun numbers the ranks node by node."""
-    first = max(rank for rank in range(world.rank + 1) if every[rank][0] == 0 or rank == 0)
-    later = (rank for rank in range(world.rank + 1, len(every)) if every[rank][0] == 0)
-    node = list(range(first, next(later, len(every))))
-    return node, [every[rank][1] for rank in node]
-
-
 class Source:
-    """The files of a checkpoint: in the store and, once they are verified, on this node's disk."""
+    """The files of a checkpoint in the store."""
 
-    def __init__(self, store: Store, folder: str, files: Sequence[FileReceipt], scratch: Path) -> None:
-        self.store, self.folder, self.files, self.scratch = store, folder, files, scratch
-
-    def download_unhashed(self) -> None:
-        """Download and verify the files without hashes of chunks."""
-
-        def download(receipt: FileReceipt) -> None:
-            path = self.scratch / receipt.name
-            try:
-                self.store.download(f"{self.folder}/{receipt.name}", path)
-            except (FileNotFoundError, NotAFile) as error:
-                raise DamagedPieces(f"a file is missing: {error}") from error
-            failpoint("download")
-            if path.stat().st_size != receipt.size or sha256_of(path) != receipt.sha256:
-                raise DamagedPieces(f"{receipt.name} does not have the size and sha256 in COMMIT.json")
-
-        with ThreadPoolExecutor(FEWEST_READERS) as pool:
-            list(pool.map(download, [receipt for receipt in self.files if not receipt.chunks]))
+    def __init__(self, store: Store, folder: str, files: Sequence[FileReceipt]) -> None:
+        self.store, self.folder, self.files = store, folder, files
 
     def contents(self, file: int) -> Contents:
         """What a file holds, by its verified header."""
@@ -163,9 +122,8 @@ class Source:
         first = chunks_of(receipt, file)[:1]
         if not first:
             raise DamagedPieces(f"{receipt.name}: is empty")
-        size = first[0].end
-        buffer = memoryview(bytearray(size))
-        (self.fetch if receipt.chunks else self.read)(first[0], buffer)
+        buffer = memoryview(bytearray(first[0].end))
+        self.fetch(first[0], buffer)
         return contents_of(receipt, buffer)
 
     def fetch(self, chunk: Chunk, buffer: memoryview) -> None:
@@ -181,33 +139,12 @@ class Source:
                 f"{receipt.name}: bytes {chunk.start:,} to {chunk.end:,} do not have the sha256 in COMMIT.json"
             )
 
-    def share(self, chunk: Chunk, data: memoryview) -> None:
-        """Leave a verified chunk for the other ranks of the node."""
-        self.scratch.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.scratch / self.files[chunk.file].name, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            done = 0
-            while done < len(data):
-                done += os.pwrite(descriptor, data[done:], chunk.start + done)
-        finally:
-            os.close(descriptor)
-
-    def read(self, chunk: Chunk, buffer: memoryview) -> None:
-        """Fill the buffer with a verified chunk of this node."""
-        path, done = self.scratch / self.files[chunk.file].name, 0
-        with path.open("rb", buffering=0) as file:
-            while done < len(buffer):
-                count = os.preadv(file.fileno(), [buffer[done:]], chunk.start + done)
-                if not count:
-                    raise OSError(f"{path}: cut off meanwhile")
-                done += count
-
 
 def chunks_of(receipt: FileReceipt, file: int) -> list[Chunk]:
     """The chunks of a file, all but the last one of equal length. DamagedPieces if their hashes are of another file."""
-    length = receipt.chunk_bytes if receipt.chunks else CHUNK_BYTES
+    length = receipt.chunk_bytes
     starts = range(0, receipt.size, length) if length else range(0)
-    if receipt.chunks and len(starts) != len(receipt.chunks):
+    if len(starts) != len(receipt.chunks):
         raise DamagedPieces(f"{receipt.name}: COMMIT.json has {len(receipt.chunks)} hashes for {len(starts)} chunks")
     return [Chunk(file, number, at, min(at + length, receipt.size)) for number, at in enumerate(starts)]
 
@@ -281,32 +218,18 @@ class Sink:
 
 @dataclass(frozen=True)
 class Job:
-    """A chunk with bytes of this rank's pieces. `shared`: this rank fetches it for others of its node, too. `here`: it
-    is on the node's disk already."""
+    """A chunk with bytes of this rank's pieces."""
 
     chunk: Chunk
     spans: tuple[Span, ...]
-    shared: bool
-    here: bool
 
 
-def jobs_of(
-    files: Sequence[FileReceipt], contents: Sequence[Contents], wanted_here: Sequence[Ranges], me: int, own: bool
-) -> list[Job]:
-    """The chunks that rank `me` of a node fetches itself (`own`), or those that are on the node's disk after that."""
+def jobs_of(files: Sequence[FileReceipt], contents: Sequence[Contents], wanted: Ranges) -> list[Job]:
+    """The chunks that a rank needs."""
     jobs = []
     for file, receipt in enumerate(files):
-        spans = [spans_of(contents[file], wanted) for wanted in wanted_here]
-        chunks = chunks_of(receipt, file)
-        length = chunks[0].end if chunks else 1
-        inside = [by_chunk(one, length) for one in spans]
-        for chunk in chunks:
-            takers = [rank for rank, one in enumerate(inside) if chunk.number in one]
-            if me not in takers:
-                continue
-            fetched_by = takers[chunk.number % len(takers)] if receipt.chunks else None
-            if own == (fetched_by == me):
-                jobs.append(Job(chunk, tuple(inside[me][chunk.number]), len(takers) > 1, not own))
+        spans = by_chunk(spans_of(contents[file], wanted), receipt.chunk_bytes)
+        jobs += [Job(chunk, tuple(spans[chunk.number])) for chunk in chunks_of(receipt, file) if chunk.number in spans]
     return jobs
 
 
@@ -367,10 +290,8 @@ def run_jobs(
 
 def do_job(job: Job, source: Source, sinks: Mapping[str, Sink], buffer: Tensor) -> None:
     """Get a chunk into the buffer, and copy its bytes into the pieces."""
-    chunk, data = job.chunk, buffer.numpy().data
-    (source.read if job.here else source.fetch)(chunk, data)
+    chunk = job.chunk
+    source.fetch(chunk, buffer.numpy().data)
     for span in job.spans:
         first, last = max(span.start, chunk.start), min(span.end, chunk.end)
         sinks[span.name].put(span.at + first - span.start, buffer[first - chunk.start : last - chunk.start])
-    if job.shared and not job.here:
-        source.share(chunk, data)
