@@ -1,7 +1,7 @@
 """`skytrain report --html`: runs on one page with explanations, in one file that makes no network request.
 
 Python gathers the data from the store alone: series (thinned, each point with the hours and dollars billed until then),
-attempts, the bill, lineage, receipt and samples. The page holds the data as JSON, and the scripts in assets/ draw it.
+attempts, the bill, receipt and samples. The page holds the data as JSON, and the scripts in assets/ draw it.
 They insert data as text only, never as markup; the page's content security policy forbids everything else.
 """
 
@@ -27,7 +27,6 @@ from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.tracking.account import (
     Account,
     AttemptAccount,
-    Cost,
     cost_until,
     late_share,
     location,
@@ -176,7 +175,6 @@ def run_data(run: Run) -> dict[str, Any]:
         "faults": summary.faults,
         "attempts": [attempt_data(number, one, account) for number, one in merge_waits(account.attempts)],
         "series": series_data(rows, account),
-        "lineage": lineage(run, account),
         "targets": [*stop_targets(run), *targets_of(run, size)],
         "receipt": receipt(recipe, made, account, run.attempts.get("train", [])),
         "recipe": yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
@@ -267,7 +265,7 @@ def smoothed(values: Sequence[float], reach: int) -> list[float]:
     return means
 
 
-# --- the account, lineage, receipt
+# --- the account, the receipt
 
 
 def account_data(account: Account) -> dict[str, Any]:
@@ -303,7 +301,6 @@ def attempt_data(number: str, one: AttemptAccount, account: Account) -> dict[str
         "phases": one.phases,
         "from": one.resumed_from,
         "to": one.step,
-        "redone": one.steps_redone,
         "notice": one.notice,
     }
 
@@ -313,56 +310,6 @@ def machine_name(one: AttemptAccount) -> str:
     machine = one.machine
     parts = [machine.instance or machine.accelerators, location(machine)]
     return ", ".join([market_of(machine), *(part for part in parts if part)]) if machine.cloud else one.host
-
-
-def lineage(run: Run, account: Account) -> list[dict[str, Any]]:
-    """The text, the weights at the beginning and the artifacts made from them: a box each, with fingerprint and
-    contents."""
-    record, tokens = run.record, run.recipe.tokens
-    of_text = [f"revision {tokens.revision[:12]}"] if tokens.revision else []
-    boxes: list[dict[str, Any]] = [
-        {"stage": "text", "name": text_name(run.recipe), "facts": [*of_text, f"tokenizer {tokens.tokenizer}"]}
-    ]
-    train = run.recipe.train
-    if source := train.branch_from or train.init_from:
-        name, _, content = source.partition("@sha256:")
-        stage, what = ("branched from", "whole state") if train.branch_from else ("begins with", "weights alone")
-        parent = {"stage": stage, "beginning": True, "name": name, "facts": [what]}
-        boxes.append(parent | ({"fingerprint": content} if content else {}))
-    for stage, prefix in record.prefixes.items():
-        manifest = run.manifests.get(stage)
-        box: dict[str, Any] = {
-            "stage": stage,
-            "name": prefix,
-            "there": manifest is not None,
-            "facts": contents(manifest) if manifest else ["not made yet"],
-            "attempts": sum(one.stage == stage and not one.waited for one in account.attempts),
-            "bill": asdict(account.by_stage.get(stage, Cost())),
-        }
-        if manifest:
-            box |= {"fingerprint": manifest.fingerprint, "bytes": sum(file.size for file in manifest.files)}
-            if manifest.run != record.run:
-                box["facts"].append(f"made by {manifest.run}")
-        boxes.append(box)
-    return boxes
-
-
-def contents(manifest: Manifest) -> list[str]:
-    """The contents of an artifact, a short text each."""
-    facts = manifest.facts
-    texts = {
-        "tokens": "{:,} tokens",
-        "steps": "{:,} steps",
-        "parameters": "{:,} parameters",
-        "val/loss": "val loss {:.4f}",
-        "val/bits_per_byte": "{:.4f} bits per byte",
-        "eval/hellaswag_acc_norm": "HellaSwag {:.4f}",
-        "eval/core": "CORE {:.4f}",
-    }
-    if manifest.stage == "train":
-        del texts["parameters"]
-    found = [text.format(facts[name]) for name, text in texts.items() if facts.get(name) is not None]
-    return [*found, *(f"beside {name}: {scores}" for name, scores in baseline_texts(manifest))]
 
 
 def targets(
@@ -423,7 +370,7 @@ def receipt(
     recipe: Recipe, made: dict[str, Manifest | None], account: Account, beats: Sequence[Heartbeat]
 ) -> list[tuple[str, str]]:
     """The facts for a repetition of the run."""
-    train = made.get("train")
+    train, evaluated = made.get("train"), made.get("evaluate")
     origins = [manifest.provenance for manifest in made.values() if manifest]
     origin = train.provenance if train else origins[-1] if origins else {}
     versions = ", ".join(f"{name} {number}" for name, number in origin.get("versions", {}).items() if number)
@@ -441,6 +388,9 @@ def receipt(
     facts = {
         "recipe": f"{recipe.name}, fingerprint {train.fingerprint}" if train else recipe.name,
         "text": " at ".join(filter(None, (text_name(recipe), recipe.tokens.revision))),
+        "began with": recipe.first_weights or "",
+        "artifacts": ", ".join(manifest.prefix for manifest in made.values() if manifest),
+        "baselines": "; ".join(f"{name}: {scores}" for name, scores in baseline_texts(evaluated)) if evaluated else "",
         "seed": str(recipe.train.seed),
         "commit": commit + (" with uncommitted changes" if commit and origin.get("git_dirty") else ""),
         "image": origin.get("image") or ("none: the run used no container" if origin else ""),

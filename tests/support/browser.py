@@ -68,6 +68,7 @@ class Browser:
         self.visit(path.as_uri())
 
     def visit(self, address: str) -> None:
+        self.events = [event for event in self.events if event.get("method") != "Page.loadEventFired"]
         self.call("Page.navigate", url=address)
         while not self.heard("Page.loadEventFired"):
             self.events.append(self.read())

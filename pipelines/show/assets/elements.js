@@ -6,21 +6,15 @@
 const page = JSON.parse(document.getElementById("data").textContent);
 const sources = [
   ...page.runs.map((run, i) => ({ ...run, key: `r${i % 8}`, dash: i < 8 ? null : "6 3" })),
-  ...page.overlays.map((log, i) => ({ ...log, id: `log ${i}`, key: `o${i % 3}`, dash: i < 3 ? null : "6 3", overlay: true })),
-].map((source) => ({ id: source.name, ...source }));
+  ...page.overlays.map((log, i) => ({ ...log, key: `o${i % 3}`, dash: i < 3 ? null : "6 3", overlay: true })),
+];
 // On a linear axis, a short run beside a very long one would be a vertical line.
 const lengths = sources.map((source) => source.steps).filter((steps) => steps > 0);
 const unequal = Math.max(...lengths) > 8 * Math.min(...lengths);
 // With different batches, equal steps are different amounts of training.
 const batches = new Set(sources.map((source) => JSON.stringify(source.batches)));
-const view = {
-  axis: batches.size > 1 ? "tokens" : "step",
-  scale: unequal ? "log" : "linear",
-  whole: false,
-  range: null,  // [from, to] on the axis, chosen by drag; null: all
-  hidden: new Set(),  // ids of sources
-};
-const visible = () => sources.filter((source) => !view.hidden.has(source.id));
+const view = { axis: batches.size > 1 ? "tokens" : "step", scale: unequal ? "log" : "linear" };
+const visible = () => sources.filter((source) => !source.hidden);
 const redraws = [];
 const redraw = () => redraws.forEach((draw) => draw());
 
@@ -69,10 +63,6 @@ function seconds(s) {
   if (s < 60) return `${s.toFixed(1)} s`;
   if (s < 3600) return `${Math.floor(s / 60)} min ${two(s % 60)} s`;
   return s < 172800 ? `${Math.floor(s / 3600)} h ${two((s % 3600) / 60)} min` : `${(s / 86400).toFixed(1)} days`;
-}
-function bytes(n) {
-  const [unit, name] = [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]].find(([size]) => n >= size) ?? [1e3, "kB"];
-  return `${(n / unit).toFixed(1)} ${name}`;
 }
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`;
 const score = (n) => (has(n) ? n.toFixed(4) : "–");

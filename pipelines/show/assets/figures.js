@@ -45,112 +45,6 @@ function decades(low, high) {
 }
 const spread = (from, to, start, end) => (value) => start + ((value - from) / (to - from || 1)) * (end - start);
 
-// --- a figure: svg, a cursor for mouse, finger and arrow keys, a caption, and the numbers as a table
-// A figure that can zoom has `valueAt`, from pixels to its axis: a drag with the mouse or the keys + and - choose a
-// range for all figures, a double click or Escape shows the whole again.
-
-// A range as far as it lies in the whole; null where it covers the whole.
-function withinWhole([from, to], [first, last]) {
-  return from <= first && to >= last ? null : [Math.max(from, first), Math.min(to, last)];
-}
-
-let figures = 0;
-function figure({ height, caption, aria, draw, stops, describe, numbers }) {
-  const number = ++figures;
-  const tip = el("div", { class: "tip", hidden: true });
-  const cursor = el("input", { type: "range", min: 0, max: 1000, value: 1000 });
-  const canvas = el("div");
-  const plot = el("div", { class: "plot" }, canvas, cursor, tip);  // only the canvas is replaced
-  const captionBox = el("figcaption"), rows = el("div");
-  const details = el("details", {}, el("summary", {}, `Figure ${number} as a table`), rows);
-  let drawn = null, drag = null;
-
-  function zoom(range) {
-    if (!drawn?.valueAt && range) return;
-    view.range = range;
-    redraw();
-  }
-  // The values between two pixels; not less than a thousandth of the present range.
-  function between(a, b) {
-    const [from, to] = [Math.min(a, b), Math.max(a, b)].map((x) => Math.max(drawn.left, Math.min(drawn.right, x)));
-    return to - from > (drawn.right - drawn.left) / 1000 ? [drawn.valueAt(from), drawn.valueAt(to)] : view.range;
-  }
-  const toPointer = (event) => event.clientX - plot.getBoundingClientRect().left;
-  function startDrag(event) {
-    if (event.pointerType !== "mouse" || event.button || !drawn?.valueAt) return;
-    drag = { from: toPointer(event), box: svg("rect", { class: "chosen", y: drawn.top, height: drawn.bottom - drawn.top }) };
-    plot.setPointerCapture(event.pointerId);
-  }
-  function moveDrag(event) {
-    if (!drag) return;
-    const clip = (x) => Math.max(drawn.left, Math.min(drawn.right, x));
-    const [from, to] = [clip(drag.from), clip(toPointer(event))];
-    if (Math.abs(to - from) > 4 && !drag.box.parentNode) drawn.hair.before(drag.box);
-    fill(drag.box, { x: Math.min(from, to), width: Math.abs(to - from) }, []);
-  }
-  function endDrag(event) {
-    const chosen = drag?.box.parentNode && event.type === "pointerup";
-    const from = drag?.from;
-    drag?.box.remove();
-    drag = null;
-    if (chosen) zoom(between(from, toPointer(event)));
-  }
-
-  function show(x) {
-    const stop = drawn && stops(drawn, x);
-    drawn?.hair.replaceChildren(...(stop ? drawn.mark(stop) : []));
-    tip.hidden = !stop;
-    if (!stop) return;
-    const tipRows = describe(stop);
-    const rowText = (row) => row.map((part) => part.textContent ?? part).join(" ").trim();
-    cursor.setAttribute("aria-valuetext", tipRows.map(rowText).join("; "));
-    tip.replaceChildren(...tipRows.map((row) => el("div", {}, row)));
-    const left = stop.x > plot.clientWidth / 2 ? stop.x - tip.offsetWidth - 14 : stop.x + 14;
-    tip.style.left = `${Math.max(0, Math.min(plot.clientWidth - tip.offsetWidth, left))}px`;
-  }
-  const atCursor = () => show(drawn.left + ((drawn.right - drawn.left) * cursor.value) / 1000);
-  const atPointer = (event) => show(toPointer(event));
-  const nowhere = () => {
-    tip.hidden = true;
-    drawn?.hair.replaceChildren();
-  };
-  function onkeydown(event) {
-    const here = drawn && drawn.left + ((drawn.right - drawn.left) * cursor.value) / 1000;
-    const part = { "+": 0.25, "=": 0.25, "-": 1 }[event.key];
-    if (part && drawn.valueAt) {
-      const reach = part * (drawn.right - drawn.left), wide = [here - reach, here + reach].map(drawn.valueAt);
-      zoom(part < 1 ? between(here - reach, here + reach) : withinWhole(wide, drawn.whole));
-      cursor.value = 500;
-    }
-    if (event.key === "Escape" && view.range) zoom(null);
-    const by = { ArrowLeft: -20, ArrowDown: -20, ArrowRight: 20, ArrowUp: 20 }[event.key];
-    if (!by) return;
-    event.preventDefault();
-    cursor.value = +cursor.value + by;
-    atCursor();
-  }
-  const onfocus = () => cursor.matches(":focus-visible") && atCursor();
-  fill(plot, { onpointermove: atPointer, onpointerdown: atPointer, onpointerleave: nowhere }, []);
-  fill(plot, { onpointerdown: startDrag, onpointermove: moveDrag, onpointerup: endDrag, onpointercancel: endDrag }, []);
-  fill(plot, { ondblclick: () => drawn?.valueAt && view.range && zoom(null) }, []);
-  fill(cursor, { oninput: atCursor, onfocus, onblur: nowhere, onkeydown }, []);
-  fill(details, { ontoggle: () => details.open && rows.replaceChildren(numbers()) }, []);
-
-  redraws.push(() => {
-    const width = plot.clientWidth, tall = height(width), name = aria();
-    const root = svg("svg", { width, height: tall, viewBox: `0 0 ${width} ${tall}`, role: "img", "aria-label": name });
-    canvas.replaceChildren(root);
-    drawn = draw(root, width, tall);
-    drawn.hair = root.appendChild(svg("g"));
-    captionBox.replaceChildren();  // after the drawing, which decides what the caption must say
-    fill(captionBox, {}, [el("b", {}, `Figure ${number}. `), caption(drawn)]);
-    cursor.setAttribute("aria-label", `Read values along figure ${number}: ${name}`);
-    nowhere();
-    if (details.open) rows.replaceChildren(numbers());
-  });
-  return el("figure", {}, plot, captionBox, details);
-}
-
 // --- curves
 
 const LINES = {
@@ -171,7 +65,7 @@ function along(source, curve) {
   return x && begin >= 0 ? { x: x.slice(begin), y: curve.y.slice(begin) } : null;
 }
 
-// Lines; rings for metrics of some steps; a diamond for the one result of the stage evaluate.
+// Lines; rings for metrics of some steps; a dot for the one result of the stage evaluate.
 function curvesShown(metrics) {
   const found = [];
   for (const source of visible())
@@ -189,21 +83,15 @@ function curvesShown(metrics) {
   return found;
 }
 
-// The point of a curve nearest to x; none where x is too far outside the curve.
-function nearest({ x: xs, y }, x, slack) {
-  if (!(x >= xs[0] - slack && x <= xs.at(-1) + slack)) return {};
-  let low = 0, high = xs.length - 1;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (xs[middle] <= x) low = middle;
-    else high = middle;
-  }
-  const i = x - xs[low] <= xs[high] - x ? low : high;
-  return { at: xs[i], y: y[i] };
-}
+// The point of each curve nearest to x; none where x is too far outside the curve.
 function allAt(curves, x) {
   const slack = 0.01 * Math.max(...curves.map((c) => c.x.at(-1)));
-  return curves.map((curve) => ({ curve, ...nearest(curve, x, slack) }));
+  return curves.map((curve) => {
+    const { x: xs, y } = curve, next = xs.findIndex((value) => value >= x);
+    if (x < xs[0] - slack || x > xs.at(-1) + slack) return { curve };
+    const i = next < 0 ? xs.length - 1 : next && x - xs[next - 1] <= xs[next] - x ? next - 1 : next;
+    return { curve, at: xs[i], y: y[i] };
+  });
 }
 
 const usesReferences = () => visible().some((source) => source.overlay || source.tokenizer === "gpt2");
@@ -214,40 +102,32 @@ const referencesOf = (metrics) =>
 // --- from values to pixels
 
 function horizontal(curves, box) {
-  const log = view.scale === "log";
-  const xs = curves.flatMap((c) => [c.x[0], c.x.at(-1)]);
-  const whole = [log ? Math.min(...xs) : 0, Math.max(...xs)];
-  const [first, last] = view.range ?? whole;
-  const grow = log ? (x) => Math.log10(Math.max(x, first)) : (x) => x;
+  const log = view.scale === "log", xs = curves.flatMap((c) => [c.x[0], c.x.at(-1)]);
+  const first = log ? Math.min(...xs) : 0, last = Math.max(...xs);
+  const grow = log ? Math.log10 : (x) => x;
   const position = spread(grow(first), grow(last), box.left, box.right);
   const back = spread(box.left, box.right, grow(first), grow(last));
-  return { first, last, whole, X: (x) => position(grow(x)), valueAt: (px) => (log ? 10 ** back(px) : back(px)) };
+  return { first, last, X: (x) => position(grow(x)), valueAt: (px) => (log ? 10 ** back(px) : back(px)) };
 }
 
-// The range of most of a run, unless the reader chooses the whole: the first steps would flatten the rest.
+// A linear axis leaves out the losses of the first steps, which would flatten the rest.
 function vertical(metrics, curves, box) {
-  const kind = LINES[metrics[0]], floor = view.range ? null : LINES[metrics.at(-1)].floor;
-  const whole = view.whole || view.scale === "log" || kind.whole || view.range;
-  const [from, to] = view.range ?? [-Infinity, Infinity];
-  const inside = (x, i) => (x[i + 1] ?? x[i]) >= from && (x[i - 1] ?? x[i]) <= to;  // with a neighbor on each side
-  const late = ({ x, y }) =>
-    y.filter((_, i) => inside(x, i) && (whole || x[i] >= x[0] + 0.04 * (x.at(-1) - x[0])));
+  const kind = LINES[metrics[0]], { floor } = LINES[metrics.at(-1)];
+  const whole = view.scale === "log" || kind.whole;
+  const late = ({ x, y }) => y.filter((_, i) => whole || x[i] >= x[0] + 0.04 * (x.at(-1) - x[0]));
   const noise = curves.flatMap((c) => (c.raw ? late(c.raw) : [])).sort((a, b) => a - b);
   const most = noise.length ? [0.01, 0.99].map((share) => noise[Math.floor(share * noise.length)]) : [];
-  const shown = curves.flatMap(late);
-  const values = [...(shown.length ? shown : curves.flatMap(({ y }) => y)), ...most, ...(has(floor) ? [floor] : []), ...(kind.fromZero ? [0] : [])];
+  const values = [...curves.flatMap(late), ...most, ...(has(floor) ? [floor] : []), ...(kind.fromZero ? [0] : [])];
   let low = Math.min(...values), high = Math.max(...values);
-  const known = view.range ? [] : referencesOf(metrics), sizes = new Set(visible().map((source) => source.size));
-  const own = known.filter(([, size]) => sizes.has(size)).map(([, , y]) => y);
-  const above = Math.min(...known.map(([, , y]) => y).filter((y) => y > high));  // a reference above the curves, if near
-  if (!own.length && has(floor) && above - high < 0.7 * (high - low)) own.push(above);
+  const sizes = new Set(visible().map((source) => source.size));
+  const own = referencesOf(metrics).filter(([, size]) => sizes.has(size)).map(([, , y]) => y);
   [low, high] = [Math.min(low, ...own), Math.max(high, ...own)];
   const margin = 0.05 * (high - low || Math.abs(high) || 1);
   [low, high] = [kind.fromZero ? 0 : low - margin, high + margin];
   return { low, high, Y: spread(low, high, box.bottom, box.top) };
 }
 
-// --- the parts of a line figure; `at` holds the box, the scales and the curves
+// --- the parts of a figure; `at` holds the box, the scales and the curves
 
 function drawAxes(root, { box, X, Y, first, last, low, high, kind, roomy, tall }) {
   const tick = kind.tick ?? ((y) => (Math.abs(y) >= 1000 ? short(y) : `${+y.toPrecision(4)}`));
@@ -267,185 +147,133 @@ function drawAxes(root, { box, X, Y, first, last, low, high, kind, roomy, tall }
     label((box.left + box.right) / 2, box.bottom + 36, name, { class: "middle" }));
 }
 
-let clips = 0;
-function clipped(root, box) {
-  const id = `clip${++clips}`, width = Math.max(0, box.right - box.left + 13);
-  root.append(svg("clipPath", { id },
-    svg("rect", { x: box.left - 5, y: box.top - 6, width, height: box.bottom - box.top + 6 })));
-  return root.appendChild(svg("g", { "clip-path": `url(#${id})` }));
-}
-
 function drawCurves(layer, { box, X, Y, curves }) {
   const path = (x, y) => "M" + x.map((value, i) => `${X(value).toFixed(1)} ${Y(y[i]).toFixed(1)}`).join("L");
   for (const { source, raw } of curves.filter((c) => c.raw))
     layer.append(svg("path", { class: "raw", color: source.key, d: path(raw.x, raw.y) }));
   for (const source of new Set(curves.map((c) => c.source))) layer.append(...resumptions(source, X, box));
-  for (const { source, role, x, y } of curves.filter((c) => c.role !== "evaluate")) {
-    const kind = role === "val" ? "line thin" : "line";
+  for (const { source, role, x, y } of curves) {
+    const kind = role === "val" ? "line thin" : "line", mark = role === "evaluate" ? "final" : "ring";
     layer.append(svg("path", { class: kind, color: source.key, d: path(x, y), "stroke-dasharray": source.dash }));
-    const ring = (value, i) => svg("circle", { class: "ring", color: source.key, cx: X(value), cy: Y(y[i]), r: 2.75 });
-    if (role === "val" && 7 * x.length <= box.right - box.left) layer.append(...x.map(ring));
+    const r = mark === "ring" ? 2.75 : 5;
+    const circle = (value, i) => svg("circle", { class: mark, color: source.key, cx: X(value), cy: Y(y[i]), r });
+    if (role !== "train" && 7 * x.length <= box.right - box.left) layer.append(...x.map(circle));
   }
 }
 
 // A tick on the axis for each later attempt at training.
 function resumptions(source, X, box) {
-  const positions = {
-    step: (a) => a.from,
-    tokens: (a) => tokensBefore(source, a.from),
-    hours: (a) => a.billed_before.hours,
-    usd: (a) => a.billed_before.usd,
-  };
   const [, ...later] = (source.attempts ?? []).filter((a) => a.stage === "train");
-  const at = later.filter((a) => a.from > 0).map((a) => X(positions[view.axis](a)));
-  return at.filter((x) => x >= box.left && x <= box.right).map((x) => line("tick", x, box.bottom - 9, x, box.bottom, { color: source.key }));
+  const place = ({ from, billed_before: { hours, usd } }) => along(source, { step: [from], hours: [hours], usd: [usd], y: [0] });
+  const at = later.filter((a) => a.from > 0).map(place).filter(Boolean).map((point) => X(point.x[0]));
+  return at.filter((x) => x >= box.left).map((x) => line("tick", x, box.bottom - 9, x, box.bottom, { color: source.key }));
 }
 
-// Published results: dotted lines with their names. A name stands where it covers no curve, no other line and no other
-// name; one without such a place goes into the caption. Returns the names that went there.
-function drawReferences(layer, at, ends) {
-  const { box, Y, low, high, known, kind } = at;
-  const shown = known.filter(([, , y]) => y > low && y < high).sort((a, b) => b[2] - a[2]);
-  for (const [, , y] of shown) layer.append(line("reference", box.left, Y(y), box.right, Y(y)));
-  const free = freePlaces(at, shown.map(([, , y]) => Y(y)), ends);
-  return shown.flatMap(([name, , y]) => {
-    const text = `${name}: ${kind.text(y)}`, found = label(0, 0, text, { class: "halo" });
-    layer.append(found);
-    const place = free(found.getComputedTextLength(), Y(y));
-    if (place) fill(found, place, []);
-    else found.remove();
-    return place ? [] : [text];
-  });
-}
-
-const TALL = 12;  // pixels of a label from its baseline upwards; 3 below it
-// Finds the place of a label beside the line at height y: a function from its width and y to the place of its baseline,
-// or to null. Each found place is taken.
-function freePlaces({ box, X, Y, curves }, heights, taken) {
-  const covered = inkOf(curves.flatMap((c) => (c.raw ? [c, c.raw] : [c])), X, Y);
-  const hits = (left, right, top, bottom) =>
-    heights.some((y) => y > top && y < bottom) ||
-    taken.some((t) => t.left < right && t.right > left && t.top < bottom && t.bottom > top) ||
-    covered(left, right, top, bottom);
-  return (width, y) => {
-    const baselines = [y - 4, y + TALL + 1].filter((b) => b - TALL >= box.top - 6 && b + 3 <= box.bottom);
-    for (let x = box.left + 6; x + width <= box.right; x += 6)
-      for (const baseline of baselines) {
-        const edges = [x - 3, x + width + 3, baseline - TALL, baseline + 3];
-        if (hits(...edges)) continue;
-        const [left, right, top, bottom] = edges;
-        taken.push({ left, right, top, bottom });
-        return { x, y: baseline };
-      }
-    return null;
-  };
-}
-
-// Whether curves touch a box: their lowest and highest pixel in each column, with the width of their lines.
-function inkOf(curves, X, Y) {
-  const REACH = 5;  // pixels of a ring or a diamond around its point
-  const columns = curves.map(({ x, y }) => {
-    const found = new Map();
-    const mark = (column, height) => {
-      const [low, high] = found.get(column) ?? [Infinity, -Infinity];
-      found.set(column, [Math.min(low, height - REACH), Math.max(high, height + REACH)]);
-    };
-    x.forEach((value, i) => {
-      const [x1, y1] = [X(value), Y(y[i])], [x0, y0] = i ? [X(x[i - 1]), Y(y[i - 1])] : [x1, y1];
-      if (x1 < -50 || x0 > 5000) return;
-      for (let column = Math.floor(x0) - (i ? 0 : REACH); column <= x1 + REACH; column++)
-        mark(column, x1 > x0 ? y0 + Math.max(0, Math.min(1, (column - x0) / (x1 - x0))) * (y1 - y0) : y1);
-    });
-    return found;
-  });
-  return (left, right, top, bottom) => columns.some((found) => {
-    for (let column = Math.floor(left); column <= right; column++) {
-      const [low, high] = found.get(column) ?? [Infinity, -Infinity];
-      if (low < bottom && high > top) return true;
-    }
-    return false;
-  });
-}
-
-function drawFinals(layer, { X, Y, curves }) {
-  for (const { source, x: [x], y: [y] } of curves.filter((c) => c.role === "evaluate")) {
-    const [cx, cy] = [X(x), Y(y)];
-    const d = `M${cx - 5.5} ${cy}L${cx} ${cy - 5.5}L${cx + 5.5} ${cy}L${cx} ${cy + 5.5}Z`;
-    layer.append(svg("path", { class: "final", color: source.key, d }));
+// Published results: dotted lines with their names at the left end, those of the runs' own size first. One whose name
+// would overlap another name is left out.
+function drawReferences(layer, { box, Y, low, high, known, kind }) {
+  const sizes = new Set(visible().map((source) => source.size)), taken = [];
+  const own = ([, size]) => sizes.has(size);
+  const ordered = [...known.filter(own), ...known.filter((one) => !own(one))];
+  for (const [name, , value] of ordered.filter(([, , y]) => y > low && y < high)) {
+    const y = Y(value);
+    if (y < box.top + 8 || taken.some((other) => Math.abs(other - y) < 17)) continue;
+    taken.push(y);
+    layer.append(line("reference", box.left, y, box.right, y),
+      label(box.left + 6, y - 4, `${name}: ${kind.text(value)}`, { class: "halo" }));
   }
 }
 
 // The last value of each curve at its right end, moved apart where they would overlap. The final evaluation replaces the
-// value of its curve, and val loss replaces the training loss of a run. Returns the boxes of the labels.
-function drawEnds(root, { box, X, Y, last, curves, kind, metrics }) {
+// value of its curve, and val loss replaces the training loss of a run.
+function drawEnds(root, { X, Y, curves, kind, metrics }) {
   const evaluated = ({ source, metric }) =>
-    curves.some((c) => c.role === "evaluate" && c.source === source && c.metric === metric && c.x[0] <= last);
+    curves.some((c) => c.role === "evaluate" && c.source === source && c.metric === metric);
   const settled = (c) => c.role === "evaluate" || ((!c.raw || metrics.length === 1) && !evaluated(c));
-  const endOf = (c) => {
-    const i = c.x.findLastIndex((x) => x <= last);  // beyond it is not in the range
-    return { c, value: c.y[i], x: i + 1 < c.x.length ? box.right : X(c.x[i]), y: Y(c.y[i]) };
-  };
-  const ends = curves.filter(settled).map(endOf)
-    .filter(({ x, y }) => x >= box.left && y > box.top - 6 && y < box.bottom + 6).sort((a, b) => a.y - b.y);
+  const ends = curves.filter(settled).map((c) => ({ c, value: c.y.at(-1), y: Y(c.y.at(-1)) })).sort((a, b) => a.y - b.y);
   ends.forEach((end, i) => { end.y = Math.max(end.y, i ? ends[i - 1].y + 14 : -Infinity); });
-  return ends.map(({ c, value, x, y }) => {
-    const left = Math.min(x, box.right) + 9;
-    root.append(label(left, y + 4, (kind.end ?? kind.text)(value), { class: "end halo", color: c.source.key }));
-    return { left, right: left + 62, top: y - 8, bottom: y + 7 };
-  });
+  for (const { c, value, y } of ends)
+    root.append(label(X(c.x.at(-1)) + 9, y + 4, (kind.end ?? kind.text)(value), { class: "end halo", color: c.source.key }));
 }
 
+// --- a figure: svg, a cursor for mouse, finger and arrow keys, a caption, and the numbers as a table
+
+let figures = 0;
+const NOTHING = "Nothing to show on this axis.";
 function lineFigure({ metrics, tall, title, caption }) {
-  const kind = LINES[metrics[0]];
-  const NOTHING = "Nothing to show on this axis.";
-  function aria() {
-    const ends = curvesShown(metrics).map(({ source, metric, y }) =>
-      `${source.name}, ${metric}: from ${kind.text(y[0])} to ${kind.text(y.at(-1))}`);
-    return `${title} against ${AXES[view.axis].title}. ${ends.length ? `${ends.join("; ")}.` : NOTHING}`;
-  }
-  function draw(root, width, height) {
-    const curves = curvesShown(metrics), roomy = width >= 560;
+  const kind = LINES[metrics[0]], number = ++figures;
+  const tip = el("div", { class: "tip", hidden: true });
+  const cursor = el("input", { type: "range", min: 0, max: 1000, step: 20, value: 1000 });
+  const canvas = el("div");
+  const plot = el("div", { class: "plot" }, canvas, cursor, tip);  // only the canvas is replaced
+  const captionBox = el("figcaption"), rows = el("div");
+  const details = el("details", {}, el("summary", {}, `Figure ${number} as a table`), rows);
+  let at = null, hair = null;  // the present drawing
+
+  function draw() {
+    const width = plot.clientWidth, height = tall ? (width < 560 ? 300 : 430) : 230, roomy = width >= 560;
+    const curves = curvesShown(metrics);
     const box = { left: 52, right: width - (roomy ? 62 : 10), top: 30, bottom: height - 40 };
-    root.append(label(0, 14, title, { class: "title" }));
-    if (!curves.length) root.append(label(width / 2, height / 2, NOTHING, { class: "middle" }));
-    if (!curves.length) return { ...box, curves };
+    const ends = curves.map(({ source, metric, y }) =>
+      `${source.name}, ${metric}: from ${kind.text(y[0])} to ${kind.text(y.at(-1))}`);
+    const name = `${title} against ${AXES[view.axis].title}. ${ends.length ? `${ends.join("; ")}.` : NOTHING}`;
+    const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name },
+      label(0, 14, title, { class: "title" }));
+    canvas.replaceChildren(root);
+    cursor.setAttribute("aria-label", `Read values along figure ${number}: ${name}`);
+    captionBox.replaceChildren();
+    fill(captionBox, {}, [el("b", {}, `Figure ${number}. `), caption()]);
+    if (details.open) rows.replaceChildren(numbers());
+    tip.hidden = true;
+    at = null;
+    if (!curves.length) return root.append(label(width / 2, height / 2, NOTHING, { class: "middle" }));
     const scales = { ...horizontal(curves, box), ...vertical(metrics, curves, box) };
-    const at = { box, curves, kind, metrics, roomy, tall, known: referencesOf(metrics), ...scales };
+    at = { box, curves, kind, metrics, roomy, tall, known: referencesOf(metrics), ...scales };
     drawAxes(root, at);
-    const layer = clipped(root, box);
+    const [x, y, w, h] = [box.left - 5, box.top - 6, Math.max(0, box.right - box.left + 13), box.bottom - box.top + 6];
+    const layer = svg("svg", { class: "clip", x, y, width: w, height: h, viewBox: `${x} ${y} ${w} ${h}` });
+    root.append(layer);
+    drawReferences(layer, at);
     drawCurves(layer, at);
-    const unnamed = drawReferences(layer, at, roomy ? drawEnds(root, at) : []);
-    drawFinals(layer, at);
-    const mark = ({ x, points }) => [
-      line("hair", x, box.top, x, box.bottom),
-      ...points.map((p) => [at.X(p.at), at.Y(p.y), p.curve.source.key]).filter(([, y]) => y >= box.top - 6)
-        .map(([cx, cy, color]) => svg("circle", { class: "final", color, cx, cy, r: 4 })),
-    ];
-    return { ...box, curves, mark, unnamed, valueAt: at.valueAt, whole: at.whole };
+    if (roomy) drawEnds(root, at);
+    hair = root.appendChild(svg("g"));
   }
-  function stops({ left, right, curves, valueAt }, px) {
-    if (!curves.length) return null;
-    const x = Math.max(left, Math.min(right, px)), value = valueAt(x);
-    return { x, value, points: allAt(curves, value).filter((p) => has(p.y)) };
+
+  // Show the values at a pixel; null: nowhere.
+  function show(px) {
+    tip.hidden = px === null || !at;
+    hair?.replaceChildren();
+    if (tip.hidden) return;
+    const { box, curves, X, Y, valueAt } = at, x = Math.max(box.left, Math.min(box.right, px));
+    const points = allAt(curves, valueAt(x)).filter((p) => has(p.y));
+    hair.append(line("hair", x, box.top, x, box.bottom), ...points.filter((p) => Y(p.y) >= box.top - 6)
+      .map((p) => svg("circle", { class: "final", color: p.curve.source.key, cx: X(p.at), cy: Y(p.y), r: 4 })));
+    const named = ({ curve: { source, role } }) =>
+      source.name + (metrics.length > 1 || role === "evaluate" ? ` ${role}` : "");
+    const where = AXES[view.axis].text(valueAt(x));
+    cursor.setAttribute("aria-valuetext", [where, ...points.map((p) => `${named(p)} ${kind.text(p.y)}`)].join("; "));
+    tip.replaceChildren(el("b", {}, where), ...points.map((p) => el("div", {},
+      swatch(p.curve.source.key), named(p), el("span", { class: "value" }, kind.text(p.y)))));
+    const left = x > plot.clientWidth / 2 ? x - tip.offsetWidth - 14 : x + 14;
+    tip.style.left = `${Math.max(0, Math.min(plot.clientWidth - tip.offsetWidth, left))}px`;
   }
-  const describe = ({ value, points }) => [
-    [el("b", {}, AXES[view.axis].text(value))],
-    ...points.map(({ curve: { source, role }, y }) => [
-      swatch(source.key),
-      el("span", {}, source.name + (metrics.length > 1 || role === "evaluate" ? ` ${role}` : "")),
-      el("span", { class: "value" }, kind.text(y)),
-    ]),
-  ];
+
   function numbers() {
     const curves = curvesShown(metrics);
     if (!curves.length) return soft(NOTHING);
-    const [first, last] = view.range ?? [0, Math.max(...curves.map((c) => c.x.at(-1)))];
+    const last = Math.max(...curves.map((c) => c.x.at(-1)));
     const heads = curves.map(({ source, metric, raw, role }) =>
       [source.name, el("br"), metric + (raw ? ", running mean" : role === "evaluate" ? ", final" : "")]);
-    const positions = Array.from({ length: 21 }, (_, i) => first + ((last - first) * i) / 20);
+    const positions = Array.from({ length: 21 }, (_, i) => (last * i) / 20);
     const row = (x) => [AXES[view.axis].text(x), ...allAt(curves, x).map(({ y }) => (has(y) ? kind.text(y) : "–"))];
     return table([AXES[view.axis].name, ...heads], positions.map(row));
   }
-  const height = (width) => (tall ? (width < 560 ? 300 : 430) : 230);
-  return figure({ height, caption, aria, draw, stops, describe, numbers });
+
+  const atPointer = (event) => show(event.clientX - plot.getBoundingClientRect().left);
+  const atCursor = () => at && show(at.box.left + ((at.box.right - at.box.left) * cursor.value) / 1000);
+  fill(plot, { onpointermove: atPointer, onpointerdown: atPointer, onpointerleave: () => show(null) }, []);
+  fill(cursor, { oninput: atCursor, onfocus: atCursor, onblur: () => show(null) }, []);
+  fill(details, { ontoggle: () => details.open && rows.replaceChildren(numbers()) }, []);
+  redraws.push(draw);
+  return el("figure", {}, plot, captionBox, details);
 }
