@@ -59,7 +59,7 @@ lint: install
 
 # The tables of README.md and docs/ that come from models and measurements.
 docs: install
-	$(PY) -m pipelines.show.reference
+	$(PY) -m benchmarks.documents
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,9 +12,8 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
-from rich.text import Text
 
 LINE_SECONDS = 10.0  # between two lines of the same bar in a log
 COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,40}m)")
@@ -64,26 +62,6 @@ def prepared(shown: Any) -> Any:
     return Trimmed(shown) if isinstance(shown, Table) else shown
 
 
-@dataclass
-class Standing:
-    """The lines of stderr that are drawn again and again: so that they don't write over each other."""
-
-    bars: int = 0
-    outage: Callable[[], str] = str  # the text of a store's outage; empty without one
-
-
-standing = Standing()
-
-
-class Bars(Progress):
-    """Bars, and below them the line of an outage."""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from super().get_renderables()
-        if text := standing.outage():
-            yield Text(text, style="yellow", no_wrap=True, overflow="ellipsis")
-
-
 class TerminalScreen:
     """The screen of a run: bars on a terminal, a line every ten seconds in a log. `quiet` shows warnings only."""
 
@@ -101,7 +79,7 @@ class TerminalScreen:
     @contextmanager
     def bar(self, title: str, total: float | None) -> Iterator["TerminalBar"]:
         """A bar of `total` units (None: unknown), until the end of the block."""
-        progress = Bars(
+        progress = Progress(
             TextColumn("  [bold]{task.description:9}[/]"),
             BarColumn(bar_width=24),
             TextColumn("{task.percentage:>3.0f}%"),
@@ -110,12 +88,8 @@ class TerminalScreen:
             console=self.console,
             disable=self.quiet or not self.console.is_terminal,
         )
-        standing.bars += not progress.disable
-        try:
-            with progress:
-                yield TerminalBar(self, progress, progress.add_task(title, total=total, note=""), title, total)
-        finally:
-            standing.bars -= not progress.disable
+        with progress:
+            yield TerminalBar(self, progress, progress.add_task(title, total=total, note=""), title, total)
 
 
 class TerminalBar:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from benchmarks.documents import FILES, PARTS, renewed
 from pipelines.bench.measurements import measurements
 from pipelines.cli import app
 from pipelines.recipe import Recipe
-from pipelines.show.reference import FILES, PARTS, renewed
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -1,6 +1,6 @@
 """The generated parts of the documentation: tables of fields, recipes and measurements.
 
-`make docs` (`python -m pipelines.show.reference`) writes them again, each between two comments of a Markdown file:
+`make docs` (`python -m benchmarks.documents`) writes them again, each between two comments of a Markdown file:
 `<!-- generated: NAME -->` and `<!-- end -->`. `tests/repository/test_docs.py` fails when a part is stale.
 """
 
@@ -20,7 +20,7 @@ from pipelines.recipe import Recipe, load_recipe, shipped
 from trainer.models.family import SECTIONS
 from trainer.models.model_config import ModelConfig
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FILES = ("README.md", "docs/recipes.md", "docs/measurements.md")
 PART = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBERS = ("integer", "number")
@@ -151,25 +151,6 @@ def results() -> Iterator[str]:
     yield from table(("tokens/s (MFU), against llm.c's best", *SIZES), rows())
 
 
-def highlights() -> Iterator[str]:
-    """The other results of README.md, a bullet each."""
-    value = measurements().value
-    four = " and ".join(f"{value(f'four_gpus_fused_{size}'):.0%}" for size in ("124m", "1558m"))
-    paid, bound = ((value(f"deadline_{kind}_short"), value(f"deadline_{kind}_long")) for kind in ("share", "bound"))
-    yield f"- **Four H200s** (ZeRO-1) did {four} (124M and 1558M) of the sum of the same four, each by itself."
-    yield (
-        f"- **Crashes**: {value('drill_kills'):.0f} faults in a run (kills, signals, damaged checkpoints, rivals) on a "
-        f"CPU cost {value('drill_redone'):.0f}"
-    )
-    yield "  redone steps. Data, losses, weights, attempts and billed time equalled the undisturbed run's."
-    yield f"- **Bill**: within {value('bill_lag'):.1f} s of an independent stopwatch at each of ten kills."
-    yield (
-        f"- **Deadline**: {value('deadline_runs'):,.0f} simulated runs over recorded spot markets were all on time, "
-        f"for {paid[0]:.0%} to {paid[1]:.0%} of the"
-    )
-    yield f"  on-demand cost (with knowledge of the future: {bound[0]:.0%} to {bound[1]:.0%})."
-
-
 def label_of(name: str) -> str:
     engine, _, precision = name.partition(", ")
     return f"**skytrain**, {engine} {precision}" if engine in ("fused", "compiled", "eager") else name
@@ -237,7 +218,6 @@ def figures() -> Iterator[str]:
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "fields": fields,
-    "highlights": highlights,
     "recipes": recipes,
     "results": results,
     "speeds": speeds,
