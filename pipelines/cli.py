@@ -70,7 +70,7 @@ class Verb(TyperCommand):
         for parameter in parameters:
             value = ctx.params.get(parameter.name)
             if isinstance(value, float) and not math.isfinite(value):
-                raise typer.BadParameter(f"{value} is no number to reckon with.", ctx, parameter)
+                raise typer.BadParameter(f"{value} is not a finite number.", ctx, parameter)
         return rest
 
 

@@ -327,7 +327,7 @@ class Recipe(Section):
         for name in self.export.other_formats:
             if family not in FORMATS_OF[name]:
                 held = ", ".join(FORMATS_OF[name])
-                raise ValueError(f"export.formats: {name} holds no model.family {family}, only {held}; remove it")
+                raise ValueError(f"export.formats: {name} cannot hold model.family {family}, only {held}; remove it")
 
     def _target_is_measured(self) -> None:
         evaluate, stop_at = self.evaluate, self.train.stop_at
@@ -358,7 +358,7 @@ class Recipe(Section):
         block_size = self.model.block_size
         if tokens.shard_tokens <= block_size:
             raise ValueError(
-                f"tokens.shard_tokens {tokens.shard_tokens} holds no sequence of model.block_size "
+                f"tokens.shard_tokens {tokens.shard_tokens} is shorter than a sequence of model.block_size "
                 f"{block_size} + 1 tokens; use {block_size + 1} or more"
             )
         if tokens.max_tokens is None and tokens.val_tokens is None:
@@ -375,7 +375,7 @@ class Recipe(Section):
         held_out = tokens.held_out(tokens.max_tokens or 0)
         if held_out <= block_size:
             raise ValueError(
-                f"tokens: {held_out:,} tokens are held out for validation, which hold no sequence of model.block_size "
+                f"tokens: {held_out:,} tokens are held out for validation, fewer than one sequence of model.block_size "
                 f"{block_size} + 1 tokens; set tokens.val_tokens to {block_size + 1} or more"
             )
         if tokens.max_tokens is not None and tokens.max_tokens - held_out <= block_size:

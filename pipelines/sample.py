@@ -148,7 +148,7 @@ def read_weights(store: Store, cache: Path, run: Run, at: int | None) -> "tuple[
             return load_weights(open_weights(path), run.recipe.model, torch.device("cpu")), None
         except UserError as error:
             where = f"{store.uri}/{key_of(run.name)}"
-            raise UserError(f"{where}: has another model ({error}); run its recipe to write it again") from error
+            raise UserError(f"{where}: is of another model ({error}); run its recipe to write it again") from error
     folders = {step_of(folder): folder for folder in committed_folders(store, prefix)} if prefix else {}
     if not folders and manifest:
         raise UserError(f"--at {at}: {run.name} has no commit any more, only its final weights; leave out --at")
@@ -178,7 +178,7 @@ def load_commit(store: Store, folder: str, config: ModelConfig) -> "LanguageMode
     except (DamagedCommit, NotAFile) as error:
         damage = str(error)
     if store.get(f"{folder}/COMMIT.json") is None:
-        raise UserError(f"{store.uri}/{folder}: was removed meanwhile; run the same command again")
+        raise UserError(f"{store.uri}/{folder}: was removed while it was read; run the same command again")
     if damage:
         raise UserError(f"{store.uri}/{folder}: is damaged: {damage}; choose another commit with --at")
     return model

@@ -168,7 +168,9 @@ def model_of(weights: WeightsFile) -> ModelConfig:
     """The model that weights were made with. UserError if they do not tell it, or are damaged."""
     if model := weights.own_model():
         return model
-    raise UserError(f"{weights.where}: does not tell its model; name a folder with {CONFIG_FILE}, or a .bin of llm.c")
+    raise UserError(
+        f"{weights.where}: does not say which model it holds; name a folder with {CONFIG_FILE}, or a .bin of llm.c"
+    )
 
 
 def name_of(text: str) -> str:
@@ -193,7 +195,7 @@ def pinned_path(source: Local, field: str) -> str:
     """A path with the sha256 of its weights. UserError if these are others than pinned."""
     found = content_of(source.path, f"{field}: {source.path}")
     if source.sha256 not in (None, found):
-        raise UserError(f"{field}: {source.path}: its weights have the sha256 {found}, and {source.sha256} is pinned")
+        raise UserError(f"{field}: {source.path}: its weights have the sha256 {found}, the recipe has {source.sha256}")
     return f"{source.path}@sha256:{found}"
 
 
@@ -275,17 +277,17 @@ def find_parent(store: Store, source: str, field: str) -> ParentWeights:
     """The commit or final weights that `run:NAME[@STEP]` names. UserError if there are none, or others than pinned."""
     where, named = f"{field}: {source.partition('@sha256:')[0]}", RUN_SOURCE.fullmatch(source)
     if named is None:
-        raise UserError(f"{field}: {source}: names no run; write run:NAME or run:NAME@STEP")
+        raise UserError(f"{field}: {source}: is not a run; write run:NAME or run:NAME@STEP")
     try:
         run = find_run(store, *full_names(store, [named["run"]]))
     except UserError as error:
         raise UserError(f"{field}: {error}") from error
     prefix = run.record.prefixes.get("train") if run else None
     if run is None or prefix is None:
-        raise UserError(f"{where}: that run has not begun to train")
+        raise UserError(f"{where}: that run has not trained yet; start it with skytrain run")
     found = _final(store, run, prefix, where) if named["step"] is None else _commit(store, run, prefix, named, where)
     if named["sha256"] not in (None, found.sha256):
-        raise UserError(f"{where}: it is another one now than when this run was planned; plan it again")
+        raise UserError(f"{where}: it changed after this run was planned; plan it again")
     return found
 
 
@@ -306,7 +308,7 @@ def _commit(store: Store, run: Run, prefix: str, named: re.Match[str], where: st
         if step_of(folder) == int(named["step"]) and (body := store.get(f"{folder}/COMMIT.json"))
     ]
     if not found:
-        raise UserError(f"{where}: step {named['step']} is no commit of {run.name}; {steps_text(folders)}")
+        raise UserError(f"{where}: step {named['step']} is not a commit of {run.name}; {steps_text(folders)}")
     return next((one for one in found if one.sha256 == named["sha256"]), found[0])
 
 
@@ -331,9 +333,11 @@ def check_branch(parent: Recipe, recipe: Recipe, where: str) -> None:
         if here != there:
             raise UserError(f"{where}: train.{name} {here} is {there} there: {reason}; keep it, or use train.init_from")
     if recipe.tokens.tokenizer_identity != parent.tokens.tokenizer_identity:
-        raise UserError(f"{where}: tokens.tokenizer is {parent.tokens.tokenizer} there: the weights know its ids alone")
+        raise UserError(
+            f"{where}: tokens.tokenizer is {parent.tokens.tokenizer} there, and the weights were trained on its ids"
+        )
     if recipe.train.batch_ramp_from and recipe.tokens != parent.tokens:
-        raise UserError(f"{where}: another text begins at its start, where the ramp of the batch would begin again")
+        raise UserError(f"{where}: other text restarts the ramp of the batch; keep tokens, or remove the ramp")
 
 
 # --- the Hub

@@ -213,7 +213,7 @@ class TrainConfig(Section):
         if self.branch_from is None:
             return self
         if not RUN_COMMIT.fullmatch(self.branch_from):
-            raise ValueError(f"branch_from {self.branch_from} names no commit; write run:NAME@STEP")
+            raise ValueError(f"branch_from {self.branch_from} lacks a step; write run:NAME@STEP")
         if self.init_from is not None:
             raise ValueError("branch_from begins with the weights of its commit: remove init_from")
         if self.max_steps <= self.first_step:
@@ -226,7 +226,9 @@ class TrainConfig(Section):
     def _optimizer_fits(self) -> Self:
         if self.optimizer == "muon":
             if self.precision == "fp16":
-                raise ValueError("precision fp16 cannot serve optimizer muon, which computes in bf16; use bf16 or fp32")
+                raise ValueError(
+                    "precision fp16 does not work with optimizer muon, which computes in bf16; use bf16 or fp32"
+                )
             return self
         for name in MUON_FIELDS:
             if getattr(self, name) != type(self).model_fields[name].default:
@@ -237,7 +239,7 @@ class TrainConfig(Section):
     @classmethod
     def _some_tokens(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 1:
-            raise ValueError(f"{value} tokens are no validation; use 1 or more, or 'auto'")
+            raise ValueError(f"must be at least 1, or 'auto' (got {value})")
         return value
 
     @model_validator(mode="after")
@@ -262,7 +264,7 @@ class TrainConfig(Section):
         if self.warmup_steps > self.max_steps:
             raise ValueError(
                 f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}; "
-                "it would never reach learning_rate"
+                "use fewer, or the learning rate never reaches its peak"
             )
         return self
 
@@ -357,23 +359,23 @@ class RuntimeConfig(Section):
 
     @field_validator("processes", "micro_batch_size")
     @classmethod
-    def _at_least_one(cls, value: int | str, info: Any) -> int | str:
+    def _at_least_one(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 1:
-            raise ValueError(f"{value} {info.field_name.replace('_', ' ')} can't train; use 1 or more, or 'auto'")
+            raise ValueError(f"must be at least 1, or 'auto' (got {value})")
         return value
 
     @field_validator("data_cache_gb")
     @classmethod
     def _some_space(cls, value: float | str) -> float | str:
         if isinstance(value, float) and not 0 <= value < float("inf"):
-            raise ValueError(f"{value} GB is no size; use a number from 0 on, or 'auto'")
+            raise ValueError(f"must be at least 0, or 'auto' (got {value})")
         return value
 
     @field_validator("checkpoint_minutes", "watchdog_minutes")
     @classmethod
     def _some_minutes(cls, value: float | str | None) -> float | str | None:
         if isinstance(value, float) and not 0 < value < float("inf"):
-            raise ValueError(f"{value} minutes is no interval; use a positive number, or 'auto'")
+            raise ValueError(f"must be a positive number, or 'auto' (got {value})")
         return value
 
 

@@ -320,7 +320,7 @@ def choose_engine(
     if runtime.engine == "compiled" or (runtime.engine == "auto" and device.type == "cuda"):
         why = "as configured" if runtime.engine == "compiled" else f"not fused: {obstacle}"
         return "compiled", f"compiled, {on}; {why}"
-    why = "as configured" if runtime.engine == "eager" else "there is no CUDA device"
+    why = "as configured" if runtime.engine == "eager" else "no CUDA device was found"
     return "eager", f"eager, {on}; {why}"
 
 

@@ -55,9 +55,9 @@ def log_line(line: str) -> None:
 
 
 def log_death_of_thread(thread: "Background") -> None:
-    """Print that a thread died, with the traceback."""
+    """Print that a thread crashed, with the traceback."""
     assert thread.error
-    log_line(f"the thread {thread.name!r} DIED:\n{''.join(traceback.format_exception(thread.error))}")
+    log_line(f"the thread {thread.name!r} CRASHED:\n{''.join(traceback.format_exception(thread.error))}")
 
 
 class Background(threading.Thread):

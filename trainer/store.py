@@ -107,7 +107,7 @@ class LocalStore:
         try:
             self.root = Path(os.path.abspath(Path(root).expanduser()))
         except RuntimeError as error:
-            raise UserError(f"store {str(root)!r}: there is no such user; write the path of a folder") from error
+            raise UserError(f"store {str(root)!r}: the user does not exist; write the path of a folder") from error
 
     def __repr__(self) -> str:
         return f"LocalStore({str(self.root)!r})"

@@ -114,7 +114,7 @@ def _refuse_extremes(value: Any, finite: bool) -> None:
                 inside += one
             elif isinstance(one, float):
                 if finite and not math.isfinite(one):
-                    raise ValueError(f"{one} is no number")
+                    raise ValueError(f"{one} is not a number")
             elif isinstance(one, int) and one.bit_length() > 63:
                 raise ValueError("an integer has more than 64 bits")
         if not inside:

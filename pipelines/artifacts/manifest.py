@@ -213,7 +213,7 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
     if winner is None:
         if not lost:
             raise DamagedArtifact(
-                f"{store.uri}/{key_of(manifest.prefix)}: is in the way of a manifest, and is none; remove it"
+                f"{store.uri}/{key_of(manifest.prefix)}: exists but is not a manifest; delete it and run again"
             )
         raise StoreUnavailable(f"{store.uri}/{lost[0]}: removed before {key_of(manifest.prefix)} was written")
     return winner

@@ -22,8 +22,8 @@ TRANSIENT_STATUS = {408, 409, 429}
 
 # The remedies of permanent errors.
 REMEDIES = {
-    "NoSuchBucket": "there is no such bucket; create it, or correct the store's URI",
-    "InvalidBucketName": "that is no valid bucket name; correct the store's URI",
+    "NoSuchBucket": "the bucket does not exist; create it, or correct the store's URI",
+    "InvalidBucketName": "the bucket's name is not valid; correct the store's URI",
     "AccessDenied": "the credentials may not do that; they need s3:GetObject, PutObject, DeleteObject and "
     "AbortMultipartUpload on the objects and s3:ListBucket on the bucket",
     "InvalidAccessKeyId": "the server does not know the access key; set AWS_ACCESS_KEY_ID or AWS_PROFILE to "
@@ -135,7 +135,7 @@ def explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -
         if code == "PreconditionFailed":
             return StoreUnavailable(f"{where}: another process replaced the object while it was read")
         said = cut(" ".join(str(error.response.get("Error", {}).get("Message", "")).split()))
-        return UserError(f"{where}: the server refused it: {said or 'no reason given'} ({brief(error)})")
+        return UserError(f"{where}: the server refused the request: {said or 'no reason given'} ({brief(error)})")
     if is_outdated(error):
         return UserError(f"{where}: {REMEDIES['ExpiredToken']}")
     if isinstance(error, _credential_errors()):

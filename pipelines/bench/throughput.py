@@ -190,7 +190,7 @@ def check_gpus(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, a
     ranks = nodes * ((1 if on_cpu else gpu_count(accelerators)) if runtime.processes == "auto" else runtime.processes)
     check_shares(model, train, ranks)
     if train.precision.startswith("fp8") and gpu not in FP8:
-        raise UserError(f"no hardware for train.precision {train.precision}; these GPUs have it: {', '.join(FP8)}")
+        raise UserError(f"train.precision: {train.precision} needs one of these GPUs: {', '.join(FP8)}")
     if train.optimizer == "muon" and gpu in NO_BF16:
         raise UserError(f"train.optimizer: muon computes in bf16, which {name} does not have; use another GPU")
     card = MEMORY_GIB.get(name) or MEMORY_GIB.get(gpu)

@@ -30,7 +30,7 @@ def offers(cloud: str, node: str, region: str | None = None) -> list[Machine]:
             "prices come from SkyPilot's catalog; install it with: pip install 'skytrain[cloud]'"
         ) from error
     if cloud not in constants.ALL_CLOUDS:
-        raise UserError(f"{cloud}: SkyPilot knows no such cloud; it is one of {', '.join(constants.ALL_CLOUDS)}")
+        raise UserError(f"{cloud}: SkyPilot does not know this cloud; choose one of {', '.join(constants.ALL_CLOUDS)}")
     try:
         with silent_sky():
             if name == "cpus":
@@ -41,8 +41,8 @@ def offers(cloud: str, node: str, region: str | None = None) -> list[Machine]:
                 found = tuple(one for one in read(gpu_machines, cloud) if (one.accelerators or "").lower() == kind)
     except (OSError, ImportError) as error:
         raise UserError(
-            f"{cloud}: there is no price list of it here and none can be fetched ({type(error).__name__}); "
-            "SkyPilot needs the network once"
+            f"{cloud}: its price list cannot be fetched ({type(error).__name__}); "
+            "connect this machine to the network once"
         ) from error
     there = (machine for machine in found if region in (None, machine.region))
     return sorted(there, key=lambda m: (price_of(m), m.region or "", m.instance or ""))

@@ -58,7 +58,7 @@ def claim_launch(store: Store, run: str) -> LaunchClaim:
     claim = LaunchClaim(run, number, by, server_name(), time.time(), this_process())
     if not store.create(claim.key, claim.to_json()):
         refuse_second_launch(store, run)
-        raise UserError(f"launch: another launch of {run} was faster; see `skytrain status {run}`")
+        raise UserError(f"launch: another launch of {run} started first; see `skytrain status {run}`")
     return claim
 
 
@@ -78,7 +78,7 @@ def refuse_second_launch(store: Store, run: str) -> None:
         )  # SkyPilot knows the job before its claim does
         by = f", launched by {claim.by}" if claim and ours else ""
         raise UserError(
-            f"launch: {run} has job {unfinished[-1]}{by}, which is not over; see `skytrain status {run}`, or end it "
+            f"launch: {run} has job {unfinished[-1]}{by}, still running; see `skytrain status {run}`, or end it "
             f"with `skytrain stop {run}`"
         )
     if claim and entry and is_held(store, claim, entry, tasks):

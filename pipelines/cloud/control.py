@@ -200,7 +200,7 @@ def down(run: str, note: Callable[[str], None]) -> bool:
         seconds = time.monotonic() - began
         if seconds > DOWN_SECONDS:
             left = f"job {jobs[0]}" if jobs else f"cluster {found[0].name}"
-            raise UserError(f"down: {left} is not gone, and may cost money; see `sky jobs queue` and `sky status`")
+            raise UserError(f"down: {left} still exists and may cost money; see `sky jobs queue` and `sky status`")
         # A cluster of a job that is not over stays: the job's controller would bring it back.
         for cluster in found if not jobs and seconds >= own_time else []:
             note(f"taking down {cluster.name}")

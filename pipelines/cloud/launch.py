@@ -148,7 +148,7 @@ def report_all(findings: Iterable[Finding], report: Report) -> None:
         report(finding)
         broken += finding.state == "broken"
     if broken:
-        raise UserError(f"launch: {broken} of the findings above would keep the job from running; nothing was launched")
+        raise UserError(f"launch: {broken} of the findings above would make the job fail; nothing was launched")
 
 
 def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:

@@ -154,7 +154,7 @@ def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str])
             f"AWS_ACCESS_KEY_ID is not set, and machines of {', '.join(others)} have no role for {store.uri}",
             "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may use the bucket, or --infra aws",
         )
-    return Finding("credentials", "none here: the nodes' own role needs access to the bucket", "note")
+    return Finding("credentials", "none: the nodes' own role needs access to the bucket", "note")
 
 
 def endpoints(request: LaunchRequest, remote: bool) -> Iterator[Finding]:

@@ -40,7 +40,9 @@ def within_limits(
     train = job.task("train")
     if limits.hours is not None and train and not offered["train"]:
         infras = ", ".join(dict.fromkeys(machine.infra for machine in train.machines))
-        raise UserError(f"--deadline: can't be kept where train's machines have no price list ({infras}); leave it out")
+        raise UserError(
+            f"--deadline: needs a price list of train's machines, which is missing for {infras}; leave it out"
+        )
     if not any(offered.values()):
         return job  # own machines: if SkyPilot knows their prices, its table shows them
     work = workload(recipe, store, plans, installs=installs(request))
@@ -72,7 +74,9 @@ def limits_of(request: LaunchRequest, store: Store) -> Limits:
         )
     hours = None if request.deadline is None else (request.deadline - time.time()) / 3600
     if hours is not None and hours <= 0:
-        raise UserError(f"launch: the deadline of {request.run} is over; launch the run again with another --deadline")
+        raise UserError(
+            f"launch: the deadline of {request.run} has passed; launch the run again with a later --deadline"
+        )
     return Limits(hours, None if request.budget is None else request.budget - spent)
 
 

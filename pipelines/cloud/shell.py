@@ -34,7 +34,7 @@ def variables_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
             raise UserError(f"--env {name}: not of the form NAME=VALUE")
         if name in SECRETS or SECRET_NAME.search(name):
             raise UserError(
-                f"--env {name}: this name means a secret, and variables are shown; export it and add --secret {name}"
+                f"--env {name}: looks like a secret, and variables are shown; export it and use --secret {name}"
             )
         if SECRET_TEXT.search(value):
             raise UserError(

@@ -123,7 +123,7 @@ def source_folder() -> Path:
     """The clone that this code runs from. UserError where it was installed without one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "sky" / "train.yaml").is_file():
-        raise UserError("launch: there is no sky/ beside this code; run skytrain from its clone")
+        raise UserError("launch: the folder sky/ is missing beside this code; run skytrain from its clone")
     return root
 
 

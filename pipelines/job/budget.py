@@ -98,7 +98,7 @@ class Budget:
         if self.begun():
             raise Stopped(f"{self._message(self.spent(started))}; the rest is too little to start and stop again")
         least = self.usd - until_ask * self.usd_per_hour / 3600
-        raise UserError(f"--budget {self.usd:g}: too little to begin: an orderly stop may cost ${least:.4g} here")
+        raise UserError(f"--budget {self.usd:g}: too little to start: saving and stopping may cost ${least:.4g} here")
 
     def watch(self, beat: Heartbeat) -> str | None:
         """A reason to stop, once it is time. Before that, a timer is set, because the store may delay a heartbeat."""

@@ -142,7 +142,7 @@ class DeadlineWatch:
         now = time.time()
         ends_here = not is_standby() and work_left <= rules.changeover
         if rules.must_go_on_demand(now, work_left) and not ends_here:
-            reason = f"{slack_text(rules.slack(now, work_left))}, too few to lose a spot machine or to poll for one"
+            reason = f"{slack_text(rules.slack(now, work_left))}: switching to on-demand"
             self.stop.ask(reason, HandedOver)
 
 
@@ -186,4 +186,4 @@ def seconds_per_token(
 
 def slack_text(slack: float) -> str:
     """The slack (seconds) as a text for notes and reasons."""
-    return f"deadline: {slack / 60:.0f} min of slack are left"
+    return f"deadline: {slack / 60:.0f} min of slack left"

@@ -197,7 +197,7 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
     """
     named = os.environ.get("SKYTRAIN_NOTICE") or None
     if named not in (None, "off", *SOURCES):
-        raise UserError(f"SKYTRAIN_NOTICE: {named!r} is unknown; it is one of {', '.join(SOURCES)}, off")
+        raise UserError(f"SKYTRAIN_NOTICE: {named!r} is unknown; choose one of {', '.join(SOURCES)}, off")
     metadata = Metadata(os.environ.get("SKYTRAIN_NOTICE_ENDPOINT") or ENDPOINT)
     chosen_grace = grace_from_environment()
     source = SOURCES[named](metadata) if named in SOURCES else None
@@ -211,7 +211,7 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
             poll(found, stop, screen, ending, expected=source is not None)
 
     def report_crash(thread: Background) -> None:
-        screen.warn(f"preemption notices of this machine are no longer watched: {thread.error!r}")
+        screen.warn(f"this process stopped watching for preemption notices: {thread.error!r}")
 
     if named != "off":
         Background("notice", watch, report_crash).start()

@@ -18,7 +18,7 @@ def print_bill(account: Account) -> None:
             table.add_row(cell(name), duration(3600 * cost.hours), money(cost.usd, cost.unpriced_hours))
         out.print(table)
         out.print()
-    heads = ("attempt", "state", "on", "began (UTC)", "time", "price an hour", "dollars", "steps", "kept", "redone")
+    heads = ("attempt", "state", "on", "started (UTC)", "time", "price an hour", "dollars", "steps", "saved", "redone")
     table = Table(*heads, box=None, pad_edge=False)
     for number, attempt in merge_waits(account.attempts):
         table.add_row(*map(cell, attempt_row(number, attempt)))
@@ -39,7 +39,7 @@ def print_bill(account: Account) -> None:
         lines.append(f"{account.savings_usd:.2f} dollars saved against on-demand prices")
     if account.deaths:
         lines.append(
-            f"{account.deaths} attempt(s) died without a last heartbeat: up to {account.unseen_usd:.2f} dollars "
+            f"{account.deaths} attempt(s) crashed without a last heartbeat: up to {account.unseen_usd:.2f} dollars "
             f"({account.unseen_seconds:.0f} s) may be missing from the bill"
         )
     for line in lines:

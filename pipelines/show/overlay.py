@@ -47,7 +47,7 @@ def read_overlay(option: str) -> Overlay:
             # llm.c appends when it resumes: the last line of a repeated step counts.
             series.setdefault(metric, {})[step] = value
     if not series:
-        raise UserError(f"--overlay {name}: holds no step; a main.log of llm.c has lines like 's:250 tel:6.1565'")
+        raise UserError(f"--overlay {name}: contains no steps; a main.log of llm.c has lines like 's:250 tel:6.1565'")
     return Overlay(Path(name).name, int(tokens), series)
 
 

@@ -60,10 +60,12 @@ def place_in(config: TokensConfig) -> Store:
         store = open_store(place)
     except UserError as error:
         raise UserError(
-            f"tokens.source: '{config.source}': no place of shards; write {LLMC}FOLDER or {LLMC}s3://BUCKET/PREFIX"
+            f"tokens.source: '{config.source}': not a place of shards; write {LLMC}FOLDER or {LLMC}s3://BUCKET/PREFIX"
         ) from error
     if isinstance(store, LocalStore) and not store.root.is_dir():
-        raise UserError(f"tokens.source: '{config.source}': {store.root} is no folder; name the folder of the shards")
+        raise UserError(
+            f"tokens.source: '{config.source}': {store.root} is not a folder; name the folder of the shards"
+        )
     return store
 
 

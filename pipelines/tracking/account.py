@@ -63,7 +63,7 @@ class AttemptAccount:
     stage: str
     prefix: str
     number: int
-    state: str  # running, done, interrupted, stopped, failed, stale, lost (died without a last heartbeat)
+    state: str  # running, done, interrupted, stopped, failed, stale, lost (crashed without a last heartbeat)
     started: float
     ended: float  # its last heartbeat, if it has not ended
     host: str
@@ -98,7 +98,7 @@ class Account:
     usd_per_billion_tokens: float | None  # None while a price is unknown
     interruptions: Cost  # repeated work, lost time, and the restart after each interruption
     savings_usd: float | None  # against the on-demand price of the same machines; None: unknown
-    deaths: int  # attempts that ended without a last heartbeat
+    deaths: int  # attempts that crashed without a last heartbeat
     unseen_seconds: float  # at most so much is missing from the bill: a heartbeat interval for each death
     unseen_usd: float  # the same in dollars, of known prices
     traffic: TrafficCost = TrafficCost()  # of the total: between the machines and the store

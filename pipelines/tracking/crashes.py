@@ -22,7 +22,7 @@ def after_crash(
     """
     commit = newest_commit(store, prefix)
     if prefix.startswith("train/") and commit is None and not may_start_over:
-        return Died(f"{cause}; there is no checkpoint to resume from")
+        return Died(f"{cause}; no checkpoint exists to resume from")
     since = commit.attempt if commit else 0
     beats = [beat for beat in attempts(store, prefix) if since < beat.attempt < attempt]
     unsaved = {beat.attempt for beat in beats if beat.progress.unsaved_since and beat.state != "running"}

@@ -54,7 +54,7 @@ class Meter:
         """The meter of this machine. UserError if the folder in SKYTRAIN_METER does not exist."""
         named = os.environ.get("SKYTRAIN_METER")
         if named and not Path(named).parent.is_dir():
-            raise UserError(f"SKYTRAIN_METER: {named}: there is no such folder; make it, or name another file")
+            raise UserError(f"SKYTRAIN_METER: {named}: its folder does not exist; make it, or name another file")
         return cls(Path(named) if named else None)
 
     def read(self) -> tuple[float, str] | None:

@@ -70,7 +70,7 @@ class RunRecord(Stored):
         for stage in FOLDERS:
             for prefix in [*found.earlier.get(stage, ()), *filter(None, [found.prefixes.get(stage)])]:
                 if not re.fullmatch(f"{FOLDERS[stage]}/[^/]+", prefix):
-                    raise DamagedRecord(where, f"{shown(prefix)} is no artifact of {stage}")
+                    raise DamagedRecord(where, f"{shown(prefix)} is not an artifact of {stage}")
         asked = list(FOLDERS)[: list(FOLDERS).index(found.until) + 1]
         if missing := [stage for stage in asked if stage not in found.prefixes]:
             raise DamagedRecord(where, f"it names no artifact of {missing[0]}")
@@ -82,7 +82,7 @@ class Summary:
     """A run in a row of a table."""
 
     run: str
-    # done, running, interrupted, stopped (on request), failed, lost (died without a last heartbeat), damaged
+    # done, running, interrupted, stopped (on request), failed, lost (crashed without a last heartbeat), damaged
     state: str
     attempts: int  # starts and resumptions, without waits for spot: 1 if nothing interrupted the run
     steps: int

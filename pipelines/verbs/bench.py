@@ -17,7 +17,7 @@ def bench(
         str | None,
         typer.Argument(metavar="RECIPE", help="The recipe of model and batch [gpt2-124m; without a GPU smoke]"),
     ] = None,
-    micro_batch: Annotated[str, typer.Option(metavar="N|auto", help="Sequences of a micro-batch.")] = "auto",
+    micro_batch: Annotated[str, typer.Option(metavar="N|auto", help="Set the sequences of a micro-batch.")] = "auto",
     precision: Annotated[str, typer.Option(help="auto, fp32, bf16, fp16, fp8 or fp8_head.")] = "auto",
     engine: Annotated[str, typer.Option(help="auto, fused, compiled or eager.")] = "auto",
     batch_tokens: Annotated[
@@ -27,11 +27,11 @@ def bench(
     steps: Annotated[int, typer.Option(min=LEAST_STEPS, help="Optimizer steps to time.")] = LEAST_STEPS,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="A folder of shards train_*.bin; by default tokens drawn by Zipf's law."),
+        typer.Option(metavar="FOLDER", help="Read train_*.bin of this folder [tokens drawn by Zipf's law]"),
     ] = None,
     peers: Annotated[
         bool,
-        typer.Option("--peers", help="Measure all engines, one after the other, beside the speeds of other trainers."),
+        typer.Option("--peers", help="Time all engines, and show the speeds of other trainers."),
     ] = False,
     trace: Annotated[
         Path | None,
@@ -42,7 +42,7 @@ def bench(
     set_: Changes = None,
     as_json: Json = False,
 ) -> None:
-    """Time whole optimizer steps: tokens/s, MFU, memory, clock, and the share of each kind of kernel."""
+    """Time whole optimizer steps: tokens/s, MFU, memory, clock, and time by kind of kernel."""
     import torch
 
     from pipelines.bench import measure

@@ -11,7 +11,7 @@ def gc(
     store: StoreUri = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files without deleting them.")] = False,
     older_than_days: Annotated[
-        float, typer.Option(min=0.0, help="Delete an unfinished artifact after so many days without work on it.")
+        float, typer.Option(min=0.0, help="Delete unfinished artifacts without work for so many days.")
     ] = 7.0,
 ) -> None:
     """Delete files that nothing uses any more."""

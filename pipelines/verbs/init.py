@@ -12,23 +12,25 @@ from trainer.errors import UserError
 
 def init(
     store: Annotated[
-        str | None, typer.Option(metavar="URI", help="s3://bucket/prefix or file://folder [SKYTRAIN_STORE]")
+        str | None,
+        typer.Option(metavar="URI", help="Keep runs in s3://bucket/prefix or file://folder [SKYTRAIN_STORE]"),
     ] = None,
     tracking: Annotated[
-        str | None, typer.Option(metavar="URL|off", help="The MLflow server [MLFLOW_TRACKING_URI; a file here]")
+        str | None,
+        typer.Option(metavar="URL|off", help="Mirror runs to this MLflow server [MLFLOW_TRACKING_URI; a file here]"),
     ] = None,
     infra: Annotated[
-        str | None, typer.Option(metavar="CLOUD[/REGION],…", help="Where `launch` rents [all enabled clouds]")
+        str | None, typer.Option(metavar="CLOUD[/REGION],…", help="Rent only there [all enabled clouds]")
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(min=0.001, metavar="USD", help="What a launched run may cost [no limit]")
+        float | None, typer.Option(min=0.001, metavar="USD", help="Limit the cost of a launched run [no limit]")
     ] = None,
     image: Annotated[
-        str | None, typer.Option(metavar="IMAGE|none", help="The image of launches [none: upload the work tree]")
+        str | None, typer.Option(metavar="IMAGE|none", help="Launch in this image [none: upload the work tree]")
     ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Overwrite an existing skytrain.yaml.")] = False,
 ) -> None:
-    """Write skytrain.yaml, the defaults of this folder; then check the store and this machine as doctor does."""
+    """Write skytrain.yaml, the defaults of this folder; then check store and machine as doctor does."""
     os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.checks import check_image_name

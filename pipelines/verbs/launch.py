@@ -38,52 +38,56 @@ def launch(
     set_: Changes = None,
     infra: Annotated[
         str | None,
-        typer.Option(metavar="CLOUD[/REGION],…", help="aws, gcp/us-central1, lambda, slurm/NAME, kubernetes, …"),
+        typer.Option(
+            metavar="CLOUD[/REGION],…", help="Rent only there: aws, gcp/us-central1, lambda, slurm/NAME, kubernetes, …"
+        ),
     ] = None,
     spot: Annotated[
         bool | None,
-        typer.Option("--spot/--on-demand", help="Only machines of this market; by default the cheapest of both."),
+        typer.Option("--spot/--on-demand", help="Rent only on this market [the cheaper of both]"),
     ] = None,
     gpus: Annotated[
         str | None,
-        typer.Option(metavar="NAME:COUNT", help="GPUs of a training node [H100:8; one L4 or A10 for an hour's work]"),
+        typer.Option(
+            metavar="NAME:COUNT", help="Train on nodes with these GPUs [H100:8; one L4 or A10 for an hour's work]"
+        ),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes to train on.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Train on so many nodes.")] = 1,
     budget: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="USD", help="The run stops on a commit before it has cost more."),
+        typer.Option(min=0.001, metavar="USD", help="Commit and stop before the whole run costs more."),
     ] = None,
     deadline: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Be done in 36h, 2d or 90m: on spot while there is slack, then on demand."),
+        typer.Option(
+            metavar="TIME", help="Finish within 36h, 2d or 90m: on spot while there is slack, then on demand."
+        ),
     ] = None,
     image: Annotated[
         str | None,
-        typer.Option(metavar="IMAGE|none", help="REGISTRY/NAME@sha256:…, or none: upload this work tree [none]"),
+        typer.Option(metavar="IMAGE|none", help="Run in REGISTRY/NAME@sha256:…; none: upload this work tree [none]"),
     ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
             "--env",
             metavar="NAME=VALUE",
-            help="A variable of the job; can be repeated. SKYTRAIN_VENV=FOLDER: an environment that the nodes have.",
+            help="Set a variable of the job; can be repeated. SKYTRAIN_VENV=FOLDER: an environment on the nodes.",
         ),
     ] = None,
     secret: Annotated[
         list[str] | None,
-        typer.Option("--secret", metavar="NAME", help="One more secret to take from this shell; can be repeated."),
+        typer.Option("--secret", metavar="NAME", help="Pass one more secret of this shell; can be repeated."),
     ] = None,
     experiment: Experiment = None,
     tag: Tags = None,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Print the job with masked secrets, and the reasons to refuse it; submit nothing."
-        ),
+        typer.Option("--dry-run", help="Print the job with masked secrets and what is wrong with it; submit nothing."),
     ] = False,
     yes: Yes = False,
 ) -> None:
-    """Rent machines for the missing stages of a recipe, after checks and a plan of time and cost."""
+    """Rent machines for the missing stages of a recipe, after checks and a price."""
     # One answer shows whether a bucket exists. A run retries for two minutes; a launch does not.
     os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
     from pipelines.artifacts.store import open_store

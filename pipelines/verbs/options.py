@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 WHOLE = 1_000  # characters of a verb's description in --help
 
 
-def shipped_names(begun: str) -> list[str]:
-    """The shipped recipes whose names begin like this, for a shell's completion; without one it offers files."""
+def shipped_names(start: str) -> list[str]:
+    """The shipped recipes whose names start like this, for a shell's completion; without one it offers files."""
     from pipelines.recipe import shipped
 
-    return [name for name in shipped() if name.startswith(begun)]
+    return [name for name in shipped() if name.startswith(start)]
 
 
-def names_of_runs(begun: str) -> list[str]:
-    """The runs of a local store whose names begin like this, for a shell's completion. A bucket would take seconds."""
+def names_of_runs(start: str) -> list[str]:
+    """The runs of a local store whose names start like this, for a shell's completion. A bucket would take seconds."""
     kind, _, folder = store_uri(None).rpartition("://")
     runs = Path(folder).glob("runs/*.json") if kind in ("", "file") else ()
-    return sorted(path.stem for path in runs if path.stem.startswith(begun))
+    return sorted(path.stem for path in runs if path.stem.startswith(start))
 
 
 RecipeName = Annotated[
@@ -39,14 +39,12 @@ RecipeName = Annotated[
 ]
 RunNames = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="RUN", help="Runs, by name or the beginning of it; all by default.", autocompletion=names_of_runs
-    ),
+    typer.Argument(metavar="RUN", help="Names of runs, or their first letters [all]", autocompletion=names_of_runs),
 ]
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run, by name or the beginning of it.", autocompletion=names_of_runs)
+    str, typer.Argument(metavar="RUN", help="Name of a run, or its first letters.", autocompletion=names_of_runs)
 ]
-LastStage = Annotated[str, typer.Option("--stage", help="The last stage to run: tokenize, train, evaluate or export.")]
+LastStage = Annotated[str, typer.Option("--stage", help="Stop after this stage: tokenize, train, evaluate or export.")]
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one field; can be repeated."),
@@ -61,7 +59,9 @@ StoreUri = Annotated[
 ]
 Experiment = Annotated[
     str | None,
-    typer.Option("--experiment", metavar="NAME", help="The experiment in MLflow [MLFLOW_EXPERIMENT_NAME; skytrain]"),
+    typer.Option(
+        "--experiment", metavar="NAME", help="Use this experiment in MLflow [MLFLOW_EXPERIMENT_NAME; skytrain]"
+    ),
 ]
 Tags = Annotated[
     list[str] | None,
@@ -75,7 +75,7 @@ Precision = Annotated[
     str | None,
     typer.Option(
         metavar="fp32|bf16|int8",
-        help="Precision of the matrix products; int8: on CPUs only [bf16 where the machine has it]",
+        help="Set the precision of the matrix products; int8: on CPUs only [bf16 where the machine has it]",
         show_default=False,
     ),
 ]
@@ -106,7 +106,7 @@ def home() -> Path:
     try:
         folder.exists()
     except OSError as error:
-        raise UserError(f"SKYTRAIN_HOME: {str(folder)[:80]}: no usable path ({error.strerror})") from error
+        raise UserError(f"SKYTRAIN_HOME: {str(folder)[:80]}: not a usable path ({error.strerror})") from error
     return folder
 
 
@@ -123,7 +123,7 @@ def writable_home() -> Path:
         if is_full(error):
             raise
         raise UserError(
-            f"SKYTRAIN_HOME: {str(folder)[:80]} is no writable folder ({error.strerror}); name one that is"
+            f"SKYTRAIN_HOME: {str(folder)[:80]} is not writable ({error.strerror}); choose a writable folder"
         ) from error
     return folder
 
@@ -171,4 +171,4 @@ def one_of(value: str, known: tuple[str, ...], option: str) -> None:
     from trainer.errors import UserError
 
     if value not in known:
-        raise UserError(f"{option} {value}: unknown; it is one of {', '.join(known)}")
+        raise UserError(f"{option} {value}: unknown; choose one of {', '.join(known)}")

@@ -13,31 +13,29 @@ def plan(
     recipe: RecipeName,
     store: StoreUri = None,
     set_: Changes = None,
-    cloud: Annotated[
-        bool, typer.Option("--cloud", help="Compare rented machines: hours and dollars of the work that is left.")
-    ] = False,
+    cloud: Annotated[bool, typer.Option("--cloud", help="Compare hours and dollars on rented machines.")] = False,
     deadline: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="With --cloud: the longest time, as 36h, 2d or 90m."),
+        typer.Option(metavar="TIME", help="With --cloud: finish within 36h, 2d or 90m."),
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option(min=0.01, metavar="USD", help="With --cloud: the highest cost."),
+        typer.Option(min=0.01, metavar="USD", help="With --cloud: cost at most this."),
     ] = None,
     gpus: Annotated[
         str | None,
         typer.Option(
-            metavar="GPU:N,…", help="With --cloud: nodes to train on [H100:8,H200:8,A100-80GB:8; small: L4:1,A10:1]."
+            metavar="GPU:N,…", help="With --cloud: compare these nodes [H100:8,H200:8,A100-80GB:8; small: L4:1,A10:1]."
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="With --cloud: the number of training nodes.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="With --cloud: train on so many nodes.")] = 1,
     infra: Annotated[
         str | None,
-        typer.Option(metavar="CLOUD,…", help="With --cloud: the clouds to compare [aws,gcp,lambda]."),
+        typer.Option(metavar="CLOUD,…", help="With --cloud: compare these clouds [aws,gcp,lambda]."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the artifacts that `run` makes, which ones exist, and why the others do not; --cloud: their cost."""
+    """Show the artifacts of a recipe and why one is missing; with --cloud, what they cost."""
     from pipelines.artifacts.store import open_store
     from pipelines.plan import plan_of
     from pipelines.show.plan import print_plan

@@ -23,12 +23,10 @@ def report(
     runs: RunNames = None,
     store: StoreUri = None,
     as_json: Json = False,
-    series: Annotated[bool, typer.Option("--series", help="Print the run's series as CSV, a row a step.")] = False,
+    series: Annotated[bool, typer.Option("--series", help="Print the metrics of a run as CSV, a row a step.")] = False,
     audit_: Annotated[
         bool,
-        typer.Option(
-            "--audit", help="Recompute the sequences of every step; exit code 1 if a step read other sequences."
-        ),
+        typer.Option("--audit", help="Recompute which sequences each step read; exit with 1 if they differ."),
     ] = False,
     html: Annotated[
         Path | None,
@@ -38,18 +36,22 @@ def report(
         list[str] | None,
         typer.Option(
             metavar="LOG[@TOKENS]",
-            help="With --html: add the curves of llm.c's main.log; @ gives the tokens of a step (524288).",
+            help="With --html: draw an llm.c main.log over the curves; @ sets the tokens of a step (524288).",
         ),
     ] = None,
     rebuild_mlflow: Annotated[
-        bool, typer.Option("--rebuild-mlflow", help="Send all records of the runs to MLflow.")
+        bool, typer.Option("--rebuild-mlflow", help="Send all records of the runs to MLflow again.")
     ] = False,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="URI", help="Send them to this MLflow [MLFLOW_TRACKING_URI; .skytrain/mlflow.db]"),
+        typer.Option(
+            "--to",
+            metavar="URI",
+            help="With --rebuild-mlflow: send them to this MLflow [MLFLOW_TRACKING_URI; .skytrain/mlflow.db]",
+        ),
     ] = None,
 ) -> None:
-    """Show runs: state, attempts, tokens, val loss, hours, dollars."""
+    """Show state, attempts, tokens, val loss, hours and dollars of runs."""
     from pipelines.artifacts.store import open_store
     from pipelines.tracking.runs import usable_runs
 
@@ -132,7 +134,7 @@ def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
     uri = tracking_uri(to, default_tracking_uri())
     if uri.partition(":")[0].partition("+")[0] not in TRACKING_SCHEMES:
         raise UserError(
-            f"--to {redacted(uri)}: no MLflow; give http(s)://server, or a database such as sqlite:///mlflow.db"
+            f"--to {redacted(uri)}: not an MLflow server; use http(s)://SERVER, or a database such as sqlite:///mlflow.db"
         )
     for run in runs:
         rebuild(run.store, run.name, uri, lambda run: render([run]))

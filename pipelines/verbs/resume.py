@@ -15,15 +15,15 @@ def resume(
     store: StoreUri = None,
     budget: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="USD", help="Another limit than before, for the whole run."),
+        typer.Option(min=0.001, metavar="USD", help="Set a new limit for the whole run."),
     ] = None,
     secret: Annotated[
         list[str] | None,
-        typer.Option("--secret", metavar="NAME", help="A secret that its launch named; can be repeated."),
+        typer.Option("--secret", metavar="NAME", help="Pass a secret that its launch named; can be repeated."),
     ] = None,
     yes: Yes = False,
 ) -> None:
-    """Launch a run that was stopped, or ended, as it was launched before; it continues from its last commit."""
+    """Launch a stopped or ended run again with the options of its last launch."""
     from pipelines.cloud.launch import planned_launch
     from pipelines.cloud.request import last_launch
     from pipelines.cloud.shell import SECRETS, secrets_from_shell

@@ -46,17 +46,15 @@ def run(
     set_: Changes = None,
     price_per_hour: Annotated[
         float | None,
-        typer.Option(min=0.0, metavar="USD", help="Price of one node for an hour, for the bill."),
+        typer.Option(min=0.0, metavar="USD", help="Set the price of this node an hour, for the bill."),
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="USD", help="Save and stop before the whole run costs more; exit code 76."),
+        typer.Option(min=0.001, metavar="USD", help="Commit and stop before the whole run costs more; exit code 76."),
     ] = None,
     unless_stopped: Annotated[
         bool,
-        typer.Option(
-            "--unless-stopped", help="Exit with 76 after `skytrain stop`; without it, `run` withdraws the stop."
-        ),
+        typer.Option("--unless-stopped", hidden=True, help="Internal: exit with 76 after `skytrain stop`."),
     ] = False,
     exited: Annotated[
         int | None,
@@ -71,7 +69,7 @@ def run(
     tag: Tags = None,
     as_json: Json = False,
 ) -> None:
-    """Make the missing artifacts of a recipe; resume after an interruption."""
+    """Run the missing stages of a recipe; resume after an interruption."""
     from pipelines.artifacts.store import open_store
     from pipelines.artifacts.traffic import counted_together
     from pipelines.job.notice import watching

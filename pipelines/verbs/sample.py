@@ -31,19 +31,22 @@ class Sample:
 def sample(
     run: RunName,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="A text to continue; can be repeated. Without one: a new document.")
+        list[str] | None, typer.Option(help="Continue this text; can be repeated. Without it: a new document.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text file with a prompt on each line.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Read prompts from this text file, one a line.", show_default=False),
     ] = None,
-    number: Annotated[int, typer.Option(min=1, max=1000, help="Texts for each prompt, with ascending seeds.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a text.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many likeliest tokens; 0: among all.")] = 50,
+    number: Annotated[
+        int, typer.Option(min=1, max=1000, help="Generate so many texts a prompt, with ascending seeds.")
+    ] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Generate at most so many tokens a text.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0, help="Set the temperature; 0 takes the likeliest token.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many likeliest tokens; 0: from all.")] = 50,
     top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Draw among the likeliest tokens that hold this probability together.")
+        float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens that together hold this probability.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=LAST_SEED, help="Equal seeds give equal text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LAST_SEED, help="Set the seed; equal seeds give equal text.")] = 0,
     at: Step = None,
     precision: Precision = None,
     stream: Annotated[
@@ -53,7 +56,7 @@ def sample(
     store: StoreUri = None,
     as_json: Json = False,
 ) -> None:
-    """Generate text with a trained run, or with the newest commit of a run that still trains.
+    """Generate text with a run's final weights, or with the newest checkpoint of a run in training.
 
     A text ends with its document. One that outgrows the context goes on from the last half of it. For speed on a CPU,
     export gguf (export.formats) and run it in llama.cpp.

@@ -15,15 +15,15 @@ CONNECTIONS = 64
 
 def serve(
     run: RunName,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on this port; 0: any free one.")] = 8000,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Another address; there is no account, so all who reach it can ask.")
+        str, typer.Option(metavar="ADDRESS", help="Listen on this address; anybody who reaches it can use the model.")
     ] = LOOPBACK,
     at: Step = None,
     precision: Precision = None,
     store: StoreUri = None,
 ) -> None:
-    """Answer OpenAI's completions with a run's weights, on this machine, with a page to type into.
+    """Serve OpenAI's completions API from a run's weights, with a page to type into.
 
     For real load, sky/serve.yaml serves the export with vLLM.
     """
@@ -39,7 +39,7 @@ def serve(
         local = host in (LOOPBACK, "localhost", "::1")
         if not local:
             say(
-                f"warning: --host {host}: all who reach this address can use the model; it asks no one for an account",
+                f"warning: --host {host}: anybody who reaches this address can use the model; it has no accounts",
                 True,
             )
         shown = f"[{host}]" if ":" in host else host

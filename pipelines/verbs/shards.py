@@ -9,7 +9,7 @@ import typer
 from pipelines.verbs.options import Json, WholeHelp
 
 shards_app = typer.Typer(
-    name="shards", cls=WholeHelp, help="Token shards in llm.c's format: inspect, verify.", no_args_is_help=True
+    name="shards", cls=WholeHelp, help="Inspect or verify token shards in llm.c's format.", no_args_is_help=True
 )
 
 Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="Shards, or folders with shards.")]
@@ -24,7 +24,7 @@ Tokenizer = Annotated[
 
 @shards_app.command()
 def inspect(paths: Paths, tokenizer: Tokenizer = None, as_json: Json = False) -> None:
-    """Show what the shards hold: tokens, documents and their lengths, a look at the text."""
+    """Show tokens, documents, their lengths, and some text of shards."""
     from pipelines.show.shards import print_faults, print_shards
     from pipelines.text.inspect import Documents, contents_of_all, shard_paths, tokenizer_by_manifest
     from pipelines.text.tokenizer import named_tokenizer
@@ -59,7 +59,7 @@ def inspect(paths: Paths, tokenizer: Tokenizer = None, as_json: Json = False) ->
 
 @shards_app.command()
 def verify(paths: Paths, tokenizer: Tokenizer = None) -> None:
-    """Verify header, size, ids and documents, and sha256 by their MANIFEST.json: exit 1 if one is wrong."""
+    """Verify header, size, ids, documents and sha256 (by MANIFEST.json) of shards; exit with 1 if one is wrong."""
     from pipelines.show.console import say
     from pipelines.show.shards import print_faults
     from pipelines.text.inspect import (

@@ -16,11 +16,11 @@ def status(
     runs: RunNames = None,
     store: StoreUri = None,
     orphans: Annotated[
-        bool, typer.Option("--orphans", help="List machines that cost money and that no live run uses; exit 1 if any.")
+        bool, typer.Option("--orphans", help="List machines that cost money without a live run; exit with 1 if any.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the state of runs: step, speed, loss, attempts, recoveries, dollars so far and to come, SkyPilot's job."""
+    """Show step, speed, loss, attempts, recoveries, dollars so far and to come, and SkyPilot's job of runs."""
     from pipelines.artifacts.store import open_store
     from pipelines.cloud import control
     from pipelines.cloud.request import launched_runs

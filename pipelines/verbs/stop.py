@@ -12,12 +12,15 @@ from pipelines.verbs.runs import named_run
 def stop(
     run: RunName,
     store: StoreUri = None,
-    reason: Annotated[str, typer.Option(help="Recorded with the request.")] = "skytrain stop",
+    reason: Annotated[str, typer.Option(help="Record this reason with the request.")] = "skytrain stop",
     wait: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until it has stopped.")
+        float,
+        typer.Option(
+            min=0, metavar="SECONDS", help="Wait at most so long until the run has stopped; exit with 1 if it has not."
+        ),
     ] = 300.0,
 ) -> None:
-    """Ask a run on any machine to commit and exit, and wait for it: exit 0 once it has stopped."""
+    """Stop a run on any machine: it commits and exits."""
     from pipelines.cloud import control
     from pipelines.cloud.request import last_launch
     from pipelines.show.findings import print_note

@@ -8,24 +8,26 @@ import typer
 from pipelines.verbs.options import Changes, RecipeName, WholeHelp
 
 tokenizer_app = typer.Typer(
-    name="tokenizer", cls=WholeHelp, help="A tokenizer of your own: train.", no_args_is_help=True
+    name="tokenizer", cls=WholeHelp, help="Train a tokenizer of your own.", no_args_is_help=True
 )
 
 
 @tokenizer_app.callback()
 def options() -> None:
-    """A tokenizer of your own: train."""
+    """Train a tokenizer of your own."""
 
 
 @tokenizer_app.command()
 def train(
     recipe: RecipeName,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it.")] = Path("tokenizer.json"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Write the tokenizer to this file.")] = Path(
+        "tokenizer.json"
+    ),
     vocab_size: Annotated[
-        int, typer.Option(min=257, max=262_144, metavar="IDS", help="Number of token ids, <|endoftext|> included.")
+        int, typer.Option(min=257, max=262_144, metavar="IDS", help="Learn so many token ids, <|endoftext|> included.")
     ] = 32_768,
     characters: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Size of the sample: the beginning of the text, in characters.")
+        int, typer.Option(min=1, metavar="N", help="Learn from so many characters, at the start of the text.")
     ] = 1_000_000_000,
     set_: Changes = None,
 ) -> None:
@@ -39,7 +41,7 @@ def train(
 
     config = load_recipe(recipe, set_ or []).tokens
     if not out.parent.is_dir() or out.is_dir():
-        raise UserError(f"--out {out}: no file in an existing folder; name one")
+        raise UserError(f"--out {out}: not a file in an existing folder; choose another path")
     stop = StopSignal()
     with TerminalScreen().bar("sample", characters) as bar:
 

@@ -471,7 +471,7 @@ class TestS3StoreAndTheUsersMistakes:
             lambda: store.upload(source, "a"),
             lambda: store.delete("a"),
         ):
-            with pytest.raises(UserError, match=r"s3://no-such-bucket-here/p.*no such bucket"):
+            with pytest.raises(UserError, match=r"s3://no-such-bucket-here/p.*the bucket does not exist"):
                 operation()
 
     def test_a_wrong_secret_is_reported_without_its_value(

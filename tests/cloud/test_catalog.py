@@ -70,8 +70,8 @@ def test_offers_are_the_catalogs_prices_by_region(tmp_path: Path) -> None:
     assert {(o["vcpus"], o["accelerators"]) for o in found["aws cpus:16"]} == {(16.0, None)}
     assert found["aws cpus:16,memory:32"][0]["instance"] == "c6i.4xlarge"
     assert found["gcp H200:8"] == []
-    assert found["azure H100:8"].startswith("azure: there is no price list of it here and none can be fetched")
-    assert found["nocloud H100:8"].startswith("nocloud: SkyPilot knows no such cloud")
+    assert found["azure H100:8"].startswith("azure: its price list cannot be fetched")
+    assert found["nocloud H100:8"].startswith("nocloud: SkyPilot does not know this cloud")
 
 
 WHO = """<GetCallerIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><GetCallerIdentityResult>

@@ -50,7 +50,7 @@ def test_a_bucket_that_does_not_exist_is_named(moto_server: S3Account, monkeypat
     for name, value in moto_server.environment.items():
         monkeypatch.setenv(name, value)
     finding = store_commits(open_store("s3://no-such-bucket-anywhere/x"))
-    assert finding.state == "broken" and "there is no such bucket; create it" in finding.remedy
+    assert finding.state == "broken" and "the bucket does not exist; create it" in finding.remedy
 
 
 def test_a_tracking_server_that_is_gone_or_refuses_us_is_named() -> None:
@@ -145,7 +145,7 @@ def test_gpus_that_cannot_train_the_recipe_are_refused(tmp_path: Path) -> None:
     shared = found("H100:8", nodes=3)  # a step has 16 sequences
     assert shared and shared.state == "broken" and "3 x H100:8: train.batch_tokens: " in shared.seen
     old = found("V100:1", "train.precision=fp8")
-    assert old and "1 x V100:1: no hardware for train.precision fp8" in old.seen
+    assert old and "1 x V100:1: train.precision: fp8 needs one of these GPUs" in old.seen
 
 
 def test_an_address_of_this_machine_is_refused_for_rented_machines(tmp_path: Path) -> None:

@@ -100,9 +100,7 @@ def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: Local
 
 def test_a_launch_is_refused_until_the_job_before_it_is_over(store: LocalStore, sky: Sky) -> None:
     launched(store)
-    with pytest.raises(
-        UserError, match=rf"has job 8, launched by .*@.*, which is not over; see `skytrain status {RUN}"
-    ):
+    with pytest.raises(UserError, match=rf"has job 8, launched by .*@.*, still running; see `skytrain status {RUN}"):
         launched(store)
     sky.jobs[8] = "RECOVERING"
     with pytest.raises(UserError, match="job 8"):

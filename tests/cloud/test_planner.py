@@ -112,7 +112,7 @@ def test_an_invalid_deadline_is_refused_with_examples(text: str) -> None:
 def stand_in(cloud: str, node: str, region: str | None = None) -> list[Machine]:
     """The machines of the tests' catalog in our own type: spot at its region's lowest price."""
     if cloud == "dear":
-        raise UserError("dear: there is no price list of it here")
+        raise UserError("dear: its price list cannot be fetched")
     cpus, found = node.partition(",")[0].partition("cpus:")[2], {}
     for row in ROWS:
         fits = row.gpus == node if not cpus else (not row.gpus and row.vcpus >= float(cpus))
@@ -159,7 +159,7 @@ def test_every_place_is_a_candidate_and_the_cheapest_comes_first(tmp_path: Path)
     plan = planned(tmp_path, clouds=("aws", "dear"), train_nodes=("H100:8",))
     places = [(c.machine.region, c.machine.spot, c.machine.usd_per_hour) for c in plan.candidates if c.machine]
     assert places[0] == ("us-east-1", True, 20.0) and places[-1] == ("us-west-2", False, 60.0)
-    assert plan.notes == ("dear: there is no price list of it here",)
+    assert plan.notes == ("dear: its price list cannot be fetched",)
     spot, on_demand = plan.candidates[0], plan.candidates[-1]
     assert spot.stages["train"].preemptions > 0.1 > 100 * on_demand.stages["train"].preemptions > 0
     assert spot.hours > on_demand.hours
@@ -170,7 +170,7 @@ def test_every_place_is_a_candidate_and_the_cheapest_comes_first(tmp_path: Path)
         assert estimate.machine and estimate.machine.spot == any(m["use_spot"] for m in task["resources"]["any_of"]), (
             stage
         )
-    with pytest.raises(UserError, match="dear: there is no price list"):
+    with pytest.raises(UserError, match="dear: its price list"):
         planned(tmp_path, clouds=("dear",))
     with pytest.raises(UserError, match="none of aws offers B200:8"):
         planned(tmp_path, clouds=("aws",), train_nodes=("B200:8",))

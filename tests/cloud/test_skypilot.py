@@ -336,7 +336,7 @@ def test_with_a_deadline_spot_comes_first_and_a_small_machine_waits_for_it(
 def test_limits_that_no_machine_meets_are_refused(answers: dict[str, Any]) -> None:
     for asked, reason in {
         "a budget that is spent": "--budget 20: the run has already cost $25.00; raise the budget to continue",
-        "a deadline without a price list": "--deadline: can't be kept where train's machines have no price list (aws, ",
+        "a deadline without a price list": "--deadline: needs a price list of train's machines, ",
     }.items():
         assert reason in answers[asked]["error"]
 

@@ -82,7 +82,7 @@ def test_a_run_without_a_commit_whose_rank_crashes_fails_with_the_cause(project:
         kill_rank(project)
         _, err = process.communicate()
     assert process.returncode == 1, err
-    assert "failed: rank 0 was killed by SIGKILL after step " in err and "there is no checkpoint to resume from" in err
+    assert "failed: rank 0 was killed by SIGKILL after step " in err and "no checkpoint exists to resume from" in err
     assert project.report()["state"] == "failed"
 
 

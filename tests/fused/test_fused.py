@@ -376,7 +376,7 @@ def test_the_reason_why_it_cannot_run_is_reported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="it needs a CUDA device, this is cpu; use 'auto'"):
         make_engine(config, TRAIN, RuntimeConfig(engine="fused"), ALONE)
-    assert make_engine(config, TRAIN, RuntimeConfig(), ALONE).why == "eager, on cpu; there is no CUDA device"
+    assert make_engine(config, TRAIN, RuntimeConfig(), ALONE).why == "eager, on cpu; no CUDA device was found"
 
 
 def test_products_that_cublaslt_cannot_compute_are_reported_once(

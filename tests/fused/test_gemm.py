@@ -85,7 +85,7 @@ def test_the_epilogues_agree_with_each_other_where_weights_are_not_aligned(devic
 
 def test_without_a_gpu_the_reason_against_cublaslt_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gemm.why_not() == "there is no CUDA device"
+    assert gemm.why_not() == "no CUDA device was found"
     assert gemm.refused() == []
 
 

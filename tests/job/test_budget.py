@@ -130,7 +130,7 @@ def test_a_spent_budget_begins_nothing(bench: Bench) -> None:
 
 def test_a_budget_that_always_was_too_small_is_a_user_error(bench: Bench) -> None:
     bench.run = "another-12345678"
-    with pytest.raises(UserError, match=r"--budget 40: too little to begin: an orderly stop may cost \$45 here"):
+    with pytest.raises(UserError, match=r"--budget 40: too little to start: saving and stopping may cost \$45 here"):
         bench.budget(40).begin()
 
 

@@ -103,7 +103,7 @@ def test_a_spot_machine_that_comes_too_late_hands_over_before_it_trains(
     watch = DeadlineWatch(time.time() + whole + left, RECIPE, late.stop)
     if left > 3 * CHANGEOVER_SECONDS:
         return watch.before_ranks(late)
-    with pytest.raises(HandedOver, match="too few to lose a spot machine"):
+    with pytest.raises(HandedOver, match="switching to on-demand"):
         watch.before_ranks(late)
 
 
@@ -119,7 +119,7 @@ def test_a_standby_exits_to_poll_or_hands_over_and_is_on_the_bill(tmp_path: Path
     project = Project(tmp_path / FOLDER_NAME)
     project.environment |= STANDBY | {DEADLINE: f"{time.time() + AFTER_TRAINING_SECONDS + 60:.0f}"}
     done = project.run("run", "tiny.yaml", "--stage", "train")
-    assert "handed over (deadline: 1 min of slack are left, too few to lose a spot machine" in done.stderr
+    assert "handed over (deadline: 1 min of slack left: switching to on-demand" in done.stderr
     (one,) = project.found("train/*/attempts/*/heartbeat.json")
     beat = json.loads(one.read_text())
     assert beat["progress"]["waiting"] and beat["state"] == "interrupted" and beat["price_per_hour"] == 0.1

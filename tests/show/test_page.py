@@ -308,7 +308,7 @@ def test_a_log_of_llmc_is_read_with_its_values(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (None, "cannot be read"),
-        ("", "holds no step; a main.log of llm.c has lines like 's:250 tel:6.1565'"),
+        ("", "contains no steps; a main.log of llm.c has lines like 's:250 tel:6.1565'"),
         ("s:1 trl:2.0\nstep 2: loss 3\n", "line 2: 'step 2: loss 3' is not a line of llm.c"),
         ("s:1 trl:2.0\ntrl:3.0\n", "line 2: 'trl:3.0' is not a line of llm.c"),
         ("s:1 trl:two\n", "line 1: 's:1 trl:two' is not a line of llm.c"),

@@ -54,7 +54,7 @@ def test_weights_that_cannot_be_a_runs_are_refused_in_a_line_before_anything_sta
         "nowhere": ([], "train.init_from: "),
         "openai-community/gpt2": ([], "write openai-community/gpt2@ and the 40 hex digits"),
         "run:nobody": ([], "nobody: no such run"),
-        f"run:{run}@7": ([], f"step 7 is no commit of {run}; its commits are at"),
+        f"run:{run}@7": ([], f"step 7 is not a commit of {run}; its commits are at"),
         f"run:{run}": (["--set", "model.n_head=4"], "its n_head is 2, and model.n_head is 4"),
     }
     for source, (changes, words) in cases.items():
@@ -138,7 +138,7 @@ def test_a_change_that_the_state_cannot_bear_is_refused_with_the_reason(
         with pytest.raises(UserError) as mistake:
             branch(change)
         assert words in str(mistake.value) and "\n" not in str(mistake.value)
-    with pytest.raises(UserError, match=f"step 7 is no commit of {parent.name}; its commits are at"):
+    with pytest.raises(UserError, match=f"step 7 is not a commit of {parent.name}; its commits are at"):
         branch(at=7)
     recipe = branch("train.schedule=linear", "train.max_steps=80", "name=decay")
     assert (recipe.name, recipe.train.max_steps, recipe.train.first_step) == ("decay", 80, step)

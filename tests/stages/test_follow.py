@@ -43,7 +43,7 @@ START = Started(
     world_size=1,
     device="cpu",
     precision="fp32",
-    engine="eager, on cpu; there is no CUDA device",
+    engine="eager, on cpu; no CUDA device was found",
     micro_batch_size=1,
     micro_batch_why="micro-batches of 1, as configured",
 )

@@ -57,7 +57,7 @@ TWO_LAYERS = ["model.n_layer=2", "model.backout=true"]
         ([*TWO_LAYERS, "runtime.engine=fused"], "runtime.engine: fused needs the fused engine, and it has no step for"),
         (
             ["export.formats=[hf, llmc]"],
-            "export.formats: llmc holds no model.family modern, only gpt2",
+            "export.formats: llmc cannot hold model.family modern, only gpt2",
         ),
         (["model.family=gpt"], "model.family: unknown family 'gpt'; did you mean 'gpt2'?"),
     ],

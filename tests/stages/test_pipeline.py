@@ -222,7 +222,7 @@ def test_a_run_on_s3_makes_the_files_of_a_run_on_disk_and_finds_them_again(
 def test_a_wrong_bucket_is_a_user_error(project: Project, s3_store: S3Store) -> None:
     ended = project.run("run", "tiny.yaml", "--store", "s3://no-such-bucket-here/prefix", expect=2)
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: ") and "no-such-bucket-here" in line and "there is no such bucket" in line
+    assert line.startswith("error: ") and "no-such-bucket-here" in line and "the bucket does not exist" in line
 
 
 # --- real text, on a local store and on S3

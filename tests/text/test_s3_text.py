@@ -128,7 +128,7 @@ def test_a_dry_run_opens_the_first_file_of_a_text_elsewhere(bucket: S3Store, tmp
     assert seen(f"{uri}/lines.jsonl") == ("ok", f"the first document of {uri}/lines.jsonl was read")
     for source, why in (
         (f"{uri}/none*.jsonl", "no object matches"),
-        (f"{uri}-other/lines.jsonl", "there is no such bucket"),
+        (f"{uri}-other/lines.jsonl", "the bucket does not exist"),
         (f"{bucket._client.meta.endpoint_url}/no/such.jsonl", "such.jsonl"),
     ):
         state, text = seen(source, **({} if source.startswith("s3") else {"revision": "v1"}))

@@ -152,7 +152,7 @@ def test_a_server_that_refuses_the_version_has_the_rest(
 def test_a_rebuild_gives_up_on_a_server_that_is_down(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0.5")
     recorded(store, "train")
-    with pytest.raises(UserError, match=r"http://127.0.0.1:\d+ has taken nothing for 0.5 s .*start it, or name"):
+    with pytest.raises(UserError, match=r"http://127.0.0.1:\d+ has accepted nothing for 0.5 s .*start it, or name"):
         rebuild(store, RUN, f"http://127.0.0.1:{free_ports(1)[0]}")
 
 
@@ -397,7 +397,7 @@ def test_no_file_of_a_mirrored_run_holds_the_servers_password(
     assert run.mirror._child
     print(Path(f"/proc/{run.mirror._child.pid}/cmdline").read_text())
     print(run.end(), run.mirror.uri if scheme == "http" else "")
-    with pytest.raises(UserError, match="has taken nothing for") as error:
+    with pytest.raises(UserError, match="has accepted nothing for") as error:
         rebuild(run.store, RUN, run.mirror.uri)
     print(error.value, *mlflow_answers(uri, os.environ).__dict__.values())
 

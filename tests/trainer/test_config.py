@@ -114,14 +114,14 @@ def test_infinite_and_nan_numbers_are_refused(section: str, field: str, value: o
         ("train", "optimizer", "sgd", "'adamw' or 'muon'"),
         ("train", "beta2", 1.0, "less than 1"),
         ("train", "seed", 2**63, "less than 9223372036854775808"),
-        ("train", "val_tokens", 0, "0 tokens are no validation; use 1 or more, or 'auto'"),
+        ("train", "val_tokens", 0, "must be at least 1, or 'auto' (got 0)"),
         ("train", "schedule", "cosin", "'cosine', 'wsd', 'linear' or 'constant'"),
         ("train", "precision", "int4", "'auto', 'fp32', 'bf16', 'fp16', 'fp8' or 'fp8_head'"),
         ("runtime", "device", "gpu", "'auto', 'cpu', 'cuda' or 'mps'"),
         ("runtime", "recompute", "yes", "valid boolean"),
-        ("runtime", "processes", 0, "use 1 or more, or 'auto'"),
+        ("runtime", "processes", 0, "must be at least 1, or 'auto'"),
         ("runtime", "checkpoint_minutes", "often", "'auto'"),
-        ("runtime", "data_cache_gb", -1, "use a number from 0 on, or 'auto'"),
+        ("runtime", "data_cache_gb", -1, "must be at least 0, or 'auto'"),
     ],
 )
 def test_a_value_out_of_bounds_names_the_field_and_the_bounds(
@@ -163,13 +163,14 @@ def test_a_field_of_muon_without_muon_is_refused_but_for_its_default(field: str,
 
 def test_muon_in_fp16_is_refused() -> None:
     assert complaint("train", optimizer="muon", precision="fp16") == (
-        "my.yaml: train: precision fp16 cannot serve optimizer muon, which computes in bf16; use bf16 or fp32"
+        "my.yaml: train: precision fp16 does not work with optimizer muon, which computes in bf16; use bf16 or fp32"
     )
 
 
 def test_warmup_must_end() -> None:
     assert complaint("train", warmup_steps=11) == (
-        "my.yaml: train: warmup_steps 11 is more than max_steps 10; it would never reach learning_rate"
+        "my.yaml: train: warmup_steps 11 is more than max_steps 10; "
+        "use fewer, or the learning rate never reaches its peak"
     )
     assert configured("train", warmup_steps=10).train.warmup_steps == 10
 

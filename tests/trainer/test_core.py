@@ -163,7 +163,7 @@ def test_the_digest_follows_everything_that_decides_the_scores(bundle: Path, tmp
         ({"icl_task_type": "chat"}, r"core\.yaml: icl_tasks: icl_task_type: input should be 'multiple_choice'"),
         ({"num_fewshot": [10, 20]}, r"core\.yaml: icl_tasks: num_fewshot: list should have at most 1 item"),
         ({"dataset_uri": "../../secrets"}, r"core\.yaml: copa: dataset_uri must be a path inside eval_data/"),
-        ({"dataset_uri": "no.jsonl"}, r"the items of copa are missing: there is no .*eval_data/no.jsonl"),
+        ({"dataset_uri": "no.jsonl"}, r"the file .*eval_data/no.jsonl of the task copa is missing"),
     ],
 )
 def test_a_bad_task_of_a_bundle_is_named_in_one_line(bundle: Path, fields: dict[str, Any], complaint: str) -> None:

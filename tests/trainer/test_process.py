@@ -23,4 +23,4 @@ def test_without_a_listener_the_death_of_a_thread_is_in_the_log(capsys: pytest.C
     thread = Background("exits", lambda: sys.exit(3))
     thread.start()
     thread.join(10)
-    assert "the thread 'exits' DIED" in capsys.readouterr().out
+    assert "the thread 'exits' CRASHED" in capsys.readouterr().out

@@ -145,13 +145,19 @@ def test_a_damaged_configuration_is_named_and_advises_no_field(tmp_path: Path) -
         "n_embd": (10**9, "has n_embd 1000000000, and its tensors have 32"),
         "n_positions": (-1, "has block_size -1, and its tensors have"),
         "vocab_size": (10**6, "has vocab_size 1000000, and its tensors have"),
-        "n_head": (3, "is no model of family gpt2 (n_embd 32 is not divisible by n_head 3)"),
+        "n_head": (3, "does not describe a model of family gpt2 (n_embd 32 is not divisible by n_head 3)"),
     }
     llama = {
         "num_hidden_layers": (0, "has n_layer 0, and its tensors have 2"),
-        "num_key_value_heads": (7, "is no model of family llama (n_kv_head 7 does not divide n_head 2)"),
-        "rope_theta": (-1.0, "is no model of family llama (rope_base: input should be greater than 1 (got -1.0))"),
-        "max_position_embeddings": (-5, "is no model of family llama (block_size: input should be greater than"),
+        "num_key_value_heads": (7, "does not describe a model of family llama (n_kv_head 7 does not divide n_head 2)"),
+        "rope_theta": (
+            -1.0,
+            "does not describe a model of family llama (rope_base: input should be greater than 1 (got -1.0))",
+        ),
+        "max_position_embeddings": (
+            -5,
+            "does not describe a model of family llama (block_size: input should be greater than",
+        ),
     }
     other = LlamaConfig(n_layer=2, n_head=2, n_embd=32, block_size=MODEL.block_size, vocab_size=MODEL.vocab_size)
     for model, cases in ((MODEL, gpt2), (other, llama)):
@@ -181,7 +187,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
             path.write_bytes(whole[:size])
             assert "truncated" in complaint(hf if path.suffix == ".safetensors" else path)
     (hf / "model.safetensors").write_bytes(b"")
-    assert "no safetensors file" in complaint(hf)
+    assert "not a safetensors file" in complaint(hf)
     (hf / "model.safetensors").unlink()
     (hf / "model.safetensors").mkdir()
     assert complaint(hf) == f"{hf}/model.safetensors: no file; fetch it again"
@@ -215,7 +221,7 @@ def test_a_missing_and_an_extra_tensor_are_refused_by_name(tmp_path: Path) -> No
         complaint(folder) == f"{folder}: incomplete: it has no tensor h.0.ln_2.bias; take a whole model of family gpt2"
     )
     save_file(tensors | {"transformer.h.0.ln_2.bias": gone, "score.weight": gone + 1}, folder / "model.safetensors")
-    assert "'score.weight' is no part of a model of family gpt2" in complaint(folder)
+    assert "'score.weight' does not belong to a model of family gpt2" in complaint(folder)
     save_file(tensors | {"transformer.h.0.ln_2.bias": gone[:-1].clone()}, folder / "model.safetensors")
     assert "h.0.ln_2.bias has the shape [31]" in complaint(folder)
 

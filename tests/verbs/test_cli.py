@@ -78,7 +78,7 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
         ),
         (
             ["run", "tiny.yaml", "--stage", "trian"],
-            "error: --stage trian: unknown; it is one of tokenize, train, evaluate, export",
+            "error: --stage trian: unknown; choose one of tokenize, train, evaluate, export",
         ),
         (
             ["run", "tiny.yaml", "--store", "ftp://host/x"],
@@ -171,8 +171,8 @@ def test_hostile_input_ends_with_2_and_one_line(folder: Path, as_a_user: list[st
     [
         (["run"], "RECIPE"),
         (["run", "tiny.yaml", "--price-per-hour", "nan"], "--price-per-hour"),
-        (["run", "tiny.yaml", "--budget", "inf"], "'--budget': inf is no number to reckon with"),
-        (["launch", "tiny.yaml", "--budget", "inf"], "'--budget': inf is no number to reckon with"),
+        (["run", "tiny.yaml", "--budget", "inf"], "'--budget': inf is not a finite number"),
+        (["launch", "tiny.yaml", "--budget", "inf"], "'--budget': inf is not a finite number"),
         (["run", "tiny.yaml", "--pric-per-hour", "1"], "--pric-per-hour"),
         (["rnu", "tiny.yaml"], "rnu"),
         (["shards", "inspct"], "inspct"),

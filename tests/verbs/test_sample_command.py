@@ -119,7 +119,7 @@ def test_a_run_without_weights_and_a_damaged_commit_are_named(
         return read_into(key, start, buffer)
 
     monkeypatch.setattr(store, "read_into", read_too_late)
-    with pytest.raises(UserError, match="was removed meanwhile"):
+    with pytest.raises(UserError, match="was removed while it was read"):
         load_text_model(store, tmp_path / "cache", RUN)
 
 

@@ -355,7 +355,7 @@ class Checkpointer:
             self._damaged.append(folders[0])
             log.write(Damaged(folders[0], damage))
             if self.world.rank == 0:
-                consequence = "using the one before it" if folders[1:] else "there is no other one"
+                consequence = "using the one before it" if folders[1:] else "no earlier one exists"
                 log_line(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {damage}; {consequence}")
         return None
 

@@ -286,7 +286,7 @@ def rows_of(source: str, body: bytes) -> Iterator[dict[str, Any]]:
                 raise ValueError("a row has numbers, and texts in `samples`")
             texts = row.get("samples", [])
             if type(texts) is not list or not all(type(text) is str for text in texts):
-                raise ValueError("`samples` are no texts")
+                raise ValueError("`samples` must be a list of texts")
         except (ValueError, TypeError, KeyError, AttributeError):
             logging.getLogger(__name__).warning("%s: line %d is DAMAGED; the series lacks its step", source, number)
         else:

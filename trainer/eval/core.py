@@ -214,7 +214,7 @@ def read_bundle(folder: Path) -> list[Task]:
         if ".." in PurePosixPath(entry.dataset_uri).parts or not task.file.is_relative_to(folder):
             raise UserError(f"{path}: {task.name}: dataset_uri must be a path inside {DATA_FOLDER}/")
         if not task.file.is_file():
-            raise UserError(f"{folder}: the items of {task.name} are missing: there is no {task.file}")
+            raise UserError(f"{folder}: the file {task.file} of the task {task.name} is missing; use a whole bundle")
     return tasks
 
 

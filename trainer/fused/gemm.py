@@ -338,7 +338,7 @@ def is_supported(matrix: Matrix) -> bool:
 def why_not() -> str:
     """Why cuBLASLt cannot run on the current device; empty if it can."""
     if not torch.cuda.is_available():
-        return "there is no CUDA device"
+        return "no CUDA device was found"
     if torch.version.cuda is None:
         return "this torch is not built for CUDA"
     if torch.cuda.get_device_capability() < (8, 0):

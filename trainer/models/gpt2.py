@@ -97,7 +97,7 @@ class Gpt2Config(ModelConfig):
             raise UserError(f"{where}: n_inner is {shown(values['n_inner'])}; GPT-2 here has 4 x n_embd")
         for name, value in given.items():
             if type(value) is not int:
-                raise UserError(f"{where}: {name} is {shown(value)}, no number")
+                raise UserError(f"{where}: {name} is {shown(value)}, which is not a number")
         return given
 
 

@@ -125,10 +125,10 @@ class GroupedHeads(ModelConfig, ABC):
         given["n_kv_head"] = given["n_kv_head"] or given["n_head"]
         for name, value in given.items():
             if type(value) is not int:
-                raise UserError(f"{where}: {HF_SIZES[name]} is {shown(value)}, no number")
+                raise UserError(f"{where}: {HF_SIZES[name]} is {shown(value)}, which is not a number")
         if values.get("head_dim") not in (None, given["n_embd"] // max(1, given["n_head"])):
             raise UserError(f"{where}: head_dim is {shown(values['head_dim'])}; here it is hidden_size / heads")
         base = rope.get("rope_theta", values.get("rope_theta", cls.model_fields["rope_base"].default))
         if not isinstance(base, int | float):
-            raise UserError(f"{where}: rope_theta is {shown(base)}, no number")
+            raise UserError(f"{where}: rope_theta is {shown(base)}, which is not a number")
         return given | {"family": family, "rope_base": float(base)}

@@ -119,7 +119,7 @@ class LlamaConfig(GroupedHeads):
     def fields_of_hf(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
         inner = values.get("intermediate_size")
         if type(inner) is not int:
-            raise UserError(f"{where}: intermediate_size is {shown(inner)}, no number")
+            raise UserError(f"{where}: intermediate_size is {shown(inner)}, which is not a number")
         return super().fields_of_hf(values, where) | {
             "n_inner": inner,
             "qk_norm": values.get("model_type") == "qwen3",

@@ -100,7 +100,9 @@ class WeightsFile:
             model = SECTIONS[family].model_validate(dict(self.fields))
         except ValidationError as error:
             reason = str(explain(error, SECTIONS[family], "")).partition("\n")[0].partition(";")[0]
-            raise UserError(f"{damaged} is no model of family {family} ({reason}); fetch it again") from error
+            raise UserError(
+                f"{damaged} does not describe a model of family {family} ({reason}); fetch it again"
+            ) from error
         self.check_tensors(model, "its configuration has")
         return model
 
@@ -111,7 +113,9 @@ class WeightsFile:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise UserError(f"{self.where}: incomplete: it has no tensor {missing[0]}{more}; take a whole {ours}")
         if extra := sorted(self.tensors.keys() - expected.keys()):
-            raise UserError(f"{self.where}: the tensor {shown(cut(extra[0]))} is no part of a {ours} of this shape")
+            raise UserError(
+                f"{self.where}: the tensor {shown(cut(extra[0]))} does not belong to a {ours} of this shape"
+            )
         for name, shape in expected.items():
             found = self.tensors[name].shape
             padded = name in model.vocabulary_rows and found and found[0] >= model.vocab_size
@@ -203,7 +207,7 @@ def from_hub_layout(where: str, config: str, tensors: Mapping[str, Stored]) -> W
     except UserError:
         raise
     except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{where}/{CONFIG_FILE}: no configuration of a model ({type(error).__name__})") from error
+        raise UserError(f"{where}/{CONFIG_FILE}: not the configuration of a model ({type(error).__name__})") from error
     section, found = SECTIONS[family_in(fields)], {}
     for theirs, stored in tensors.items():
         if name := section.own_name(theirs, fields):
@@ -225,7 +229,7 @@ def stored_tensors(path: Path, where: str) -> Iterator[tuple[str, Stored]]:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= LARGEST_HEADER:
-            raise UserError(f"{where}: no safetensors file: its header would have {length:,} bytes; fetch it again")
+            raise UserError(f"{where}: not a safetensors file: its header would have {length:,} bytes; fetch it again")
         header = parse_header(file.read(length), length, where)
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != end:
@@ -289,12 +293,12 @@ def open_llmc(path: Path, where: str) -> WeightsFile:
         start = file.read(LLMC_HEADER)
     magic, version, *numbers = struct.unpack("<8i", start[:32]) if len(start) == LLMC_HEADER else (0, 0)
     if magic != LLMC_MAGIC:
-        raise UserError(f"{where}: no checkpoint of llm.c (its first number is {magic}, not {LLMC_MAGIC})")
+        raise UserError(f"{where}: not a checkpoint of llm.c (its first number is {magic}, not {LLMC_MAGIC})")
     if version not in LLMC_DTYPES:
         raise UserError(f"{where}: version {version} of llm.c's format; 3 (float32) and 5 (bfloat16) can be read")
     block_size, vocab_size, layers, heads, c, rows = numbers
     if min(numbers) < 1 or layers > LAYERS or rows < vocab_size:
-        raise UserError(f"{where}: damaged: its header describes no GPT-2 ({numbers})")
+        raise UserError(f"{where}: damaged: its header does not describe a GPT-2 ({numbers})")
     shapes: dict[str, tuple[int, ...]] = {"wte.weight": (rows, c), "wpe.weight": (block_size, c)}
     for name in LAYER:
         shapes |= {f"h.{i}.{name}": layer_shape(name, c) for i in range(layers)}

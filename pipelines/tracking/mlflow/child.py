@@ -124,7 +124,7 @@ def _await_end(ending: threading.Event) -> None:
     sys.stdin.buffer.read()
     ending.set()
     time.sleep(flush_seconds() + 1)
-    log("gives up: the rest took too long")
+    log("gave up: the rest took too long")
     os._exit(1)
 
 

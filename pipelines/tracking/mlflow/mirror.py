@@ -268,7 +268,7 @@ def rebuild(store: Store, name: str, uri: str, page: Callable[[Run], str] | None
     except Exception as error:
         reason = redacted(" ".join(str(error).split()))[:200]
         raise UserError(
-            f"{redacted(uri)} has taken nothing for {patience:g} s ({reason}); start it, or name another"
+            f"{redacted(uri)} has accepted nothing for {patience:g} s ({reason}); start it, or name another server"
         ) from error
 
 

@@ -59,7 +59,7 @@ def parse_tags(texts: Iterable[str], where: str) -> dict[str, str]:
         if not (equals and TAG_NAME.fullmatch(name)) or "," in value:
             raise UserError(f"{where}{text}: not of the form NAME=VALUE without commas, such as team=research")
         if name.startswith(("mlflow.", "skytrain.")):
-            raise UserError(f"{where}{text}: names that begin with mlflow. and skytrain. are taken; use another")
+            raise UserError(f"{where}{text}: names that start with mlflow. or skytrain. are reserved; use another")
         tags[name] = value
     return tags
 
