@@ -3,8 +3,6 @@
 import logging
 import time
 
-from pipelines.artifacts.store import Outage
-
 LINE_SECONDS = 30.0  # between two lines
 WORTH_A_LINE_SECONDS = 10.0  # of an outage, for a line about its end
 
@@ -26,6 +24,7 @@ class OutageLines(logging.Handler):
         self._line_at = float("-inf")
 
     def emit(self, record: logging.LogRecord) -> None:
+        from pipelines.artifacts.store import Outage  # brings pydantic, which --help does not need
         from pipelines.show.console import say
 
         outage = getattr(record, "outage", None)
