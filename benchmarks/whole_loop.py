@@ -41,7 +41,7 @@ def bench(recipe: Path, gpus: int, options: list[str]) -> float:
 
 def run(recipe: Path, store: Path) -> list[dict[str, Any]]:
     """The rows of a whole run's steps, in order."""
-    words = ["run", str(recipe), "--store", str(store), "--stage", "train", "--yes"]
+    words = ["run", str(recipe), "--store", str(store), "--stage", "train"]
     done = subprocess.run([sys.executable, "-m", "pipelines.cli", *words], cwd=recipe.parent, stdout=sys.stderr)
     if done.returncode:
         raise UserError(f"run ended with exit code {done.returncode}")

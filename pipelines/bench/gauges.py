@@ -1,7 +1,5 @@
-"""Clock and power of a GPU under load, and its time in each kind of kernel."""
+"""Clock and power of a GPU under load, and its time in each kernel."""
 
-import math
-import re
 import shutil
 import statistics
 import subprocess
@@ -15,22 +13,6 @@ if TYPE_CHECKING:
     import torch
 
 SENSOR_SECONDS = 0.1
-
-# The first class with a pattern that matches a kernel's name. Names: ours (trainer/fused/triton_kernels.py and
-# rotary_triton.py), those of cuBLAS (nvjet, xmma, cutlass), cuDNN and torch, and those that torch.compile derives from
-# the operations.
-KERNEL_CLASSES = {
-    "communication": r"nccl",
-    "attention": r"flash|fmha|sdpa|attention|mha_",
-    "gemm": r"gemm|nvjet|xmma|cutlass|cublas|splitk|gemv|wgmma|_mm_|_bmm_",
-    "optimizer": r"adam|muon|multi_tensor|normtwo|norm_two|vector_norm|lpnorm",
-    "cross-entropy": r"cross_entropy|softmax|nll_loss",
-    "norm": r"norm|rowwisemoments|gammabeta|rms",
-    "activation": r"gelu|relu|silu|swiglu",
-    "rotary positions": r"rotary",
-    "embedding": r"embedding|add_rows|values|indexselect|index_select|gather|scatter|indexing_backward",
-    "casts and copies": r"memcpy|memset|copy|cast|transpose|fill|pack|column_sums",
-}
 
 
 @dataclass(frozen=True)
@@ -51,7 +33,7 @@ class Spread:
 
 
 def kernel_seconds(work: Callable[[], None], trace: Path | None) -> dict[str, float]:
-    """Seconds by kernel name during `work`. `trace`: a file for the Chrome trace."""
+    """Seconds of each kernel during `work`, the longest first. `trace`: a file for the Chrome trace."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -62,31 +44,9 @@ def kernel_seconds(work: Callable[[], None], trace: Path | None) -> dict[str, fl
         torch.cuda.synchronize()
     if trace:
         profiler.export_chrome_trace(str(trace))
-    return {
-        event.key: event.self_device_time_total / 1e6
-        for event in profiler.key_averages()
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    }
-
-
-def class_of(kernel: str) -> str:
-    """The class of a kernel, by its name."""
-    lower = kernel.lower()
-    return next((name for name, pattern in KERNEL_CLASSES.items() if re.search(pattern, lower)), "other")
-
-
-def shares(kernels: dict[str, float]) -> dict[str, float]:
-    """The share of each class in the time of all kernels, the largest first."""
-    total, by_class = math.fsum(kernels.values()), dict.fromkeys([*KERNEL_CLASSES, "other"], 0.0)
-    for name, seconds in kernels.items():
-        by_class[class_of(name)] += seconds / total
-    return dict(sorted(((name, share) for name, share in by_class.items() if share), key=lambda item: -item[1]))
-
-
-def others(kernels: dict[str, float], most: int = 5) -> list[str]:
-    """Names of the kernels outside all classes, the longest time first."""
-    unknown = sorted((name for name in kernels if class_of(name) == "other"), key=lambda name: -kernels[name])
-    return [name[:100] for name in unknown[:most]]
+    events = [e for e in profiler.key_averages() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    events.sort(key=lambda event: -event.self_device_time_total)
+    return {event.key: event.self_device_time_total / 1e6 for event in events}
 
 
 class Sensors:

@@ -1,4 +1,4 @@
-"""The speed of whole optimizer steps on this machine, and the time of each kind of kernel.
+"""The speed of whole optimizer steps on this machine, and the time of each kernel.
 
 A step is all the work that training does for one: sequences from shards, forward and backward over the micro-batches,
 reduction over the ranks, clipping, AdamW, and the loss on the host. Three effects would make a speed look better than
@@ -16,7 +16,6 @@ runs on several GPUs; rank 0 prints.
 
 import gc
 import math
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,9 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
-from pipelines.bench.gauges import Sensors, Spread, kernel_seconds, others, shares
+from pipelines.bench.gauges import Sensors, Spread, kernel_seconds
 from pipelines.bench.measurements import PEERS_DATE, measurements
 from trainer.errors import Diverged, UserError
 
@@ -59,21 +58,17 @@ class Measurement:
     accumulated: int  # micro-batches of a rank in a step
     batch_tokens: int
     step_seconds: Spread
-    update_seconds: Spread  # of these, the optimizer's update; gathers of ZeRO-1 run beside the next forward pass
     tokens_per_second: Spread  # of all ranks together
     sustained_tokens_per_second: float  # over all timed steps as a whole
     mfu: float | None  # of the median step
     first_loss: float
     last_loss: float
     remarks: list[str]  # reasons why the engine is slower than it could be
-    first_step_seconds: float  # to the end of the first step, from the start of the process (first engine) or engine
     allocated_bytes: int | None  # peak, as torch counts
     reserved_bytes: int | None
     sm_mhz: Spread | None
     watts: Spread | None
-    kernel_shares: dict[str, float] | None  # of the time in kernels, by class
-    other_kernels: list[str] | None  # names outside all classes, the longest time first
-    kernel_seconds: float | None  # sum over the kernels of a step: less than the step where the GPU waits
+    kernel_seconds: dict[str, float] | None  # of a step, by name; their sum is less than the step where the GPU waits
 
 
 @dataclass(frozen=True)
@@ -123,9 +118,8 @@ def bench(
     not_measured: list[NotMeasured] = []
     with training_data(recipes[0], data) as tokens:
         for i, recipe in enumerate(recipes):
-            started = time.perf_counter() - (0.0 if i else process_seconds())
             try:
-                measured.append(measure(recipe, tokens, world, steps, None if i else trace, started))
+                measured.append(measure(recipe, tokens, world, steps, None if i else trace))
             except (UserError, torch.cuda.OutOfMemoryError) as error:
                 if not peers:
                     raise
@@ -196,10 +190,8 @@ def training_data(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]
         yield split_of(Path(scratch))
 
 
-def measure(
-    recipe: "Recipe", data: "TokenData", world: "World", steps: int, trace: Path | None, started: float
-) -> Measurement:
-    """Warm up, time and profile the steps of a recipe. `started`: when its first step began, by perf_counter."""
+def measure(recipe: "Recipe", data: "TokenData", world: "World", steps: int, trace: Path | None) -> Measurement:
+    """Warm up, time and profile the steps of a recipe."""
     import torch
 
     from trainer.amounts import check_shares, micro_batch_count
@@ -217,14 +209,11 @@ def measure(
     run = Steps(recipe, engine, data, world, fit.micro_batch_size)
 
     first_loss = run.step()
-    first_step_seconds = time.perf_counter() - started
     warm(run, world)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    run.engine.updates.clear()
     with Sensors(device) as sensors:
         seconds = timed(run, steps, device)
-    updates = [seconds_between(*marks) for marks in run.engine.updates]
     kernels = kernel_seconds(run.several, trace if world.rank == 0 else None) if on_gpu else None
     speeds = Spread.of(train.batch_tokens / s for s in seconds)
     peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
@@ -237,39 +226,18 @@ def measure(
         accumulated=micro_batch_count(len(run.sequences_at(0)), fit.micro_batch_size),
         batch_tokens=train.batch_tokens,
         step_seconds=Spread.of(seconds),
-        update_seconds=Spread.of(updates),
         tokens_per_second=speeds,
         sustained_tokens_per_second=steps * train.batch_tokens / math.fsum(seconds),
         mfu=mfu(speeds.median, model, world.world_size, peak) if peak else None,
         first_loss=first_loss,
         last_loss=run.loss,
         remarks=engine.warnings(),
-        first_step_seconds=first_step_seconds,
         allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
         reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
         sm_mhz=sensors.spread("sm_mhz"),
         watts=sensors.spread("watts"),
-        kernel_shares=shares(kernels) if kernels else None,
-        other_kernels=others(kernels) if kernels else None,
-        kernel_seconds=sum(kernels.values()) / PROFILED_STEPS if kernels else None,
+        kernel_seconds={name: s / PROFILED_STEPS for name, s in kernels.items()} if kernels else None,
     )
-
-
-class TimedUpdates:
-    """An engine that marks the beginning and the end of each update."""
-
-    def __init__(self, engine: "Engine", device: "torch.device") -> None:
-        self.engine, self.device = engine, device
-        self.updates: list[tuple[Mark, Mark]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def update(self, *arguments: Any, **options: Any) -> bool:
-        before = mark(self.device)
-        applied = self.engine.update(*arguments, **options)
-        self.updates.append((before, mark(self.device)))
-        return applied
 
 
 class Steps:
@@ -279,8 +247,7 @@ class Steps:
         self, recipe: "Recipe", engine: "Engine", data: "TokenData", world: "World", micro_batch_size: int
     ) -> None:
         self.recipe, self.data, self.world = recipe, data, world
-        self.engine = TimedUpdates(engine, world.device)
-        self.micro_batch_size = micro_batch_size
+        self.engine, self.micro_batch_size = engine, micro_batch_size
         self.done, self.loss = 0, math.nan
 
     def step(self) -> float:
@@ -297,7 +264,7 @@ class Steps:
 
         sequences, upcoming = self.sequences_at(self.done), self.sequences_at(self.done + 1)
         verdict, _ = step(
-            cast("Engine", self.engine),
+            self.engine,
             self.data.micro_batches(sequences, self.micro_batch_size, self.world.device, upcoming),
             micro_batch_count(len(sequences), self.micro_batch_size),
             self.recipe.train.batch_tokens / self.recipe.model.block_size / self.world.world_size,
@@ -366,13 +333,3 @@ def seconds_between(before: Mark, after: Mark) -> float:
         return after - before
     assert not isinstance(after, float)
     return before.elapsed_time(after) / 1e3
-
-
-def process_seconds() -> float:
-    """Seconds since this process began; 0 without /proc."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:
-        return 0.0
-    return uptime - ticks / os.sysconf("SC_CLK_TCK")

@@ -10,9 +10,6 @@ For comparison, llm.c (another trainer, CUDA C) as its author published it: 124M
 1558M on 8 x H100 in 24 h, 50%; the latter on 16 x H100 in 12 h, so without loss between two nodes over InfiniBand. So
 our assumption is too low on A100. It is probably too high on small cards, whose power or memory limits them earlier,
 and on several nodes where NCCL has only TCP between them.
-
-The memory has the form of the fused engine's: 18 bytes a parameter, of which the ranks share 12, and a number of bytes
-a token for each layer and for the head. These fit every measured peak within 6%.
 """
 
 import math
@@ -22,7 +19,7 @@ from typing import NamedTuple
 
 from pipelines.bench.measurements import measurements
 from pipelines.recipe import Recipe
-from trainer.amounts import check_shares, state_bytes
+from trainer.amounts import check_shares
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
@@ -31,20 +28,10 @@ from trainer.models.model_config import ModelConfig
 # Dense bf16 peak by SkyPilot's name of the GPU up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
 PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12, "A6000": 155e12}
 PEAKS |= {"V100": 125e12, "T4": 65e12}  # in fp16
+SIZES = ("A100-80GB", "V100-32GB")  # whose names have their memory
 NO_BF16 = ("V100", "T4")  # which the fused engine needs
 # The GPUs with the fp8 that the fused engine needs; some of them occur in private clusters only.
 FP8 = ("H100", "H200", "B200", "H20", "H800", "GH200", "GB200", "B300", "GB300")
-# Memory in GiB, as nvidia-smi reports it; as in trainer/fit.py, not all of it is free.
-MEMORY_GIB = {
-    **{"B200": 179.1, "H200": 140.4, "H100": 79.6, "A100-80GB": 80.0, "A100": 40.0, "L40S": 45.0, "A6000": 48.0},
-    **{"L4": 22.5, "A10": 22.5, "A10G": 22.5, "V100-32GB": 32.0, "V100": 16.0, "T4": 15.0},
-}
-SPARE_FRACTION, LIBRARIES_GIB = 0.06, 0.6
-# Bytes a token: for each layer and each number of its width, also with recomputed activations; for each row of the
-# vocabulary in the head. The fused engine's from eight measured peaks, the others' from one each.
-LAYER_BYTES = {"fused": 33.7, "fused fp8": 31.0, "fused fp8_head": 31.0, "compiled": 26.0, "eager": 48.0}
-RECOMPUTED_BYTES = {"fused": 21.8, "fused fp8": 26.0, "fused fp8_head": 26.0, "compiled": 17.0, "eager": 31.0}
-HEAD_BYTES = {"fused": 0.86, "compiled": 4.0, "eager": 10.0}
 
 FIGURES = measurements()
 REFERENCE = "H200"  # measured with every engine
@@ -93,7 +80,7 @@ def gpu_named(card: str) -> str:
     """SkyPilot's name of a card that nvidia-smi names: "NVIDIA A100-SXM4-80GB" -> "A100-80GB". The card's own name,
     without the vendor, for a GPU that is not in PEAKS."""
     words = card.replace("-", " ").split()
-    known = [name for name in {**PEAKS, **MEMORY_GIB} if set(name.replace("-", " ").split()) <= set(words)]
+    known = [name for name in (*PEAKS, *SIZES) if set(name.replace("-", " ").split()) <= set(words)]
     return max(known, key=len, default=card.strip().removeprefix("NVIDIA "))
 
 
@@ -184,40 +171,14 @@ def points(family: str | None, engine: str | None, gpu: str) -> dict[float, floa
 
 
 def check_gpus(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, nodes: int) -> None:
-    """UserError if `nodes` nodes with these GPUs are too many for a step's batch, or lack its precision or memory."""
+    """UserError if `nodes` nodes with these GPUs are too many for a step's batch, or lack its precision."""
     name, gpu = accelerators.partition(":")[0], gpu_of(accelerators)
-    on_cpu = runtime.device == "cpu"
-    ranks = nodes * ((1 if on_cpu else gpu_count(accelerators)) if runtime.processes == "auto" else runtime.processes)
-    check_shares(model, train, ranks)
+    processes = 1 if runtime.device == "cpu" else gpu_count(accelerators)
+    check_shares(model, train, nodes * (processes if runtime.processes == "auto" else runtime.processes))
     if train.precision.startswith("fp8") and gpu not in FP8:
         raise UserError(f"train.precision: {train.precision} needs one of these GPUs: {', '.join(FP8)}")
     if train.optimizer == "muon" and gpu in NO_BF16:
         raise UserError(f"train.optimizer: muon computes in bf16, which {name} does not have; use another GPU")
-    card = MEMORY_GIB.get(name) or MEMORY_GIB.get(gpu)
-    if on_cpu or card is None:
-        return
-    available = (1 - SPARE_FRACTION) * card - LIBRARIES_GIB
-    size = 1 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
-    needed = memory_gib(model, train, runtime, accelerators, ranks, size)
-    if needed > available:
-        sequences = "one sequence needs" if size == 1 else f"{size} sequences need"
-        remedy = "use runtime.recompute or a larger GPU" if size == 1 else "lower it, or set it to auto"
-        raise UserError(
-            f"runtime.micro_batch_size: {sequences} about {needed:.0f} GiB, and {name} has {available:.0f}; {remedy}"
-        )
-
-
-def memory_gib(
-    model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, ranks: int, micro_batch: int
-) -> float:
-    """The expected peak of one of `ranks` GPUs, with micro-batches of so many sequences."""
-    engine = engine_of(model, runtime, train.precision, accelerators)
-    plain, sharded = engine.partition(" ")[0], state_bytes(model, train)
-    state = 6 * model.parameters + sharded / ranks if plain == "fused" else 4 * model.parameters + sharded
-    layer = (RECOMPUTED_BYTES if runtime.recompute else LAYER_BYTES)[engine] * model.n_layer * model.n_embd
-    layer *= model.kept_share(engine, runtime.recompute)
-    head = HEAD_BYTES[plain] * model.padded_vocab_size
-    return (state + micro_batch * model.block_size * (layer + head)) / 2**30
 
 
 def trains_on_a_small_gpu(recipe: Recipe) -> bool:

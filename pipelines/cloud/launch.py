@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.bench.throughput import trains_on_a_small_gpu
+from pipelines.cloud.catalog import place_of
 from pipelines.cloud.checks import Finding, broken
 from pipelines.cloud.claims import claim_launch, name_jobs, refuse_second_launch
-from pipelines.cloud.egress import place_of
 from pipelines.cloud.preflight import preflight, text_is_only_here
 from pipelines.cloud.pricing import Report, with_prices, within_limits
-from pipelines.cloud.request import EarlierLaunch, LaunchRecord, LaunchRequest, last_launch, write_launch
+from pipelines.cloud.request import LaunchRecord, LaunchRequest, write_launch
 from pipelines.cloud.skypilot import (
     api_server_is_up,
     ask_optimizer,
@@ -184,9 +184,7 @@ def submit(launch: Launch, dags: "Iterable[Dag]") -> LaunchRecord:
     record(store, request.run, launch.recipe, launch.plans, request.until)
     keep_tokenizer(launch.recipe, launch.plans["tokenize"], store)
     clear_stop_request(store, request.run)  # otherwise the job would end at once
-    before = last_launch(store, request.run)
-    earlier = [*before.earlier, EarlierLaunch(before.time, before.stages, before.jobs)] if before else []
-    launched = LaunchRecord(request, launch.stages, [], sorted(launch.secrets), time.time(), earlier)
+    launched = LaunchRecord(request, launch.stages, [], sorted(launch.secrets), time.time())
     # Written before the submission too: if this machine fails during it, `status` and `down` still know the run's job.
     write_launch(store, launched)
     for dag in dags:

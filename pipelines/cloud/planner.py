@@ -23,12 +23,11 @@ from pipelines.bench.throughput import (
     speed_on,
     trains_on_a_small_gpu,
 )
-from pipelines.cloud.catalog import CLOUDS, offers
-from pipelines.cloud.egress import Place, place_of, with_traffic
+from pipelines.cloud.catalog import CLOUDS, Place, offers, place_of, with_traffic
 from pipelines.cloud.preflight import text_is_only_here
 from pipelines.job.deadline import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.job.prices import price_of
-from pipelines.recipe import Recipe
+from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import STAGES, plans_of
 from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
@@ -353,3 +352,37 @@ def parse_hours(text: str, option: str = "--deadline") -> float:
     if not 24 * days + hours + minutes / 60 > 0:
         raise UserError(f"{option} {text}: not a duration; write 36h, 2d, 90m or 1d12h")
     return 24 * days + hours + minutes / 60
+
+
+# The shipped recipes
+
+# At Lambda's on-demand price. Source: SkyPilot's catalog, read 2026-11.
+NODE, NODE_USD_PER_HOUR = "H100:8", 31.92
+
+
+@dataclass(frozen=True)
+class ShippedRecipe:
+    """A shipped recipe, and its training on one 8xH100 node as it stands and with `precision: fp8_head`."""
+
+    recipe: str
+    parameters: int
+    tokens: int
+    flops: float
+    node_hours: float
+    usd: float
+    fp8_head_node_hours: float
+    fp8_head_usd: float
+
+
+def shipped_recipes() -> list[ShippedRecipe]:
+    """Size, tokens, FLOPs, hours and dollars of each shipped recipe."""
+    found = []
+    for name in shipped():
+        recipe = load_recipe(name)
+        costs: list[float] = []
+        for precision in (recipe.train.precision, "fp8_head"):
+            speed = speed_on(recipe.model, recipe.runtime, NODE, precision=precision)
+            hours = recipe.train_tokens / speed.tokens_per_second / 3600
+            costs += [hours, hours * NODE_USD_PER_HOUR]
+        found.append(ShippedRecipe(name, recipe.model.parameters, recipe.train_tokens, recipe.train_flops, *costs))
+    return found

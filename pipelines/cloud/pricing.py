@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from pipelines.artifacts.manifest import ArtifactPlan
-from pipelines.cloud.catalog import offers
+from pipelines.cloud.catalog import Place, offers, with_traffic
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.egress import Place, with_traffic
 from pipelines.cloud.planner import CloudPlan, Limits, plan_run, workload
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.skypilot import cluster_usd_per_hour

@@ -1,9 +1,13 @@
-"""The request of a launch, and the record of it in the store (`launches/<run>.json`)."""
+"""The request of a launch, its record in the store (`launches/<run>.json`), and what it takes from the user's shell."""
 
 import json
+import os
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
+from trainer.errors import UserError
 from trainer.store import Store
 from trainer.stored import Count, DamagedRecord, Key, Stored, UnixSeconds, decoded, typed
 
@@ -29,15 +33,6 @@ class LaunchRequest(Stored):
 
 
 @dataclass(frozen=True)
-class EarlierLaunch(Stored):
-    """A launch of the same run before the last one."""
-
-    time: UnixSeconds
-    stages: list[str]
-    jobs: list[Count]
-
-
-@dataclass(frozen=True)
 class LaunchRecord(Stored):
     """The last launch of a run."""
 
@@ -46,7 +41,6 @@ class LaunchRecord(Stored):
     jobs: list[Count]  # SkyPilot's ids of managed jobs
     secrets: list[str]  # their names
     time: UnixSeconds
-    earlier: list[EarlierLaunch]
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -80,3 +74,52 @@ def key_of(run: str) -> str:
 def launched_runs(store: Store) -> set[str]:
     """The names of all runs that were launched."""
     return {entry.key.removeprefix("launches/").removesuffix(".json") for entry in store.entries("launches/")}
+
+
+# Variables and secrets
+
+# A dry run and the launch record show these.
+VARIABLES = (
+    "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3",
+    "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "SKYTRAIN_TAGS",
+)  # fmt: skip
+SECRETS = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+    "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN",
+    "SKYPILOT_DOCKER_USERNAME", "SKYPILOT_DOCKER_PASSWORD", "SKYPILOT_DOCKER_SERVER",
+)  # fmt: skip
+
+SECRET_NAME = re.compile(r"(?i)(?:^|_)(?:password|passwd|secret|token|key|credentials?)(?:_|$)")
+SECRET_TEXT = re.compile(
+    r"AKIA[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@]+@|\bgh[pousr]_\w{30,}|\bhf_\w{30,}"
+    r"|(?i:\b\w*(?:password|secret|token|api_key)=[^\s$'\"]+)"
+)
+
+
+def variables_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
+    """VARIABLES that are set in this shell, and `extra` ones ("NAME=VALUE"). UserError for a secret among them."""
+    own = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
+    variables = {}
+    for text in (*own, *extra):
+        name, equals, value = text.partition("=")
+        if not (equals and name.isidentifier()):
+            raise UserError(f"--env {name}: not of the form NAME=VALUE")
+        if name in SECRETS or SECRET_NAME.search(name):
+            raise UserError(
+                f"--env {name}: looks like a secret, and variables are shown; export it and use --secret {name}"
+            )
+        if SECRET_TEXT.search(value):
+            raise UserError(
+                f"{name}: the value holds a secret, and variables are shown; "
+                "MLflow's belong in MLFLOW_TRACKING_USERNAME/PASSWORD"
+            )
+        variables[name] = value
+    return variables
+
+
+def secrets_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
+    """SECRETS that are set in this shell, and `extra` ones, by name. Only SkyPilot gets them; no file of ours does."""
+    extra = list(extra)
+    if absent := [name for name in extra if not os.environ.get(name)]:
+        raise UserError(f"--secret {absent[0]}: not set in this shell; export it first, without writing it to a file")
+    return {name: os.environ[name] for name in (*SECRETS, *extra) if os.environ.get(name)}

@@ -6,6 +6,8 @@ from pipelines.bench.gauges import Spread
 from pipelines.bench.measure import BenchResult, Measurement
 from pipelines.show.console import say
 
+MOST_KERNELS = 10
+
 
 def print_bench(result: BenchResult) -> None:
     say("\n".join(lines(result)))
@@ -31,8 +33,6 @@ def lines_of(row: Measurement, flops_per_token: int) -> Iterator[str]:
     yield f"  speed    {speed.median:,.0f} tokens/s, the median step; half of the steps {spread(speed)}"
     yield f"           {row.sustained_tokens_per_second:,.0f} tokens/s over all steps"
     yield f"  step     {1e3 * step.median:,.1f} ms ({1e3 * step.least:,.1f} to {1e3 * step.most:,.1f})"
-    update = row.update_seconds.median
-    yield f"  update   {1e3 * update:,.1f} ms, {update / step.median:.1%} of it"
     if row.mfu is not None:
         yield f"  MFU      {row.mfu:.1%} at {flops_per_token / 1e9:.3f} GFLOP a token"
     if row.allocated_bytes is not None and row.reserved_bytes is not None:
@@ -42,10 +42,10 @@ def lines_of(row: Measurement, flops_per_token: int) -> Iterator[str]:
         yield f"  clock    {row.sm_mhz.median:,.0f} MHz ({spread(row.sm_mhz)})"
     if row.watts:
         yield f"  power    {row.watts.median:,.0f} W ({spread(row.watts)})"
-    if row.kernel_shares and row.kernel_seconds is not None:
-        yield "  kernels  " + ", ".join(f"{name} {share:.1%}" for name, share in row.kernel_shares.items())
-        yield f"           {1e3 * row.kernel_seconds:,.1f} ms a step, summed over the kernels"
-    yield f"  start    first step done after {row.first_step_seconds:.1f} s"
+    if row.kernel_seconds:
+        yield f"  kernels  {1e3 * sum(row.kernel_seconds.values()):,.1f} ms a step; the longest:"
+        longest = list(row.kernel_seconds.items())[:MOST_KERNELS]
+        yield from (f"           {1e3 * seconds:,.2f} ms  {name[:80]}" for name, seconds in longest)
     yield f"  loss     {row.first_loss:.3f}, then {row.last_loss:.3f}; all finite"
     yield from (f"  slow     {remark}" for remark in row.remarks)
 

@@ -1,10 +1,7 @@
 """The plan of a recipe: its size, and the state of each artifact."""
 
-from collections.abc import Iterator
-
 from rich.markup import escape
 
-from pipelines.cloud.here import RunHere
 from pipelines.plan import RunPlan
 from pipelines.show.console import columns, console, wrapped
 
@@ -47,19 +44,3 @@ def print_plan(plan: RunPlan) -> None:
         else:
             out.print(escape(begin.rstrip()))
             out.print(wrapped(f"{'':10}{state}", " " * 10))
-
-
-def here_text(here: RunHere) -> Iterator[str]:
-    """The expected work of a run on this machine."""
-    stages = [f"{stage} {about(hours)}" for stage, hours in here.hours.items() if hours > 0.01]
-    yield f"  expected on {here.machine}: {', '.join(stages)}; in all {about(here.all_hours)}"
-    yield f"  disk: {here.disk_bytes / 1e9:,.0f} GB of {here.free_bytes / 1e9:,.0f} GB free"
-    if "train" in here.hours:
-        yield f"  {here.speed.tokens_per_second:,.0f} tokens/s, {here.speed.kind}: {here.speed.source}"
-
-
-def about(hours: float) -> str:
-    """5 min, 3 h, 12 days."""
-    if hours < 2:
-        return f"{60 * hours:.0f} min"
-    return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:,.0f} days"

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from pipelines.cloud.shipped import NODE_USD_PER_HOUR, ShippedRecipe
+from pipelines.cloud.planner import NODE_USD_PER_HOUR, ShippedRecipe
 from pipelines.show.console import console
 
 

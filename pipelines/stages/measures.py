@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from pipelines.recipe import Recipe
+from pipelines.text.columns import datasets_library
 from pipelines.text.encode import several_encoder
 from pipelines.text.hub import HUB
 from pipelines.text.retry import LOOK_SECONDS, with_retries
@@ -65,10 +66,8 @@ def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "
         return read_hellaswag(Path(source))
     copy = cache / f"hellaswag-{hashlib.sha256(source.encode()).hexdigest()[:16]}.jsonl"
     if not copy.exists():
-        import datasets
-
         name, _, revision = source.removeprefix(HUB).partition("@")
-        load = partial(datasets.load_dataset, name, split="validation", revision=revision or None)
+        load = partial(datasets_library().load_dataset, name, split="validation", revision=revision or None)
         try:
             rows = [
                 {field: row.get(field) for field in ("ctx", "endings", "label")} for row in with_retries(load, seconds)

@@ -5,6 +5,7 @@ Bytes that are not UTF-8 become U+FFFD, as do lone surrogates of JSON; their doc
 """
 
 import functools
+import logging
 import zlib
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -201,6 +202,7 @@ def datasets_library() -> Any:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of each retry in long lines
     datasets.config.TORCH_AVAILABLE = False  # else a stream imports torch, which takes 2 s and is not needed
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it waits 3 s without a network
     return datasets

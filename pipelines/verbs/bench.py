@@ -1,4 +1,4 @@
-"""`skytrain bench`: the speed of whole optimizer steps on this machine, and the share of each kind of kernel."""
+"""`skytrain bench`: the speed of whole optimizer steps on this machine, and the time of each kernel."""
 
 import json
 from dataclasses import asdict
@@ -42,7 +42,7 @@ def bench(
     set_: Changes = None,
     as_json: Json = False,
 ) -> None:
-    """Time whole optimizer steps: tokens/s, MFU, memory, clock, and time by kind of kernel."""
+    """Time whole optimizer steps: tokens/s, MFU, memory, clock, and the longest kernels."""
     import torch
 
     from pipelines.bench import measure

@@ -16,7 +16,7 @@ def doctor(store: StoreUri = None, as_json: Json = False) -> None:
 
 def print_examination(uri: str, as_json: bool = False) -> bool:
     """Print the checks of this machine and a store. False if something is broken."""
-    from pipelines.cloud.doctor import examine
+    from pipelines.cloud.checks import examine
     from pipelines.show.findings import print_finding
 
     findings = list(examine(home(), uri, dict(os.environ)))

@@ -93,8 +93,7 @@ def launch(
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.launch import planned_launch
     from pipelines.cloud.planner import parse_hours
-    from pipelines.cloud.request import WORK_TREE, LaunchRequest
-    from pipelines.cloud.shell import secrets_from_shell, variables_from_shell
+    from pipelines.cloud.request import WORK_TREE, LaunchRequest, secrets_from_shell, variables_from_shell
     from pipelines.project import project
     from pipelines.show.console import say
     from pipelines.stage import STAGES, planned, run_name

@@ -8,7 +8,7 @@ from pipelines.verbs.options import Json
 
 def recipes(as_json: Json = False) -> None:
     """List the shipped recipes: parameters, tokens, FLOPs, and the hours and dollars of their training."""
-    from pipelines.cloud.shipped import shipped_recipes
+    from pipelines.cloud.planner import shipped_recipes
     from pipelines.show.recipes import print_recipes
 
     found = shipped_recipes()

@@ -62,9 +62,6 @@ def run(
             hidden=True, metavar="CODE", help="Internal: report that this command was killed with the exit code CODE."
         ),
     ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Run even if it may take over a day on this machine.")
-    ] = False,
     experiment: Experiment = None,
     tag: Tags = None,
     as_json: Json = False,
@@ -93,8 +90,6 @@ def run(
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     writable_home()
     refuse_what_ends_late(loaded, lambda: missing(opened, plans, stage), launched=unless_stopped or bool(node.rank))
-    if not unless_stopped:  # a managed job: its user has seen the plan
-        refuse_a_long_run(recipe, loaded, plans, opened, stage, node.count, screen, yes)
     apply_stop_request(opened, run_name(plans), unless_stopped)
     if node.rank:
         from pipelines.nodes.worker import run_worker
@@ -147,34 +142,6 @@ def refuse_what_ends_late(recipe: "Recipe", missing: Callable[[], list[str]], la
         check_packages(formats)
     if inputs and {"train", "evaluate"} <= set(todo):
         check_inputs(recipe, home() / "cache")
-
-
-def refuse_a_long_run(
-    name: str,
-    recipe: "Recipe",
-    plans: "dict[str, ArtifactPlan]",
-    store: "Store",
-    until: str,
-    nodes: int,
-    screen: "Screen",
-    yes: bool,
-) -> None:
-    """Print the expected hours and disk of a run that is not short. UserError if it takes over a day, without `yes`."""
-    from pipelines.cloud.here import run_here
-    from pipelines.show.plan import about, here_text
-
-    here = run_here(recipe, plans, store, until, home(), nodes)
-    if here is None:
-        return
-    for line in here_text(here):
-        screen.note(line)
-    if here.disk_bytes > here.free_bytes:
-        screen.warn(f"the disk is too small; SKYTRAIN_HOME={home()} can name a folder on another one")
-    if here.is_long and not yes:
-        raise UserError(
-            f"run: {name} is expected to take {about(here.all_hours)} here, on {here.machine}; compare rented machines "
-            f"with skytrain plan {name} --cloud and rent one with skytrain launch {name}, or add --yes to run it here"
-        )
 
 
 def exit_worker_after(number: int, store: "Store", plans: "dict[str, ArtifactPlan]", node: "NodeAddress") -> None:

@@ -108,19 +108,6 @@ def test_a_status_has_progress_cost_and_skypilots_jobs(store: LocalStore, capsys
     assert "trained about" not in lost and f"resume {RUN} continues it" in lost  # nobody trains
 
 
-def test_silence_is_measured_by_the_clock_of_the_store(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, now = recorded(store), time.time()
-    put_beat(store)
-    run = Run(store, record)
-    stored = run.heartbeats[0].stored or 0.0
-    monkeypatch.setattr(store, "clock", lambda: stored + 4000.0)
-    assert status_of(run, [], now + 7200).silent_seconds == 4000.0
-    assert control.idle_reason(run, now - 9000, now) == "no heartbeat of the run for 67 min"
-    assert control.idle_reason(run, now - 60, now) is None  # it has the machine for a minute
-    put_beat(store, 2, "done", now - 3000)
-    assert status_of(Run(store, record), [], now).silent_seconds is None  # the first one was killed
-
-
 def job_record(number: int, run: str, status: str, submitted: float, cluster: str | None) -> Any:
     """As SkyPilot answers."""
     state = SimpleNamespace(value=status, is_terminal=lambda: status == "SUCCEEDED")
@@ -212,34 +199,6 @@ def test_a_run_is_taken_down_and_never_below_its_controller(
         down("tiny", store=nowhere)
 
 
-def test_the_status_of_many_runs_is_one_request(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for number in range(3):
-        run = f"tiny-{number:08d}"
-        store.put(f"runs/{run}.json", json.dumps(recorded(store).__dict__ | {"run": run}).encode())
-        write_launch(store, LaunchRecord(LaunchRequest(run, store.uri), ["train"], [number], [], 0.0, []))
-    asked: list[str | None] = []
-
-    def tasks(run: str | None = None) -> list[TaskStatus]:
-        asked.append(run)
-        states = {(1, 0): "FAILED", (2, 0): "SUCCEEDED", (2, 1): "RUNNING", (3, 0): "FAILED"}
-        return [
-            TaskStatus(job, "train", state, 0, None, None, state != "RUNNING", "tiny-00000002", number)
-            for (job, number), state in states.items()
-        ]
-
-    monkeypatch.setattr(control, "reach_api_server", lambda note: None)
-    monkeypatch.setattr(control, "managed_tasks", tasks)
-    status(store=store.uri)
-    assert capsys.readouterr().out.count("step 0 of 100") == 4
-    status(["tiny-00000002"], store=store.uri, as_json=True)
-    (found,) = json.loads(capsys.readouterr().out)  # a job that is not over, and the last one
-    assert [(one["job"], one["status"]) for one in found["tasks"]] == [(2, "SUCCEEDED"), (2, "RUNNING"), (3, "FAILED")]
-    status([RUN], store=store.uri)  # it was never launched
-    assert asked == [None, None]
-
-
 def test_verbs_for_runs_that_were_not_launched_name_the_remedy(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
     recorded(project.store)
@@ -254,7 +213,7 @@ def test_the_store_takes_no_other_secret_of_the_shell_and_no_image_without_a_wor
     project = Project(tmp_path / FOLDER_NAME)
     recorded(project.store)
     request = LaunchRequest(RUN, project.store.uri, infra="slurm/here", image="evil/x@sha256:" + "ab" * 32)
-    record = LaunchRecord(replace(request, variables={"A": "1"}), ["train"], [1], ["HOME"], 0.0, [])
+    record = LaunchRecord(replace(request, variables={"A": "1"}), ["train"], [1], ["HOME"], 0.0)
     write_launch(project.store, record)
     refused = project.run("resume", RUN, "--yes", expect=2)
     assert refused.stderr.endswith("names the secret HOME; if you named it then, add --secret HOME\n")

@@ -8,7 +8,7 @@ from cloud_support import closed_port
 from typer.testing import CliRunner
 
 from pipelines.cli import app
-from pipelines.cloud.doctor import disk
+from pipelines.cloud.checks import disk
 
 pytestmark = pytest.mark.usefixtures("clean_shell")
 

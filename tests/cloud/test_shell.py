@@ -3,7 +3,7 @@
 import pytest
 from cloud_support import KEYS
 
-from pipelines.cloud.shell import secrets_from_shell, variables_from_shell
+from pipelines.cloud.request import secrets_from_shell, variables_from_shell
 from trainer.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("clean_shell")

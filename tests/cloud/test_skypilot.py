@@ -1,26 +1,30 @@
-"""The SkyPilot tasks in sky/, checked by SkyPilot's own schema and optimizer with a small price catalog.
+"""The SkyPilot tasks in sky/ and dry runs, checked by SkyPilot's own schema and optimizer with a small price catalog.
 
-Both run for real, in one child process for all questions (importing SkyPilot takes 4 s), and without its server.
-The tests only replace the list of enabled clouds, which would need accounts.
+All run for real, in one child process for all questions (importing SkyPilot takes 4 s), and without its server or a
+network. The tests only replace the list of enabled clouds, which would need accounts.
 """
 
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cloud_support import KEYS
+from cloud_support import KEYS, closed_port
+from pipeline_runs import TINY, write_texts
 from sky_catalog import ROWS, Row, sky_environment, write_catalog
 
+from pipelines.cloud.catalog import parse_node
 from pipelines.cloud.request import LaunchRequest
-from pipelines.cloud.skypilot import take_down
 from pipelines.cloud.tasks import ManagedJob, in_trial_order, managed_job
 from pipelines.stage import STAGES
+from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SKY = ROOT / "sky"
@@ -29,14 +33,39 @@ MORE = (
     Row("aws", "one-a100", "us-east-1", "us-east-1a", 4.0, 2.0, "A100-80GB:1", 8, 100),
     Row("aws", "m6id.4xlarge", "us-east-1", "us-east-1a", 0.95, 0.15),  # dearer than others on demand, cheaper on spot
 )
+WHO = """<GetCallerIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><GetCallerIdentityResult>
+<Arn>arn:aws:iam::123456789012:user/bucket</Arn><UserId>AIDA</UserId><Account>123456789012</Account>
+</GetCallerIdentityResult><ResponseMetadata><RequestId>1</RequestId></ResponseMetadata></GetCallerIdentityResponse>"""
+
+
+class OnlyAnIdentity(BaseHTTPRequestHandler):
+    """An S3 service other than Amazon's, as AWS_ENDPOINT_URL names it: it has no EC2."""
+
+    def do_POST(self) -> None:
+        known = "GetCallerIdentity" in self.rfile.read(int(self.headers["Content-Length"])).decode()
+        body = (WHO if known else "<html>not found</html>").encode()
+        self.send_response(200 if known else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
 ASKING = """
-import contextlib, io, json, sys
-from pipelines.cloud import pricing, skypilot
+import contextlib, io, json, os, sys
+from dataclasses import asdict
+from unittest import mock
+from typer.testing import CliRunner
+from pipelines import cli
+from pipelines.cloud import catalog, pricing, skypilot
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
 from pipelines.show.cloud_plan import print_launch_report
 from pipelines.stage import plans_of
+from trainer.errors import UserError
 from trainer.store import LocalStore
 from sky import Resources, check, execution, optimizer
 from sky.catalog import aws_catalog
@@ -46,7 +75,7 @@ from sky.utils import dag_utils, registry
 enabled = []
 check.get_cached_enabled_clouds_or_refresh = lambda *a, **k: [registry.CLOUD_REGISTRY.from_str(c) for c in enabled]
 check.check_capability = lambda *a, **k: None
-aws_catalog._get_az_mappings = lambda *a, **k: None
+zones, aws_catalog._get_az_mappings = aws_catalog._get_az_mappings, lambda *a, **k: None
 sdk.optimize, sdk.get = lambda dag: dag, lambda dag: optimizer.Optimizer.optimize(dag, quiet=True)
 
 def answer(question):
@@ -88,10 +117,24 @@ def priced(options, stages, spent=0.0, enabled=()):
     placed = answer(asked)["tasks"] if enabled else []
     return tasks | {"output": output.getvalue(), "ordered": ordered, "placed": placed}
 
+def offered(nodes):
+    return [[asdict(offer) for offer in catalog.offers(*node)] for node in nodes]
+
+def command(words, env, keys_of_another_service=False):
+    if keys_of_another_service:
+        aws_catalog._get_az_mappings, aws_catalog._user_df = zones, None
+        catalog.gpu_machines.cache_clear()
+    with mock.patch.dict(os.environ, env):
+        done = CliRunner().invoke(cli.app, words)
+    ended = str(done.exception) if isinstance(done.exception, UserError) else done.exit_code
+    return {"stdout": done.stdout, "stderr": done.stderr, "ended": ended}
+
 answers = {}
 for name, question in json.load(sys.stdin).items():
     try:
-        answers[name] = priced(**question) if "options" in question else answer(question)
+        kind = {"options": priced, "nodes": offered, "words": command, "infra": skypilot.check_places}
+        found = next((ask for field, ask in kind.items() if field in question), None)
+        answers[name] = found(**question) if found else answer(question)
     except Exception as error:
         answers[name] = {"error": f"{type(error).__name__}: {error}"}
 print("ANSWERS" + json.dumps(answers))
@@ -120,18 +163,14 @@ def waiting(*gone: dict[str, Any]) -> dict[str, Any]:
     return question(ManagedJob(request.run, (task,)).to_yaml(), {}) | {"gone": gone}
 
 
-SERVED = {"SKYTRAIN_RUN": "tiny-12345678", "SKYTRAIN_STORE": "s3://bucket/prefix"}
 QUESTIONS = {
-    "serve": question((SKY / "serve.yaml").read_text(), SERVED, secrets=KEYS | {"VLLM_API_KEY": "a key"}),
     **{stage: question((SKY / f"{stage}.yaml").read_text()) for stage in STAGES},
-    "no store": question((SKY / "train.yaml").read_text(), {"SKYTRAIN_RECIPE": "smoke"}),
     "no cloud but lambda": question((SKY / "train.yaml").read_text(), enabled=("lambda",)),
     "nothing cheap enough": question(
         (SKY / "train.yaml").read_text().replace("max_hourly_cost: 60", "max_hourly_cost: 19"), enabled=("lambda",)
     ),
     "on demand": question(requested(spot=False), {}),
     "spot on gcp": question(requested(spot=True, infra="gcp"), {}),
-    "other gpus": question(requested(("train", "evaluate"), gpus="A100-80GB:8", infra="aws"), {}),
     "all stages": question(requested(STAGES, budget=25.0), {}),
     "spot is there": waiting(),
     "spot is gone": waiting({"accelerators": "H100:8", "use_spot": True}),
@@ -151,6 +190,27 @@ QUESTIONS |= {
     "a budget that is spent": to_price(("evaluate", "export"), budget=20.0) | {"spent": 25.0},
     "a deadline without a price list": to_price(("train", "evaluate"), gpus="V100:8", deadline=4e9),
 }
+NODES = [("aws", "h100:8"), ("gcp", "H100:8"), ("lambda", "H100:8"), ("lambda", "cpus:16"), ("gcp", "H200:8")]
+NODES += [("aws", "cpus:16"), ("aws", "cpus:16,memory:32")]
+PLACES = {
+    "mars": "--infra mars: Cloud 'mars' is not a valid cloud among ",
+    "slurm/WRONG": "Cluster WRONG not found in Slurm config",
+    "aws/us-east-9": "Did you mean one of these: 'us-east-1, us-east-2, us-west-2'?",
+    "gcp,lambda/mars": "--infra lambda/mars: Invalid region 'mars'",
+}
+VALID = "aws/us-east-1/us-east-1a,slurm/local,Slurm,gcp, lambda/us-east-1,k8s"
+LAUNCH = ("launch", "--dry-run")
+QUESTIONS |= {
+    "offers": {"nodes": NODES},
+    "offers without a price list": {"nodes": [("azure", "H100:8")]},
+    "offers of no cloud": {"nodes": [("nocloud", "H100:8")]},
+    **{place: {"infra": place} for place in (*PLACES, VALID)},
+    "a dry run": {
+        "words": [*LAUNCH, "tiny.yaml", "--infra", "slurm/local", "--nodes", "2", "--gpus", "H100:8", "--budget", "5"],
+        "env": KEYS | {"SKYPILOT_API_SERVER_ENDPOINT": closed_port()},
+    },
+    "a dry run with faults": {"words": [*LAUNCH, "gpt2-124m", "--store", "s3://bucket/prefix"], "env": {}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -161,22 +221,40 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_catalog(home, ROWS + MORE)
     local = {"pricing": {"cpu": 0.01, "accelerators": {"H100": 3.5}}, "provision_timeout": 60}
     (home / ".sky" / "config.yaml").write_text(yaml.safe_dump({"slurm": {"cluster_configs": {"local": local}}}))
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_"))}
+    (home / ".slurm").mkdir()
+    (home / ".slurm" / "config").write_text("Host local\n  HostName 127.0.0.1\n")
+    write_texts(home / "texts")
+    recipe = TINY | {"tokens": TINY["tokens"] | {"source": f"{home}/texts/*.txt"}}
+    (home / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_", "KUBE", "MLFLOW_"))}
+    # A proxy that refuses: nothing can be downloaded, even on a machine with a network.
+    ours = {
+        "PYTHONPATH": str(ROOT),
+        "HTTPS_PROXY": "http://127.0.0.1:1",
+        "COLUMNS": "80",
+        "SKYTRAIN_STORE_SECONDS": "1",
+    }
     deadlines = {
         "a deadline that all keep": to_price(("train", "evaluate"), deadline=time.time() + 48 * 3600),
         "a deadline without slack for spot": to_price(("train", "evaluate"), deadline=time.time() + 1.1 * 3600),
         "a deadline that none keeps": to_price(("train", "evaluate"), deadline=time.time() + 360),
     }
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OnlyAnIdentity)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    service = KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    plan = ["plan", "gpt2-124m", "--cloud", "--deadline", "1h", "--json"]
+    keys = {"a plan with keys of another service": {"words": plan, "env": service, "keys_of_another_service": True}}
     done = subprocess.run(
         [sys.executable, "-c", ASKING],
-        input=json.dumps(QUESTIONS | deadlines),
-        env=inherited | sky_environment(home) | {"PYTHONPATH": str(ROOT)},
+        input=json.dumps(QUESTIONS | deadlines | keys),
+        env=inherited | sky_environment(home) | ours,
         cwd=home,
         capture_output=True,
         text=True,
-        timeout=300,
     )
+    server.shutdown()
     assert done.returncode == 0, done.stderr
+    assert not (home / ".sky" / "api_server").exists(), "no server was started"
     return json.loads(done.stdout.rpartition("ANSWERS")[2])
 
 
@@ -204,19 +282,6 @@ def test_every_file_is_a_task_that_recovers_from_75_and_leaves_no_machine(answer
     assert list(task["image"].values()) == ["docker:ghcr.io/your-name/skytrain:skypilot"]
 
 
-def test_the_file_for_vllm_is_a_service_on_one_small_gpu_that_asks_for_a_key(answers: dict[str, Any]) -> None:
-    task = only_task(answers["serve"])
-    assert (task["name"], task["nodes"], task["cloud"]) == ("serve", 1, "lambda")  # the cheapest
-    assert task["secrets"] == ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY"]
-    read = json.loads(task["yaml"])
-    assert read["service"]["readiness_probe"]["path"] == "/health" and read["service"]["replicas"] == 1
-
-
-def test_a_launch_of_all_stages_is_one_job_a_chain_of_four_tasks(answers: dict[str, Any]) -> None:
-    assert answers["all stages"]["name"] == "tiny.v1-12345678"
-    assert [task["name"] for task in answers["all stages"]["tasks"]] == list(STAGES)
-
-
 @pytest.mark.parametrize(
     ("asked", "given"),
     [
@@ -236,15 +301,8 @@ def test_without_a_machine_that_fits_below_the_price_cap_a_launch_fails_with_one
     assert message.endswith("; try another --infra or --gpus, or without --spot")
 
 
-def test_other_gpus_are_requested_eight_to_train_and_one_to_evaluate(answers: dict[str, Any]) -> None:
-    assert [task["instance"] for task in answers["other gpus"]["tasks"]] == ["p4de.24xlarge", "one-a100"]
-
-
-def test_missing_required_values_are_named_at_once(answers: dict[str, Any]) -> None:
-    assert "'SKYTRAIN_STORE' is None" in answers["no store"]["error"]
-
-
-def test_a_launch_has_the_runs_name_in_labels_that_every_cloud_accepts(answers: dict[str, Any]) -> None:
+def test_a_launch_is_one_job_of_four_tasks_labelled_with_the_runs_name(answers: dict[str, Any]) -> None:
+    assert [task["name"] for task in answers["all stages"]["tasks"]] == list(STAGES)
     for task in answers["all stages"]["tasks"]:
         assert task["labels"] == {"project": "skytrain", "run": "tiny-v1-12345678"}
         assert list(task["image"].values()) == [f"docker:{IMAGE}"]
@@ -341,15 +399,68 @@ def test_limits_that_no_machine_meets_are_refused(answers: dict[str, Any]) -> No
         assert reason in answers[asked]["error"]
 
 
-def test_a_cluster_that_its_job_removes_at_the_same_time_is_down_with_skypilots_answer_mocked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from sky.client import sdk
-    from sky.exceptions import ClusterDoesNotExist
+@pytest.mark.parametrize("node", ["H100", "H100:0", "H 100:8", "cpus:4,memory:"])
+def test_a_node_is_a_gpu_and_how_many(node: str) -> None:
+    with pytest.raises(UserError, match="not a node; write"):
+        parse_node(node)
 
-    def gone(request: object) -> None:
-        raise ClusterDoesNotExist("Cluster 'export-2' does not exist.")
 
-    monkeypatch.setattr(sdk, "down", lambda cluster: cluster)
-    monkeypatch.setattr(sdk, "get", gone)
-    take_down("export-2")
+def test_offers_are_the_catalogs_prices_by_region(answers: dict[str, Any]) -> None:
+    found = dict(zip(map(" ".join, NODES), answers["offers"], strict=True))
+
+    def offers_of(name: str) -> list[tuple[Any, ...]]:
+        return [(o["region"], o["instance"], o["spot"], o["usd_per_hour"]) for o in found[name]]
+
+    assert offers_of("aws h100:8") == [
+        ("us-east-1", "p5.48xlarge", True, 20.0),  # of its cheapest zone
+        ("us-west-2", "p5.48xlarge", True, 22.0),
+        ("us-east-1", "p5.48xlarge", False, 56.0),
+        ("us-west-2", "p5.48xlarge", False, 60.0),
+    ]
+    # GCP sells machine and GPUs apart.
+    gcp, big = ("us-central1", "a3-highgpu-8g"), ("us-east-1", "gpu_8x_h100_sxm5")
+    assert offers_of("gcp H100:8") == [(*gcp, True, 26.0), (*gcp, False, 72.0)]
+    assert offers_of("lambda H100:8") == [(*big, False, 31.92)]
+    assert offers_of("lambda cpus:16") == [("us-east-1", "cpu_16x_general", False, 0.64)]
+    assert offers_of("aws cpus:16")[0] == ("us-east-1", "m6id.4xlarge", True, 0.15)
+    assert {o["instance"] for o in found["aws cpus:16,memory:32"] if not o["spot"]} == {"c6i.4xlarge"}
+    assert found["gcp H200:8"] == []
+    refused = answers["offers without a price list"]["error"], answers["offers of no cloud"]["error"]
+    assert "azure: its price list cannot be fetched" in refused[0]
+    assert "nocloud: SkyPilot does not know this cloud" in refused[1]
+
+
+def test_keys_without_ec2_in_reach_still_get_a_plan_and_nothing_else_is_printed(answers: dict[str, Any]) -> None:
+    done = answers["a plan with keys of another service"]
+    assert (done["ended"], done["stderr"]) == (0, "")
+    candidates = json.loads(done["stdout"])["cloud"]["candidates"]
+    assert {c["machine"]["cloud"] for c in candidates} == {"aws", "gcp", "lambda"}
+
+
+def test_a_place_that_does_not_exist_is_refused_with_the_names_there_are(answers: dict[str, Any]) -> None:
+    assert answers[VALID] is None
+    for place, expected in PLACES.items():
+        assert expected in answers[place]["error"]
+
+
+# A dry run
+
+
+def test_a_dry_run_prints_the_job_its_price_and_no_secret(answers: dict[str, Any]) -> None:
+    done = answers["a dry run"]
+    assert done["ended"] == 0 and "SkyPilot's server: not up, so it is unknown" in done["stderr"], done
+    header, *tasks = yaml.safe_load_all(done["stdout"])
+    assert header["name"].startswith("tiny-") and [task["name"] for task in tasks] == list(STAGES)
+    assert [task["num_nodes"] for task in tasks] == [1, 2, 1, 1]
+    (price,) = json.loads(tasks[1]["envs"]["SKYTRAIN_PRICES"])
+    assert price["usd_per_hour"] == 28.0
+    assert KEYS["AWS_SECRET_ACCESS_KEY"] not in done["stdout"] + done["stderr"]
+
+
+def test_a_dry_run_names_every_fault_at_once_and_starts_no_server(answers: dict[str, Any]) -> None:
+    done = answers["a dry run with faults"]
+    (train,) = (task for task in yaml.safe_load_all(done["stdout"]) if task["name"] == "train")
+    prices = {row["usd_per_hour"] for row in json.loads(train["envs"]["SKYTRAIN_PRICES"])}
+    assert {20.0, 31.92} <= prices and done["ended"].startswith("launch: 3 of the findings above")
+    assert all(f"WRONG  {what}" in done["stderr"] for what in ("credentials", "store", "hellaswag"))
+    assert max(map(len, done["stderr"].splitlines())) <= 80

@@ -27,13 +27,6 @@ IMAGE = "registry.example.org/skytrain@sha256:" + "0" * 64
 # What the files are
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_task_runs_its_stage_until_it_is_stopped_and_passes_the_budget(stage: str) -> None:
-    run = yaml.safe_load((SKY / f"{stage}.yaml").read_text())["run"]
-    assert f'run "$SKYTRAIN_RECIPE" --stage {stage} ' in run and "--unless-stopped" in run
-    assert "${SKYTRAIN_BUDGET:+--budget " in run
-
-
 def test_the_meter_starts_once_and_not_before_the_machine_is_rented(tmp_path: Path) -> None:
     setup = yaml.safe_load((SKY / "train.yaml").read_text())["setup"]
 
@@ -93,14 +86,6 @@ def test_without_an_image_the_work_tree_is_uploaded() -> None:
         assert Path(document["workdir"]) == ROOT and "image_id" not in document["resources"]
     for task in tasks_of(image=IMAGE).values():
         assert "workdir" not in task.to_yaml() and task.envs["SKYTRAIN_IMAGE"] == IMAGE
-
-
-def test_a_job_gets_the_runs_name_and_its_store() -> None:
-    envs = tasks_of(budget=12.5, variables={"MLFLOW_TRACKING_URI": "https://mlflow.example.org"})["train"].envs
-    assert envs["SKYTRAIN_RECIPE"] == "run:tiny-12345678"
-    assert envs["SKYTRAIN_STORE"] == "s3://bucket/prefix"
-    assert envs["SKYTRAIN_BUDGET"] == "12.5"
-    assert envs["SKYTRAIN_TRACKING"] == "on" and envs["MLFLOW_TRACKING_URI"] == "https://mlflow.example.org"
 
 
 def test_a_dry_run_shows_every_line_but_no_secret() -> None:

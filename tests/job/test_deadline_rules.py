@@ -62,12 +62,6 @@ def test_a_run_leaves_spot_while_one_more_lost_machine_would_still_meet_the_dead
     assert left.asked and left.ending is HandedOver and left.reason and "29 min of slack" in left.reason
 
 
-def test_no_handover_happens_shortly_before_the_end_or_before_the_speed_is_known() -> None:
-    assert not asked(1 - 0.5 * CHANGEOVER_SECONDS / SECONDS, 0.0).asked  # the changeover would take longer
-    assert not asked(0.5, 0.0, steps_done=99).asked
-    assert not asked(0.5, 0.0, stage="evaluate").asked
-
-
 def test_the_speed_comes_from_the_same_machines_once_they_ran_long_enough() -> None:
     def measured(last: int, gpus: str = "H100:8", nodes: int = 1) -> float | None:
         """The speed of an attempt from step 100 to `last`, 2 s a step, the first step in the phase "compile"."""

@@ -155,43 +155,6 @@ def test_a_senseless_answer_is_no_notice_and_no_cloud(start, status: int, body: 
         assert detect_source(metadata) is None
 
 
-def test_a_named_service_that_fails_is_reported_once_and_its_later_notice_still_counts(
-    start, watched, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Down(Ec2Cloud):
-        down = True
-
-        def answer(self, request: Handler) -> None:
-            return request.respond(503) if self.down else super().answer(request)
-
-    cloud = start(Down())
-    with watched(cloud, "ec2") as stop:
-        polled(cloud, 5)
-        cloud.down = False
-        cloud.preempt()
-        until(lambda: stop.asked)
-        until(lambda: not threads())
-    message = capsys.readouterr().err
-    assert message.count("gives no valid answer") == message.count(Ec2Cloud.why) == 1
-    assert not any(token in message for token in cloud.tokens)
-
-
-def test_a_service_that_hangs_delays_nothing(start, watched) -> None:
-    released = threading.Event()
-
-    class Hangs(Cloud):
-        def answer(self, request: Handler) -> None:
-            released.wait()
-
-    cloud = start(Hangs())
-    try:
-        with watched(cloud, "ec2") as stop:
-            polled(cloud, 1)
-        assert not released.is_set() and not stop.asked  # in and out of the block while it hangs
-    finally:
-        released.set()
-
-
 def test_a_token_goes_through_no_proxy_and_follows_no_redirect(start, watched, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = start(Everything(200, "{}"))
 

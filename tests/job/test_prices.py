@@ -7,22 +7,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from botocore.stub import Stubber
 from metadata_servers import Cloud, Ec2Cloud, GceCloud
 
-from pipelines.artifacts.store import S3Store
 from pipelines.artifacts.traffic import GB
 from pipelines.bench.throughput import peak_of
-from pipelines.cloud.egress import Place, place_of, usd_per_gb, with_traffic
+from pipelines.cloud.catalog import Place, usd_per_gb, with_traffic
 from pipelines.job import prices
 from pipelines.job.prices import billing_here, prices_json
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.ledger import traffic_seconds
 from pipelines.tracking.records import Heartbeat, Machine, Progress
 from trainer.errors import UserError
-from trainer.store import LocalStore
 
 GPUS_HERE = prices.gpus_here  # the tests below have no GPU
 
@@ -208,21 +204,6 @@ def test_the_cloud_that_bytes_leave_charges_for_them(origin: Place, target: Plac
     priced = with_traffic(Machine(*target), origin)
     assert priced.usd_per_gb_received == usd
     assert priced.usd_per_1000_writes == {"aws": 0.005, "gcp": 0.005}.get(origin.cloud or "")
-
-
-def test_the_endpoint_names_the_place_of_a_bucket_shown_with_a_stubbed_answer(tmp_path: Path) -> None:
-    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
-
-    def store_at(url: str) -> S3Store:
-        return S3Store("bucket", client=boto3.client("s3", endpoint_url=url, **keys), time_limit_s=1)
-
-    assert place_of(store_at("https://account.r2.cloudflarestorage.com")) == Place("cloudflare")
-    assert place_of(store_at("https://objects.example.com")) == Place()
-    assert place_of(LocalStore(tmp_path)) is None
-    aws = store_at("https://s3.us-east-1.amazonaws.com")
-    with Stubber(aws._client) as server:
-        server.add_response("head_bucket", {"BucketRegion": "eu-west-1"}, {"Bucket": "bucket"})
-        assert place_of(aws) == Place("aws", "eu-west-1")
 
 
 def test_traffic_is_a_part_of_the_bill_of_every_sum(

@@ -10,7 +10,7 @@ import yaml
 from core_bundle import make_bundle
 
 from pipelines.bench.throughput import speed_on
-from pipelines.cloud.shipped import shipped_recipes
+from pipelines.cloud.planner import shipped_recipes
 from pipelines.recipe import EvaluateConfig, ExportConfig, Recipe, TokensConfig, load_recipe, shipped
 from pipelines.stage import STAGES, plans_of, run_name
 from trainer.config import MUON_FIELDS, RuntimeConfig, TrainConfig

@@ -120,7 +120,6 @@ LAUNCH = {
     "jobs": [3],
     "secrets": ["HF_TOKEN"],
     "time": 2.5,
-    "earlier": [{"time": 1.5, "stages": ["train"], "jobs": [1, 2]}],
 }
 
 

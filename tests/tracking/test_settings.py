@@ -7,7 +7,7 @@ import pytest
 from mlflow_runs import own_experiment
 from run_records import RUN, recorded
 
-from pipelines.cloud.shell import variables_from_shell
+from pipelines.cloud.request import variables_from_shell
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.mlflow.settings import own_tags, redacted, tracking_uri, without_credentials
 from pipelines.verbs.options import set_tracking_options

@@ -1,7 +1,7 @@
 """What the sections of `llama` and `modern` share: grouped keys and values (Ainslie et al. 2023), rotary positions, and
 the names of their sizes in Hugging Face's files."""
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -47,28 +47,6 @@ class GroupedHeads(ModelConfig, ABC):
     @property
     def implied(self) -> dict[str, Any]:
         return {"n_kv_head": self.kv_heads}
-
-    @property
-    @abstractmethod
-    def mlp_width(self) -> int:
-        """The numbers of a token between the MLP's layers, before the activation."""
-
-    @property
-    @abstractmethod
-    def eager_bytes(self) -> float:
-        """Bytes of a token that autograd keeps of a layer in bf16."""
-
-    def kept_share(self, engine: str, recompute: bool) -> float:
-        """Fused: by the tensors that both steps keep; GPT-2's are 16 numbers for each of its width, and 10 without the
-        norms and the GELU. Eager: by autograd's bytes, which a test counts. Compiled: an assumption, GPT-2's without
-        the GELU."""
-        c = self.n_embd
-        numbers = 6 * c + 2 * self.kv_heads * self.head_size + self.mlp_width
-        if engine == "eager":
-            return self.eager_bytes / (36.1 * c)
-        if engine.startswith("fused"):
-            return (numbers - 2 * c) / (10 * c) if recompute else numbers / (16 * c)
-        return numbers / (12 * c)
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:

@@ -61,14 +61,6 @@ class LlamaConfig(GroupedHeads):
         return self.n_inner or -(-8 * self.n_embd // (3 * 128)) * 128
 
     @property
-    def mlp_width(self) -> int:
-        return 2 * self.inner  # with the gate
-
-    @property
-    def eager_bytes(self) -> float:
-        return 32.1 * self.n_embd + 4 * self.kv_heads * self.head_size + 8 * self.inner
-
-    @property
     def why_not_fused(self) -> str | None:
         if self.qk_norm:
             return "its norm of queries and keys has no weights, those of model.qk_norm have"

@@ -137,11 +137,6 @@ class ModelConfig(Section, ABC):
         n += (self.padded_vocab_size - self.vocab_size) * self.n_embd
         return 6 * n + 12 * self.n_embd * sum(self.contexts)
 
-    def kept_share(self, engine: str, recompute: bool) -> float:
-        """The numbers of a token that a layer's step keeps on this engine, such as "fused fp8", as a share of a GPT-2's
-        of this width."""
-        return 1.0
-
     # --- as Hugging Face's transformers has it
 
     @abstractmethod

@@ -87,21 +87,6 @@ class ModernConfig(GroupedHeads):
     hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = HF_CONSTANTS
 
     @property
-    def mlp_width(self) -> int:
-        return 4 * self.n_embd
-
-    @property
-    def eager_bytes(self) -> float:
-        c, kv, layers = self.n_embd, self.kv_heads * self.head_size, self.n_layer
-        short = sum(context < self.block_size for context in self.contexts)  # their keys and values are not grouped
-        more = 4 * c * self.residual_lambdas + 4 * kv * len(self.value_layers) / layers + 4 * (c - kv) * short / layers
-        return 42.3 * c + 8 * kv + more
-
-    def kept_share(self, engine: str, recompute: bool) -> float:
-        """In fp8 the fused step keeps as many bytes as GPT-2's: the MLP before ReLU² in bf16, and after it in fp8."""
-        return 1.0 if engine.startswith("fused fp8") else super().kept_share(engine, recompute)
-
-    @property
     def vocabulary_rows(self) -> tuple[str, ...]:
         return (*super().vocabulary_rows, *(f"ve.{i}.weight" for i in self.value_layers))
 
