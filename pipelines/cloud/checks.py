@@ -5,10 +5,8 @@ found a problem. It does not retry, so it takes seconds.
 """
 
 import base64
-import os
 import platform
 import re
-import shutil
 import urllib.error
 import urllib.request
 import uuid
@@ -85,12 +83,6 @@ def mlflow_answers(uri: str, environment: Mapping[str, str]) -> Finding:
         return broken("mlflow", f"{address}: {reason}", "start it, correct MLFLOW_TRACKING_URI, or unset it")
 
 
-def is_loopback(url: str) -> bool:
-    """Whether an address means the machine that uses it."""
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def check_image_name(name: str) -> None:
     """UserError unless this can be the name of an image."""
     repository = name.partition("@")[0]
@@ -100,16 +92,16 @@ def check_image_name(name: str) -> None:
 
 # This machine
 
-PACKAGES = ("torch", "mlflow", "boto3")
-# gpt2-124m keeps 20 GB of shards and two checkpoints of 1.5 GB on the machine that trains it.
-ENOUGH_BYTES = 30 * 10**9
-
 
 def examine(home: Path, store_uri: str, environment: dict[str, str]) -> Iterator[Finding]:
     """All checks of this machine, its store and its servers. They leave no file behind and start no server."""
-    yield from installed()
-    yield gpus()
-    yield disk(home)
+    import torch
+
+    yield Finding("python", f"{platform.python_version()}, torch {torch.__version__}")
+    if torch.cuda.is_available():
+        yield Finding("gpus", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+    else:
+        yield Finding("gpus", "none here", "note", "runs train on the CPU; skytrain launch rents GPUs")
     try:
         yield store_commits(open_store(store_uri))
     except UserError as error:
@@ -123,39 +115,6 @@ def examine(home: Path, store_uri: str, environment: dict[str, str]) -> Iterator
             "mlflow server", f"none: runs are mirrored to {home / 'mlflow.db'}", "note", "MLFLOW_TRACKING_URI names one"
         )
     yield skypilot()
-
-
-def installed() -> Iterator[Finding]:
-    """Python and the packages."""
-    yield Finding("python", platform.python_version())
-    for name in PACKAGES:
-        try:
-            yield Finding(name, version(name))
-        except PackageNotFoundError:
-            yield broken(name, "not installed", "pip install .")
-
-
-def gpus() -> Finding:
-    """The GPUs that torch can use here."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return Finding("gpus", "none here", "note", "runs train on the CPU; skytrain launch rents GPUs")
-    return Finding("gpus", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
-
-
-def disk(home: Path) -> Finding:
-    """Space for scratch and caches."""
-    nearest = next(folder for folder in (home, *home.parents) if folder.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        return broken("disk", f"{nearest} can't be written to", "name another folder in SKYTRAIN_HOME")
-    free = shutil.disk_usage(nearest).free
-    seen = f"{free / 1e9:,.0f} GB free at {nearest}"
-    if free < ENOUGH_BYTES:
-        return Finding(
-            "disk", seen, "note", f"gpt2-124m needs {ENOUGH_BYTES / 1e9:.0f} GB; set SKYTRAIN_HOME to another disk"
-        )
-    return Finding("disk", seen)
 
 
 def skypilot() -> Finding:

@@ -226,53 +226,40 @@ def find_orphans(store: Store, now: float, note: Callable[[str], None]) -> Itera
     """Jobs on machines whose run is over or silent, and clusters with our label that no job uses.
 
     SkyPilot's record names them all; the store only shows which of its runs work. `note` gets a message for each run
-    that can't be read.
+    that can't be read; machines of such a run are not searched.
     """
-    unreadable: dict[str, str] = {}
-
-    def skip(message: str) -> None:
-        unreadable[message.partition(": ")[0]] = message
-        note(message)
-
-    runs = {run.name: run for run in usable_runs(store, [], lambda run: run.attempts, skip)}
+    runs = {run.name: run for run in usable_runs(store, [], lambda run: run.attempts, note)}
     tasks = [task for task in managed_tasks(unfinished=True) if not task.over]
     found = clusters()
     up_since = {cluster.name: cluster.since for cluster in found}
     for task in tasks:
         # A task that waits for a machine has none, but one that is set up has it already.
         had = [up_since[name] for name in task.clusters if name in up_since] or [task.submitted] * task.works
-        run, why = runs.get(task.run), unknown(unreadable.get(task.run))
-        if had and (why := idle_reason(run, max(had), now) if run else why):
+        run = runs.get(task.run)
+        if had and run and (why := idle_reason(run, max(had), now)):
             # Never its cluster: the job's controller would bring it back.
             remedy = f"skytrain down {task.run} (or sky jobs cancel {task.job})"
             yield Orphan(f"job {task.job} ({task.run}, {task.stage})", why, remedy)
-    by_label = {run_label(name): name for name in (*runs, *unreadable)}
+    by_label = {run_label(name): run for name, run in runs.items()}
     running = [beat.machine.cluster for run in runs.values() if (beat := running_attempt(run))]
     busy = set(running).union(*(task.clusters for task in tasks))
     for cluster in found:
-        name = by_label.get(cluster.run or "", "")
         if cluster.name in busy or (cluster.is_controller and tasks):
             continue
         if cluster.is_controller:
             why = "SkyPilot's controller of managed jobs has no job left"
-        elif name in runs:
-            why = idle_reason(runs[name], cluster.since, now)
+        elif run := by_label.get(cluster.run or ""):
+            why = idle_reason(run, cluster.since, now)
         else:
-            why = unknown(unreadable.get(name)) or f"no job of SkyPilot and no run in {store.uri} uses it"
+            why = f"no job of SkyPilot and no readable run in {store.uri} uses it"
         if why:
             yield Orphan(f"cluster {cluster.name}", why, f"sky down {cluster.name}")
 
 
-def unknown(reason: str | None) -> str | None:
-    return f"nothing shows whether its run works ({reason})" if reason else None
-
-
 def idle_reason(run: Run, since: float, now: float) -> str | None:
     """Why a machine is idle that the run got at `since` (unix seconds); None if it may be busy."""
-    if running_attempt(run):
+    if running_attempt(run) or run.unreadable_attempts:
         return None
-    if run.unreadable_attempts:
-        return unknown(run.unreadable_attempts[0])
     if run.state == "done":
         return "the run is done"
     present = run.record.prefixes.values()

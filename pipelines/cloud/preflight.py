@@ -4,11 +4,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from pipelines.bench.throughput import check_gpus
-from pipelines.cloud.checks import Finding, broken, check_image_name, is_loopback, mlflow_answers, store_commits
+from pipelines.cloud.checks import Finding, broken, check_image_name, mlflow_answers, store_commits
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import CLUSTERS, ManagedJob
 from pipelines.recipe import LLMC, Recipe, TokensConfig
@@ -29,10 +28,16 @@ def preflight(
 ) -> Iterator[Finding]:
     """All checks of a job, the cheapest first. UserError for a malformed name of an image."""
     remote = any(cloud not in CLUSTERS for cloud in job.clouds)
-    yield skypilot_installed()
+    try:
+        yield Finding("skypilot", version("skypilot"))
+    except PackageNotFoundError:
+        yield broken("skypilot", "not installed", "pip install '.[cloud]'")
     yield from unfit_gpus(job, recipe)
     yield from texts_reachable(recipe, job.stages, remote)
-    yield from weights_reachable(recipe, job.stages, remote)
+    for stage, field, path in local_sources(recipe):  # the plan of the run has found those of the Hub and of runs
+        if stage in job.stages:
+            remedy = f"{field}: name run:NAME of this store, or ORG/NAME@COMMIT of the Hub"
+            yield on_this_machine(f"weights for {stage}", str(path), remote, remedy)
     yield from benchmarks_readable(recipe, job.stages, remote)
     yield credentials(store, job.clouds, secrets)
     if isinstance(store, LocalStore) and remote:
@@ -47,18 +52,6 @@ def preflight(
         yield from missing_from_image(recipe, job.stages)
     if uri := request.variables.get("MLFLOW_TRACKING_URI"):
         yield mlflow_answers(uri, request.variables | dict(secrets))
-    else:
-        yield Finding(
-            "mlflow", "none", "note", "the store keeps all metrics; set MLFLOW_TRACKING_URI to mirror them to a server"
-        )
-
-
-def skypilot_installed() -> Finding:
-    """Whether SkyPilot is installed."""
-    try:
-        return Finding("skypilot", version("skypilot"))
-    except PackageNotFoundError:
-        return broken("skypilot", "not installed", "pip install '.[cloud]'")
 
 
 def unfit_gpus(job: ManagedJob, recipe: Recipe) -> Iterator[Finding]:
@@ -110,14 +103,6 @@ def text_is_only_here(recipe: Recipe, clouds: Iterable[str]) -> bool:
     return any(source == STDLIB or not os.path.isabs(source) or elsewhere for source in local)
 
 
-def weights_reachable(recipe: Recipe, stages: Iterable[str], remote: bool) -> Iterator[Finding]:
-    """Whether the nodes can read weights at a path. The plan of the run has found those of the Hub and of runs."""
-    for stage, field, path in local_sources(recipe):
-        if stage in stages:
-            remedy = f"{field}: name run:NAME of this store, or ORG/NAME@COMMIT of the Hub"
-            yield on_this_machine(f"weights for {stage}", str(path), remote, remedy)
-
-
 def benchmarks_readable(recipe: Recipe, stages: Iterable[str], remote: bool) -> Iterator[Finding]:
     """Whether HellaSwag and CORE can be read. A run that could not score them would train in vain."""
     if not {"train", "evaluate"} & set(stages):
@@ -143,11 +128,9 @@ def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str])
     given = [name for name in names if name in secrets]
     if len(given) == 1:
         return broken("credentials", f"only {given[0]} is set", f"export {' and '.join(names)}, or neither")
-    if given and "AWS_SESSION_TOKEN" in secrets:
-        seen = "those of a session: the run ends when they expire"
-        return Finding("credentials", seen, "note", "use a user's keys for long runs")
     if given:
-        return Finding("credentials", "the job gets AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY as secrets")
+        expire = "; those of a session end the run when they expire" if "AWS_SESSION_TOKEN" in secrets else ""
+        return Finding("credentials", f"the job gets {' and '.join(names)} as secrets{expire}")
     if others := sorted(set(clouds) - {"aws"}):
         return broken(
             "credentials",
@@ -162,22 +145,10 @@ def endpoints(request: LaunchRequest, remote: bool) -> Iterator[Finding]:
     for name, value in request.variables.items():
         if name == "MLFLOW_TRACKING_URI" and value.startswith(("sqlite:", "file:", "/")):
             yield broken("network", f"{name}={value} is on this machine", "name a server, or unset it")
-        if not (remote and "://" in value):
-            continue
-        if is_loopback(value):
+        host = urlsplit(value).hostname or ""
+        if remote and (host in ("localhost", "::1") or host.startswith("127.")):
             seen = f"{name}={value} is this machine's address"
             yield broken("network", seen, "name an address that the nodes can reach")
-        elif is_private(value):
-            yield Finding("network", f"{name}={value}", "note", "a private address: the nodes must be in its network")
-
-
-def is_private(url: str) -> bool:
-    """Whether an address has a meaning only in its own network: one such as 10.0.0.8, or a name without a dot."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_private
-    except ValueError:
-        return "." not in host
 
 
 def missing_from_image(recipe: Recipe, stages: Iterable[str]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from pipelines.verbs.options import Json, StoreUri, home, store_uri
 
 
 def doctor(store: StoreUri = None, as_json: Json = False) -> None:
-    """Check packages, store and servers; exit with 2 if something is broken."""
+    """Check GPUs, store and servers; exit with 2 if something is broken."""
     os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
     sys.exit(0 if print_examination(store_uri(store), as_json) else 2)
 

@@ -19,7 +19,7 @@ def test_a_job_takes_over_the_settings_of_the_store_and_hides_secrets(monkeypatc
 
 @pytest.mark.parametrize("text", ["AWS_SECRET_ACCESS_KEY=x", "MY_API_TOKEN=x", "DB_PASSWORD=x"])
 def test_a_secret_is_not_taken_as_a_plain_variable(text: str) -> None:
-    with pytest.raises(UserError, match="export it and add --secret") as refused:
+    with pytest.raises(UserError, match="export it and use --secret") as refused:
         variables_from_shell([text])
     assert "=x" not in str(refused.value)
 
