@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.bench.throughput import trains_on_a_small_gpu
 from pipelines.cloud.catalog import place_of
-from pipelines.cloud.checks import Finding, broken
+from pipelines.cloud.checks import Finding
 from pipelines.cloud.claims import claim_launch, name_jobs, refuse_second_launch
 from pipelines.cloud.preflight import preflight, text_is_only_here
 from pipelines.cloud.pricing import Report, with_prices, within_limits
@@ -159,16 +159,14 @@ def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
         return {"k8s": "kubernetes"}.get(machine.cloud, machine.cloud) in enabled
 
     tasks = tuple(replace(task, machines=tuple(filter(usable, task.machines))) for task in job.tasks)
-    findings = []
-    for clouds in dict.fromkeys(tuple(sorted({machine.cloud for machine in task.machines})) for task in job.tasks):
-        if allowed := [cloud for cloud in clouds if {"k8s": "kubernetes"}.get(cloud, cloud) in enabled]:
-            others = [cloud for cloud in clouds if cloud not in allowed]
-            without = f"; without {', '.join(others)} (sky check)" if others else ""
-            findings.append(Finding("clouds", ", ".join(allowed) + without))
-        else:
-            seen = f"SkyPilot may use {', '.join(enabled) or 'no cloud'}, but not {' or '.join(clouds)}"
-            findings.append(broken("clouds", seen, f"sky check {' '.join(clouds)} lists what each needs"))
-    return replace(job, tasks=tasks), findings
+    usable_job = replace(job, tasks=tasks)
+    if lost := [cloud for cloud in job.clouds if cloud not in usable_job.clouds]:
+        seen = f"SkyPilot may use {', '.join(enabled) or 'no cloud'}, but not {', '.join(lost)}"
+        remedy = f"sky check {' '.join(lost)} lists what each needs"
+        return usable_job, [
+            Finding("clouds", seen, "note" if all(task.machines for task in tasks) else "broken", remedy)
+        ]
+    return usable_job, []
 
 
 # Submission

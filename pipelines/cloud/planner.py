@@ -310,21 +310,16 @@ def training_tokens(work: Workload) -> float:
 
 
 def evaluate_hours(recipe: Recipe, machine: Machine) -> float:
-    """Val loss, benchmarks and harness on the GPUs of a node; a CPU counts as 1 TFLOP/s."""
-    kind, gpus = machine.accelerators or ":1", gpu_count(machine.accelerators or ":1")
-    eager = recipe.runtime.model_copy(update={"engine": "eager"})
-    flops = (peak_of(kind) or gpus * 1e12) * mfu_of(recipe.model, eager, "auto", kind)
-    return evaluated_tokens(recipe, gpus) * recipe.model.flops_per_token / 3 / flops / 3600
-
-
-def evaluated_tokens(recipe: Recipe, gpus: int) -> float:
-    """What the stage evaluate computes, as tokens of the recipe's model that all GPUs read together; an estimate.
+    """Val loss, benchmarks and harness on the GPUs of a node; a CPU counts as 1 TFLOP/s.
 
     A baseline's tokens count by its size. The harness reads on one of the GPUs, while the others wait.
     """
-    evaluate = recipe.evaluate
-    models = 1 + sum(relative_size(source, recipe) for source in evaluate.baselines)
-    return models * (evaluate.val_tokens + recipe.benchmark_tokens) + gpus * recipe.harness_tokens
+    kind, gpus = machine.accelerators or ":1", gpu_count(machine.accelerators or ":1")
+    eager = recipe.runtime.model_copy(update={"engine": "eager"})
+    flops = (peak_of(kind) or gpus * 1e12) * mfu_of(recipe.model, eager, "auto", kind)
+    models = 1 + sum(relative_size(source, recipe) for source in recipe.evaluate.baselines)
+    tokens = models * (recipe.evaluate.val_tokens + recipe.benchmark_tokens) + gpus * recipe.harness_tokens
+    return tokens * recipe.model.flops_per_token / 3 / flops / 3600
 
 
 def market_of(machine: Machine) -> str:

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
@@ -208,7 +208,7 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
     def watch() -> None:
         if found := source or detect_source(metadata):
             stop.grace_seconds = chosen_grace or found.grace_seconds
-            poll(found, stop, screen, ending, expected=source is not None)
+            poll(found, stop, screen, ending)
 
     def report_crash(thread: Background) -> None:
         screen.warn(f"this process stopped watching for preemption notices: {thread.error!r}")
@@ -243,19 +243,12 @@ def detect_source(metadata: Metadata) -> NoticeSource | None:
     return None
 
 
-def poll(source: NoticeSource, stop: StopSignal, screen: Screen, ending: threading.Event, expected: bool) -> None:
-    """Poll until there is a notice, or until `ending`. If the user named the source (`expected`), warn if it fails."""
-    warn = expected
+def poll(source: NoticeSource, stop: StopSignal, screen: Screen, ending: threading.Event) -> None:
+    """Poll until there is a notice, or until `ending`."""
     while not (ending.is_set() or stop.asked):
-        try:
+        with suppress(Exception):  # a service may answer anything, and the next answer may be a notice
             if why := source.notice():
                 stop.ask(why)
                 screen.warn(f"{why}; the run saves, then exits")
                 return
-            warn = False
-        except Exception as error:  # a service may answer anything, and the next answer may be a notice
-            if warn and not ending.is_set():
-                reason = f"{source.name}: the metadata service gives no valid answer ({type(error).__name__})"
-                screen.warn(f"{reason}; polling continues")
-            warn = False
         ending.wait(POLL_SECONDS)
