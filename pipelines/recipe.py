@@ -110,21 +110,16 @@ class TokensConfig(Section):
         description="Size of a shard; the default is 200 MB of uint16, the header counts in int32 [tokens]",
     )
     max_tokens: int | None = Field(default=None, ge=1, description="End of the text; null: all of it [tokens]")
-    val_fraction: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="Share of the text that is held out for validation, from its start, and at most val_shards shards; "
-        "null: 0.01, unless val_shards or val_tokens is set [fraction of the text]",
-    )
     val_tokens: int | None = Field(
-        default=None, ge=1, description="Instead of a share: the size of the validation split [tokens]"
+        default=None,
+        ge=1,
+        description="Size of the validation split, which is the start of the text; null: val_shards, or without it 1% "
+        "of the text and at most one shard [tokens]",
     )
     val_shards: int | None = Field(
         default=None,
         ge=1,
-        description="Without val_fraction: the first shards are held out whole, as in build-nanogpt and llm.c. "
-        "With it: the upper limit of its share; null: 1",
+        description="Instead of val_tokens: the first shards are held out whole, as in build-nanogpt and llm.c",
     )
 
     @field_validator("tokenizer", mode="before")
@@ -181,14 +176,14 @@ class TokensConfig(Section):
 
     @model_validator(mode="after")
     def _one_split(self) -> Self:
-        if self.val_tokens is not None and not (self.val_fraction is None and self.val_shards is None):
-            raise ValueError("val_tokens is the size of the validation split: remove val_fraction and val_shards")
+        if self.val_tokens is not None and self.val_shards is not None:
+            raise ValueError("val_tokens and val_shards are both given; remove one")
         return self
 
     @property
     def val_whole_shards(self) -> int:
         """Number of first shards that are held out whole; 0 if the split depends on the size of the text."""
-        return self.val_shards if self.val_shards is not None and self.val_fraction is None else 0
+        return self.val_shards or 0
 
     @property
     def val_undecided_shards(self) -> int:
@@ -199,8 +194,9 @@ class TokensConfig(Section):
         """Tokens that validation gets of a text of so many tokens."""
         if self.val_tokens is not None:
             return self.val_tokens
-        limit = (self.val_shards or 1) * self.shard_tokens
-        return limit if self.val_whole_shards else min(limit, int(tokens * (self.val_fraction or VAL_FRACTION)))
+        if self.val_shards is not None:
+            return self.val_shards * self.shard_tokens
+        return min(self.shard_tokens, int(tokens * VAL_FRACTION))
 
     @property
     def adopts(self) -> bool:
@@ -208,11 +204,12 @@ class TokensConfig(Section):
         return self.source.startswith(LLMC)
 
     def split_identity(self) -> dict[str, Any]:
-        """The fields that decide the split, for the fingerprint. Whole shards came first: they are alone."""
+        """The fields that decide the split, for the fingerprint."""
         if self.val_tokens is not None:
             return {"val_tokens": self.val_tokens}
-        shards = {"val_shards": self.val_shards or 1}
-        return shards if self.val_whole_shards else shards | {"val_fraction": self.val_fraction or VAL_FRACTION}
+        if self.val_shards is not None:
+            return {"val_shards": self.val_shards}
+        return {"val_shards": 1, "val_fraction": VAL_FRACTION}  # of former fields
 
 
 class EvaluateConfig(Section):
@@ -241,12 +238,6 @@ class EvaluateConfig(Section):
         ge=1,
         description="Also evaluate while training: HellaSwag, CORE and a few samples of text every so many steps, and "
         "after the last one; null: only the trained model [optimizer steps]",
-    )
-    baselines: list[str] = Field(
-        default=[],
-        max_length=10,
-        description="Other models to measure with the same code, after the trained model: ORG/NAME@COMMIT of the "
-        "Hugging Face Hub, or a folder in its format",
     )
 
 
@@ -369,7 +360,7 @@ class Recipe(Section):
                 raise ValueError(
                     f"tokens.max_tokens {tokens.max_tokens} leaves nothing to train on: the first "
                     f"{tokens.val_whole_shards} shard(s) of {tokens.shard_tokens} tokens are held out; use more tokens "
-                    "or a smaller shard_tokens, or val_fraction instead of val_shards"
+                    "or a smaller shard_tokens, or val_tokens instead of val_shards"
                 )
             return
         held_out = tokens.held_out(tokens.max_tokens or 0)

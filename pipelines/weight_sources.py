@@ -1,5 +1,5 @@
-"""Weights from elsewhere, for `train.init_from`, `train.branch_from` and `evaluate.baselines`: found and checked before
-a machine is rented, brought to a node once.
+"""Weights from elsewhere, for `train.init_from` and `train.branch_from`: found and checked before a machine is rented,
+brought to a node once.
 
 A source is a model of the Hugging Face Hub at a commit, a path of this machine, or a run of the same store
 (`run:NAME[@STEP]`). `pinned` gives a recipe in which every source names its content: the commit of a repository, or the
@@ -7,7 +7,7 @@ sha256 of the bytes. So a recipe on record plans the same run on every machine, 
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, File, fetch, read_manifest
-from pipelines.recipe import Recipe, vocab_size_of
+from pipelines.recipe import Recipe
 from pipelines.text.columns import reason_of
 from pipelines.text.retry import with_retries
 from pipelines.tracking.runs import Run, find_run, full_names
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import UserError
-from trainer.models.gpt2 import Gpt2Config
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, open_weights, weight_files
 from trainer.store import Store, sha256_of
@@ -34,14 +33,6 @@ RUN_SOURCE = re.compile(
 HUB_MODEL = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PINNED_PATH = re.compile(r"(?P<path>.+)@sha256:(?P<sha256>[0-9a-f]{64})")
-
-# OpenAI's models on the Hub: layers, heads, width.
-OPENAI_SHAPES = {
-    "gpt2": (12, 12, 768),
-    "gpt2-medium": (24, 16, 1024),
-    "gpt2-large": (36, 20, 1280),
-    "gpt2-xl": (48, 25, 1600),
-}
 
 # The fields that a branch can't change, with the reason.
 POSITION = "the state counts its text in batches of that size"
@@ -118,64 +109,7 @@ def pinned(recipe: Recipe, store: Store) -> Recipe:
         parent = find_parent(store, train.branch_from, "train.branch_from")
         check_branch(parent.run.recipe, recipe, where)
         changes["train"] = train.model_copy(update={"branch_from": parent.pinned})
-    if recipe.evaluate.baselines:
-        found = [pinned_baseline(source, recipe) for source in recipe.evaluate.baselines]
-        changes["evaluate"] = recipe.evaluate.model_copy(update={"baselines": found})
     return recipe.model_copy(update=changes) if changes else recipe
-
-
-def pinned_baseline(text: str, recipe: Recipe) -> str:
-    """An entry of `evaluate.baselines` with the content in its name. UserError for a path without fitting weights."""
-    if text.startswith(RUN):
-        raise UserError(f"evaluate.baselines: {text}: a run has its own report; use ORG/NAME@COMMIT, or a folder")
-    source = source_of(text, "evaluate.baselines")
-    if isinstance(source, Hub):
-        return text
-    check_baseline(open_weights(source.path, f"evaluate.baselines: {source.path}"), recipe)
-    return pinned_path(source, "evaluate.baselines")
-
-
-def check_baseline(weights: WeightsFile, recipe: Recipe) -> ModelConfig:
-    """The model of a baseline. UserError if it can't read the text of the recipe."""
-    model = model_of(weights)
-    own = recipe.tokens.tokenizer
-    ids = vocab_size_of(own) if isinstance(own, str) else recipe.model.vocab_size
-    least = {"vocab_size": ids, "block_size": recipe.model.block_size}
-    for name, value in least.items():
-        if getattr(model, name) < value:
-            raise UserError(f"{weights.where}: its {name} is {getattr(model, name)}; the text needs {value} or more")
-    return model
-
-
-def relative_size(text: str, recipe: Recipe) -> float:
-    """The computation of a token by a baseline, as a multiple of that by the recipe's model. The Hub is not asked: of
-    its weights only OpenAI's are known, by their names, and others count as much as the recipe's."""
-    try:
-        source = source_of(text, "evaluate.baselines")
-        weights = open_weights(source.path, text) if isinstance(source, Local) else None
-    except UserError:  # said elsewhere
-        return 1.0
-    if weights:
-        return model_of(weights).flops_per_token / recipe.model.flops_per_token
-    if not isinstance(source, Hub) or (shape := OPENAI_SHAPES.get(source.name.rpartition("/")[2])) is None:
-        return 1.0
-    layers, heads, width = shape
-    model = Gpt2Config(n_layer=layers, n_head=heads, n_embd=width, block_size=recipe.model.block_size)
-    return model.flops_per_token / recipe.model.flops_per_token
-
-
-def model_of(weights: WeightsFile) -> ModelConfig:
-    """The model that weights were made with. UserError if they do not tell it, or are damaged."""
-    if model := weights.own_model():
-        return model
-    raise UserError(
-        f"{weights.where}: does not say which model it holds; name a folder with {CONFIG_FILE}, or a .bin of llm.c"
-    )
-
-
-def name_of(text: str) -> str:
-    """A short name of a pinned source, for reports."""
-    return text.partition("@")[0]
 
 
 def pinned_source(text: str, store: Store, model: ModelConfig, field: str = "train.init_from") -> str:
@@ -225,25 +159,15 @@ def content_identity(text: str) -> dict[str, Any]:
 
 def check_sources(recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store) -> None:
     """Ask the Hub whether the weights that are still needed exist and fit; by their headers alone. UserError if not."""
-    init = recipe.train.init_from
-    if init and not init.startswith(RUN) and isinstance(source := source_of(init, "train.init_from"), Hub):
-        prefix = plans["train"].prefix
-        if read_manifest(store, prefix) is None and not committed_folders(store, prefix):
-            hub_weights(source, "train.init_from").check(recipe.model)
-    if recipe.evaluate.baselines and read_manifest(store, plans["evaluate"].prefix) is None:
-        for text in recipe.evaluate.baselines:
-            if isinstance(source := source_of(text, "evaluate.baselines"), Hub):
-                check_baseline(hub_weights(source, "evaluate.baselines"), recipe)
+    source, prefix = first_source(recipe), plans["train"].prefix
+    if isinstance(source, Hub) and read_manifest(store, prefix) is None and not committed_folders(store, prefix):
+        hub_weights(source, "train.init_from").check(recipe.model)
 
 
-def local_sources(recipe: Recipe) -> Iterator[tuple[str, str, Path]]:
-    """The stage, the field and the path of weights on this machine."""
+def first_source(recipe: Recipe) -> Hub | Local | None:
+    """The source of train.init_from; None if it is a run, or not set."""
     init = recipe.train.init_from
-    if init and not init.startswith(RUN) and isinstance(source := source_of(init, "train.init_from"), Local):
-        yield "train", "train.init_from", source.path
-    for text in recipe.evaluate.baselines:
-        if isinstance(source := source_of(text, "evaluate.baselines"), Local):
-            yield "evaluate", "evaluate.baselines", source.path
+    return source_of(init, "train.init_from") if init and not init.startswith(RUN) else None
 
 
 def bring(text: str, store: Store, cache: Path, field: str) -> Path:
@@ -257,17 +181,6 @@ def bring(text: str, store: Store, cache: Path, field: str) -> Path:
         return fetched_from_hub(source, field)
     pinned_path(source, field)
     return source.path
-
-
-def brought(text: str, field: str) -> Path:
-    """The path to which `bring` brought a model of the Hub or a path."""
-    import huggingface_hub
-
-    source = source_of(text, field)
-    if isinstance(source, Local):
-        return source.path
-    config = huggingface_hub.hf_hub_download(source.name, CONFIG_FILE, revision=source.revision, local_files_only=True)
-    return Path(config).parent
 
 
 # --- other runs

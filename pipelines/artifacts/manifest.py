@@ -140,14 +140,7 @@ class TrainFacts(Stored):
     text_from: Count = 0  # the step at which a branch began to read another text, from the start
 
 
-@dataclass(frozen=True)
-class EvaluateFacts(Stored):
-    """Of the facts of an evaluation, those that reports compute with."""
-
-    baselines: dict[str, dict[str, Number | dict[str, Number]]] = field(default_factory=dict)  # by name and metric
-
-
-FACTS: dict[str, type[Any]] = {"tokenize": TokensFacts, "train": TrainFacts, "evaluate": EvaluateFacts}
+FACTS: dict[str, type[Any]] = {"tokenize": TokensFacts, "train": TrainFacts}
 
 
 def prefix_of(stage: str, label: str, fingerprint: str) -> str:

@@ -32,7 +32,6 @@ from pipelines.stage import STAGES, plans_of
 from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
-from pipelines.weight_sources import relative_size
 from trainer.amounts import state_bytes, tokens_before, val_tokens
 from trainer.checkpoint.commits import checkpoint_seconds, committed_state
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
@@ -312,13 +311,12 @@ def training_tokens(work: Workload) -> float:
 def evaluate_hours(recipe: Recipe, machine: Machine) -> float:
     """Val loss, benchmarks and harness on the GPUs of a node; a CPU counts as 1 TFLOP/s.
 
-    A baseline's tokens count by its size. The harness reads on one of the GPUs, while the others wait.
+    The harness reads on one of the GPUs, while the others wait.
     """
     kind, gpus = machine.accelerators or ":1", gpu_count(machine.accelerators or ":1")
     eager = recipe.runtime.model_copy(update={"engine": "eager"})
     flops = (peak_of(kind) or gpus * 1e12) * mfu_of(recipe.model, eager, "auto", kind)
-    models = 1 + sum(relative_size(source, recipe) for source in recipe.evaluate.baselines)
-    tokens = models * (recipe.evaluate.val_tokens + recipe.benchmark_tokens) + gpus * recipe.harness_tokens
+    tokens = recipe.evaluate.val_tokens + recipe.benchmark_tokens + gpus * recipe.harness_tokens
     return tokens * recipe.model.flops_per_token / 3 / flops / 3600
 
 

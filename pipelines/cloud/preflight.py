@@ -18,7 +18,7 @@ from pipelines.text.files import first_documents
 from pipelines.text.hub import HUB
 from pipelines.text.library import STDLIB
 from pipelines.text.sources import text_of
-from pipelines.weight_sources import local_sources
+from pipelines.weight_sources import Local, first_source
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
 
@@ -34,10 +34,10 @@ def preflight(
         yield broken("skypilot", "not installed", "pip install '.[cloud]'")
     yield from unfit_gpus(job, recipe)
     yield from texts_reachable(recipe, job.stages, remote)
-    for stage, field, path in local_sources(recipe):  # the plan of the run has found those of the Hub and of runs
-        if stage in job.stages:
-            remedy = f"{field}: name run:NAME of this store, or ORG/NAME@COMMIT of the Hub"
-            yield on_this_machine(f"weights for {stage}", str(path), remote, remedy)
+    weights = first_source(recipe)  # the plan of the run has found those of the Hub and of runs
+    if isinstance(weights, Local) and "train" in job.stages:
+        remedy = "train.init_from: name run:NAME of this store, or ORG/NAME@COMMIT of the Hub"
+        yield on_this_machine("weights for train", str(weights.path), remote, remedy)
     yield from benchmarks_readable(recipe, job.stages, remote)
     yield credentials(store, job.clouds, secrets)
     if isinstance(store, LocalStore) and remote:

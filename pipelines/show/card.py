@@ -10,7 +10,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.artifacts.manifest import Manifest
 from pipelines.show.console import columns, console, duration, money
 from pipelines.tracking.account import LATE_SHARE, Account, Cost, late_share
 from pipelines.tracking.runs import Passed, Summary
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from pipelines.pipeline import Pipeline
 
 LABEL = 12  # columns of a fact's label
-BASELINE = {"val/loss": "val loss", "eval/hellaswag_acc_norm": "HellaSwag", "eval/core": "CORE"}  # by metric
 PHASES_FIRST = (
     *("provision", "setup", "download", "tokenize", "compile", "data", "train", "redone", "evaluate", "export"),
     *("checkpoint", "upload", "idle", "lost"),
@@ -75,14 +73,6 @@ def table_of_stages(pipeline: "Pipeline", account: Account) -> Table:
     return table
 
 
-def baseline_texts(evaluated: Manifest) -> list[tuple[str, str]]:
-    """Each baseline of an evaluation with its scores."""
-    return [
-        (name, ", ".join(f"{title} {found[metric]:.4f}" for metric, title in BASELINE.items() if metric in found))
-        for name, found in evaluated.facts.get("baselines", {}).items()
-    ]
-
-
 def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = None) -> list[tuple[str, str]]:
     """Labels and values of the card below the table of stages."""
     facts = [("store", pipeline.store.uri)]
@@ -102,8 +92,6 @@ def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = N
         facts.append(("HellaSwag", f"{summary.hellaswag_acc_norm:.4f} (completion style, acc_norm)"))
     if summary.core is not None:
         facts.append(("CORE", f"{summary.core:.4f} (centred accuracy, 22 tasks)"))
-    evaluated = pipeline.made.get("evaluate")
-    facts += [("baseline", f"{name}: {scores}") for name, scores in (baseline_texts(evaluated) if evaluated else [])]
     if passed:
         facts.append(("passed", passed_text(passed)))
     order = {phase: i for i, phase in enumerate(PHASES_FIRST)}

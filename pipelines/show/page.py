@@ -21,7 +21,7 @@ import yaml
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
-from pipelines.show.card import TARGET_NAMES, baseline_texts, passed_text
+from pipelines.show.card import TARGET_NAMES, passed_text
 from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.tracking.account import (
@@ -370,7 +370,7 @@ def receipt(
     recipe: Recipe, made: dict[str, Manifest | None], account: Account, beats: Sequence[Heartbeat]
 ) -> list[tuple[str, str]]:
     """The facts for a repetition of the run."""
-    train, evaluated = made.get("train"), made.get("evaluate")
+    train = made.get("train")
     origins = [manifest.provenance for manifest in made.values() if manifest]
     origin = train.provenance if train else origins[-1] if origins else {}
     versions = ", ".join(f"{name} {number}" for name, number in origin.get("versions", {}).items() if number)
@@ -390,7 +390,6 @@ def receipt(
         "text": " at ".join(filter(None, (text_name(recipe), recipe.tokens.revision))),
         "began with": recipe.first_weights or "",
         "artifacts": ", ".join(manifest.prefix for manifest in made.values() if manifest),
-        "baselines": "; ".join(f"{name}: {scores}" for name, scores in baseline_texts(evaluated)) if evaluated else "",
         "seed": str(recipe.train.seed),
         "commit": commit + (" with uncommitted changes" if commit and origin.get("git_dirty") else ""),
         "image": origin.get("image") or ("none: the run used no container" if origin else ""),

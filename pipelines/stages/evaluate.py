@@ -21,7 +21,6 @@ from pipelines.stages.follow import follow_events, held, pass_on_stop, raise_err
 from pipelines.stages.harness import harness_facts, verify_tasks
 from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_identity, measures_of
 from pipelines.text.tokenizer import token_bytes, tokenizer_of
-from pipelines.weight_sources import bring, brought, check_baseline, content_identity, name_of
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError
 from trainer.events import EVENTS_FILE, PhaseChanged, Row
@@ -31,7 +30,6 @@ from trainer.process import failpoint
 from trainer.store import Store
 
 if TYPE_CHECKING:
-    from trainer.models.language_model import LanguageModel
     from trainer.parallel import World
 
 SAMPLE_TOKENS = 100
@@ -49,8 +47,6 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     }
     if recipe.evaluate.core:  # an evaluation without it keeps the fingerprint of before there was CORE
         identity["core"] = core_identity(recipe.evaluate.core)
-    if recipe.evaluate.baselines:
-        identity["baselines"] = [content_identity(source) for source in recipe.evaluate.baselines]
     if recipe.evaluate.lm_eval:
         if files := [task for task in recipe.evaluate.lm_eval if task.endswith(".yaml")]:
             raise UserError(
@@ -67,8 +63,6 @@ def build(work: Work) -> Built:
     recipe, cache = work.recipe, work.home / "cache"
     work.clock.enter("download")
     check_inputs(recipe, cache)
-    for source in recipe.evaluate.baselines:
-        bring(source, work.store, cache, "evaluate.baselines")
     weights = work.fetch("train", "model.safetensors")
     processes = processes_on_this_node(recipe.runtime)
     with work.screen.bar("evaluate", None):
@@ -147,7 +141,7 @@ def measure(
     check: Callable[[], None],
     report: Callable[[Mapping[str, float]], None],
 ) -> dict[str, Any]:
-    """The measures of the weights and of the baselines, and a sample of text. A collective call.
+    """The measures of the weights, and a sample of text. A collective call.
 
     `check` is called before each batch, equally often on every rank; it may raise to end the measurement. `report` gets
     metrics as they are known.
@@ -172,30 +166,21 @@ def measure(
     )
     measures, sizes = measures_of(recipe, encoding, cache, world), torch.tensor(token_bytes(encoding))
 
-    def losses_of(model: "LanguageModel") -> dict[str, float]:
-        most = recipe.evaluate.val_tokens
-        loss, bits = validation(model.losses, val, most, VAL_BATCH, world, sizes, on_batch=check)
-        return {"val/loss": loss, "val/bits_per_byte": bits}
-
-    def scores_of(model: "LanguageModel") -> dict[str, float]:
-        return {name: value for measure in measures for name, value in measure(model, world, check).items()}
-
     # As in training, but bf16 in place of fp8; and TF32, if the GPU has it, for products in fp32.
     precision = "bf16" if train.precision.startswith("fp8") else precision_on(world.device, train)
     torch.set_float32_matmul_precision("high")
     model = load_weights(open_weights(weights), recipe.model, world.device)
     clock.enter("evaluate")
     with autocast_on(world.device, precision):
-        facts: dict[str, Any] = losses_of(model)
+        most = recipe.evaluate.val_tokens
+        loss, bits = validation(model.losses, val, most, VAL_BATCH, world, sizes, on_batch=check)
+        facts: dict[str, Any] = {"val/loss": loss, "val/bits_per_byte": bits}
         report(facts)
         failpoint("evaluate")
         check()
-        facts |= {"precision": precision, **scores_of(model)}
+        facts["precision"] = precision
+        for measure_of in measures:
+            facts |= measure_of(model, world, check)
         sampling = Sampling(encoding.eot_token, encoding.decode, train.seed, texts=1, tokens=SAMPLE_TOKENS)
         (facts["sample"],) = sampling.texts_of(model, world, check)
-        del model  # a baseline may be larger
-        for source in recipe.evaluate.baselines:
-            other = open_weights(brought(source, "evaluate.baselines"), f"evaluate.baselines: {name_of(source)}")
-            baseline = load_weights(other, check_baseline(other, recipe), world.device)
-            facts.setdefault("baselines", {})[name_of(source)] = losses_of(baseline) | scores_of(baseline)
     return facts

@@ -49,7 +49,7 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
         "In training, every document begins with `<|endoftext|>`."
         + (f"\n\nOther formats in this folder: {others}." if others else ""),
         "## Training\n\n" + table(training_facts(recipe, made)),
-        "## Evaluation\n\n" + evaluation(scores, evaluated.get("baselines", {})),
+        "## Evaluation\n\n" + evaluation(scores),
         "## Cost\n\n" + table(cost_facts(run.account if run else None)),
         "## Reproduce\n\n" + reproduction(recipe, train),
         "## Intended use and limits\n\n" + LIMITS,
@@ -104,15 +104,11 @@ def first_weights(recipe: Recipe, train: Manifest) -> str:
     return f"the whole state of {at}" if recipe.train.branch_from else f"those of {at}"
 
 
-def evaluation(scores: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]]) -> str:
-    """The table of scores, with a column for each baseline."""
+def evaluation(scores: Mapping[str, float]) -> str:
+    """The table of scores."""
     if not scores:
         return "The run was not evaluated when this export was made."
-    columns = [scores, *baselines.values()]
-    rows = [
-        (SCORES.get(name, name), *(f"{one[name]:.4f}" if name in one else "" for one in columns)) for name in scores
-    ]
-    return table(rows, ("", "this model", *map(_code, baselines)))
+    return table((SCORES.get(name, name), f"{value:.4f}") for name, value in scores.items())
 
 
 def cost_facts(account: Account | None) -> list[tuple[str, str]]:

@@ -240,12 +240,12 @@ def check_split(recipe: Recipe, shards: list[SplitShard]) -> None:
     t, block = recipe.tokens, recipe.model.block_size
     total = sum(shard.tokens for shard in shards)
     if t.val_whole_shards:
-        held_out, remedy = f"the first {t.val_shards} shard(s) of {t.shard_tokens:,}", "use val_fraction or more text"
+        held_out = f"the first {t.val_shards} shard(s) of {t.shard_tokens:,}"
     else:
-        held_out, remedy = f"{min(t.held_out(total), total):,} of them", "set tokens.val_tokens or use more text"
+        held_out = f"{min(t.held_out(total), total):,} of them"
     for name, split in (("val", "validation"), ("train", "training")):
         if not any(shard.tokens > block for shard in shards if shard.file.name.startswith(name)):
             raise UserError(
                 f"tokens: the text gives {total:,} tokens; {held_out} are held out, and no {split} sequence of "
-                f"{block} + 1 tokens is left: {remedy}"
+                f"{block} + 1 tokens is left; set tokens.val_tokens or use more text"
             )

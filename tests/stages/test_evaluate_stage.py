@@ -2,19 +2,14 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from pipelines.formats.hf import hf_config
 from pipelines.stage import Work
 from pipelines.stages import evaluate, export
-from pipelines.weight_sources import pinned
-from trainer.errors import Interrupted, UserError
-from trainer.models.family import to_hf
+from trainer.errors import Interrupted
 from trainer.models.gpt2_module import GPT
 
 
@@ -80,30 +75,3 @@ def test_a_stop_takes_effect_before_the_next_long_operation(
     with pytest.raises(Interrupted):
         module.build(mine)
     assert not begun
-
-
-def test_a_baseline_is_measured_with_the_same_code(
-    work: Callable[[str], Work], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The baseline has the trained weights, so it must have their scores."""
-    mine = work("evaluate")
-    state, model = load_file(mine.fetch("train", "model.safetensors")), mine.recipe.model
-    folder = tmp_path / "openai"
-    folder.mkdir()
-    save_file(to_hf(state, model), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(hf_config(model, "float32", 0)))
-    evaluated = mine.recipe.evaluate.model_copy(update={"baselines": [str(folder)]})
-    mine.recipe = pinned(mine.recipe.model_copy(update={"evaluate": evaluated}), mine.store)
-    monkeypatch.setattr("trainer.eval.evaluation.Sampling.texts_of", lambda *arguments: [""])
-    facts = evaluate.build(mine).facts
-    report = json.loads((mine.folder / "report.json").read_text())
-    scores = {name: facts[name] for name in ("val/loss", "val/bits_per_byte")}
-    assert facts["baselines"] == report["baselines"] == {str(folder): scores}
-
-    # Another vocabulary or a shorter context can't read the text: named when the run is planned.
-    (folder / "config.json").write_text(json.dumps(hf_config(model, "float32", 0) | {"n_positions": 4}))
-    with pytest.raises(UserError, match="evaluate.baselines: .*openai"):
-        pinned(mine.recipe, mine.store)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="evaluate.baselines: .*: no weights there"):
-        pinned(mine.recipe, mine.store)

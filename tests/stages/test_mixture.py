@@ -161,7 +161,7 @@ def test_a_recipe_of_one_text_keeps_its_fingerprint() -> None:
 @pytest.mark.slow  # 45 s
 def test_a_packed_mixture_that_is_killed_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
     recipe = json.loads(json.dumps(TINY))
-    tokens = {**recipe["tokens"], "packing": "documents", "val_shards": None, "val_fraction": 0.1}
+    tokens = {**recipe["tokens"], "packing": "documents", "val_shards": None, "val_tokens": 4000}
     del tokens["source"], tokens["max_tokens"]
     first = {"source": "texts/[012].txt", "weight": 0.7, "max_tokens": 60_000}
     recipe["tokens"] = tokens | {"sources": [first, {"source": "texts/3.txt", "weight": 0.3}]}

@@ -47,7 +47,6 @@ OTHER: dict[str, dict[str, Any]] = {
         "packing": "documents",
         "shard_tokens": 50_000_000,
         "max_tokens": 1_000_000_000,
-        "val_fraction": 0.02,
         "val_tokens": 1_000_000,
         "val_shards": 2,
     },
@@ -90,7 +89,6 @@ OTHER: dict[str, dict[str, Any]] = {
         "val_tokens": 1024,
         "hellaswag": None,
         "lm_eval": ["piqa"],
-        "baselines": [f"openai-community/gpt2@{'0' * 40}"],
     },
     "export": {"formats": ["hf", "gguf"], "dtype": "float32"},
     "runtime": {

@@ -60,11 +60,8 @@ def test_one_percent_of_a_small_text_is_held_out_whatever_the_size_of_its_shards
     assert len({s.file.name for s in shards}) == len({s.file.key for s in shards}) == len(shards)
 
 
-def test_the_share_of_a_large_text_is_at_most_val_shards_shards(tmp_path: Path) -> None:
+def test_a_recipe_sets_the_size_of_the_validation_split(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], int]] = [
-        ({"val_fraction": 0.5}, 1500),
-        ({"val_fraction": 0.5, "val_shards": 3}, 4500),
-        ({"val_fraction": 0.25, "val_shards": 3}, TOTAL // 4),
         ({"val_tokens": 5000}, 5000),
         ({"val_shards": 3}, 4500),
     ]
@@ -82,7 +79,7 @@ def test_a_split_that_was_interrupted_is_made_again_without_new_shards_of_text(t
 
 
 def test_two_ways_to_name_the_split_are_refused() -> None:
-    with pytest.raises(UserError, match="val_tokens is the size of the validation split: remove val_fraction and"):
+    with pytest.raises(UserError, match="val_tokens and val_shards are both given; remove one"):
         load_recipe("smoke", ["tokens.val_tokens=5000"])
     with pytest.raises(UserError, match=r"100 tokens are held out for validation.* set tokens.val_tokens to 129"):
         load_recipe("smoke", ["tokens.val_shards=null", "tokens.val_tokens=100"])

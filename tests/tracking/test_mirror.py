@@ -54,7 +54,7 @@ def test_a_run_is_a_parent_with_a_nested_run_for_each_stage_however_often_it_is_
     store: LocalStore, mlflow_server: str, experiment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SKYTRAIN_TAGS", "team=research")
-    done_run(store, evaluate={"lm_eval/piqa/acc": 0.62, "baselines": {"openai-community/gpt2": {"val/loss": 3.1}}})
+    done_run(store, evaluate={"lm_eval/piqa/acc": 0.62})
     progress = Progress(world_size=8, device="NVIDIA H100", engine="fused", highest_step=200)
     attempted(store, "train", 2, price_per_hour=10.0, progress=progress)
     segment(store, 2, 1, [row(1, 5.0), row(2, 4.0) | {"samples": ["a text"]}])
@@ -75,7 +75,6 @@ def test_a_run_is_a_parent_with_a_nested_run_for_each_stage_however_often_it_is_
         "tokens": 200 * 8192,
         "world_size": 8,
         "lm_eval/piqa/acc": 0.62,
-        "baseline/openai-community-gpt2/val/loss": 3.1,
     }.items():
         assert seen.points("run", name) == [(200, value)]
     assert parent.data.metrics["cost/usd"] == pytest.approx(30.0)

@@ -20,12 +20,11 @@ from run_records import (
     recorded,
 )
 
-from pipelines.stage import STAGES, plans_of
+from pipelines.stage import STAGES, planned, plans_of
 from pipelines.tracking.ledger import this_process
 from pipelines.tracking.records import Progress
 from pipelines.tracking.runs import (
     Run,
-    RunRecord,
     full_names,
     read_run,
     record,
@@ -109,12 +108,15 @@ def test_a_run_is_found_by_the_beginning_of_its_name(store: LocalStore) -> None:
         full_names(store, ["llama"])
 
 
-@pytest.mark.parametrize("path", REMOVED_FIELDS)
-def test_a_run_recorded_with_fields_of_recipes_that_were_removed_is_read(store: LocalStore, path: str) -> None:
-    (section, name), made = path.split("."), recorded(store)
+def test_a_run_recorded_with_fields_of_recipes_that_were_removed_is_planned_and_read(store: LocalStore) -> None:
+    made = recorded(store)
     values = json.loads(made.to_json())
-    values["recipe"][section][name] = 1
-    assert Run(store, RunRecord.from_json(json.dumps(values).encode())).recipe == Run(store, made).recipe
+    for section, _, name in (path.partition(".") for path in REMOVED_FIELDS):
+        values["recipe"][section][name] = None
+    store.put(f"runs/{RUN}.json", json.dumps(values).encode())
+    assert read_run(store, RUN).recipe == Run(store, made).recipe
+    loaded, plans = planned(f"run:{RUN}", [], store)
+    assert loaded == RECIPE and {name: plan.prefix for name, plan in plans.items()} == made.prefixes
 
 
 def test_an_evaluation_with_other_settings_stays_on_the_bill(store: LocalStore) -> None:

@@ -138,8 +138,6 @@ def test_another_shape_is_refused_with_the_field_and_the_value_that_would_fit(tm
 
 
 def test_a_damaged_configuration_is_named_and_advises_no_field(tmp_path: Path) -> None:
-    from pipelines.weight_sources import model_of
-
     gpt2 = {
         "n_layer": (1, "has n_layer 1, and its tensors have 2"),
         "n_embd": (10**9, "has n_embd 1000000000, and its tensors have 32"),
@@ -168,12 +166,11 @@ def test_a_damaged_configuration_is_named_and_advises_no_field(tmp_path: Path) -
         for name, (value, words) in cases.items():
             changed = config | {name: value} | ({"rope_parameters": None} if name == "rope_theta" else {})
             (folder / "config.json").write_text(json.dumps(changed))
-            for check in (lambda weights, model=model: weights.check(model), model_of):
-                with pytest.raises(UserError) as mistake:
-                    check(open_weights(folder))
-                text = str(mistake.value)
-                assert text.startswith(f"{folder}: damaged: its configuration {words}"), text
-                assert text.endswith("; fetch it again") and "\n" not in text
+            with pytest.raises(UserError) as mistake:
+                open_weights(folder).check(model)
+            text = str(mistake.value)
+            assert text.startswith(f"{folder}: damaged: its configuration {words}"), text
+            assert text.endswith("; fetch it again") and "\n" not in text
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
     with pytest.raises(UserError, match=r"has the shape \[128, 32\]; its configuration has \[100, 32\]"):
         open_weights(folder).check(other)

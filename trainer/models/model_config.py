@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 REMOVED_FIELDS = {
     "tokens.parts": "removed in version 0.2: a node tokenizes on all its cores; for several nodes, deal the files to "
     "several recipes and mix them by tokens.sources",
+    "tokens.val_fraction": "removed in version 0.2: set tokens.val_tokens",
+    "evaluate.baselines": "removed in version 0.2: measure other models with `lm_eval --model hf --model_args "
+    "pretrained=ORG/NAME`",
     "train.follow_tokens": "removed in version 0.2: run `skytrain run RECIPE --stage tokenize` first",
     "train.rollback_above_nats": "removed in version 0.2: set train.skip_grad_norm_zscore, or train.branch_from an "
     "earlier commit",

@@ -307,9 +307,6 @@ def results(run: Run) -> tuple[int, float, dict[str, float]]:
     facts = {name: value for one in made for name, value in one.facts.items()}
     wanted = (name for name in facts if name in RESULTS or name.startswith("lm_eval/"))
     values = {name: float(facts[name]) for name in wanted if isinstance(facts[name], int | float)}
-    for name, measured in facts.get("baselines", {}).items():
-        baseline = f"baseline/{name.replace('/', '-')}"
-        values |= {f"{baseline}/{metric}": float(measured[metric]) for metric in RESULTS if metric in measured}
     if made:
         values["tokens"] = float(run.summary.tokens)
         if (trained := last_training(run)) and trained.world_size:

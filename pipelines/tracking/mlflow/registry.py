@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FINGERPRINT, CREATED = "skytrain.fingerprint", "skytrain.created"
 ALIAS, COMMIT = "latest-good", "mlflow.source.git.commit"
-MODEL_METRICS = ("train/loss", "val/", "eval/", "cost/", "time/billed_hours", "lm_eval/", "baseline/")  # beginnings
+MODEL_METRICS = ("train/loss", "val/", "eval/", "cost/", "time/billed_hours", "lm_eval/")  # beginnings
 EXTERNAL = {"mlflow.model.isExternal": "true"}  # MLflow's own mark of a model whose files it does not have
 
 
