@@ -10,7 +10,6 @@ products in fp8, against bf16 and torch._scaled_mm. It exits with 1 if a result 
 import functools
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import NamedTuple
@@ -197,43 +196,6 @@ def check_repeats(rows: int, width: int) -> None:
     print("  the same bits again")
 
 
-def check_graph() -> None:
-    """A product that a CUDA graph captures after its first call gives the same result as outside."""
-    x, w, bias = random(1024, 768), random(3072, 768), random(3072)
-    wanted = gemm.linear_gelu(x, w, bias)[1].clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _, act = gemm.linear_gelu(x, w, bias)
-    act.zero_()
-    graph.replay()
-    torch.testing.assert_close(act, wanted, rtol=0, atol=0)
-    print("  the same from a CUDA graph")
-
-
-def call_microseconds(run: Run) -> float:
-    """Host time of a call: the GPU's work is too small to fill the queue."""
-    run()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(300):
-        run()
-    taken = time.perf_counter() - started
-    torch.cuda.synchronize()
-    return 1e6 * taken / 300
-
-
-def time_calls() -> None:
-    x, w, bias, into = random(128, 64), random(256, 64), random(256), torch.zeros(256, 64, device="cuda")
-    dy = random(128, 256)
-    runs: dict[str, Run] = {
-        "torch.addmm": lambda: torch.addmm(bias, x, w.t()),
-        "linear": lambda: gemm.linear(x, w, bias),
-        "linear_gelu": lambda: gemm.linear_gelu(x, w, bias),
-        "weight_grad": lambda: gemm.weight_grad(dy, x, into, True),
-    }
-    print("\nhost time of a call, us: " + ", ".join(f"{n} {call_microseconds(run):.1f}" for n, run in runs.items()))
-
-
 # --- fast
 
 
@@ -395,7 +357,7 @@ def main() -> int:
         works.append(functools.partial(check_products, shape.rows, shape.width, VOCAB))
         works += [functools.partial(check_products8, *weight[1:4]) for weight in weights(shape)]
     works.append(functools.partial(check_products, 4 * 1023, 1600, 512))
-    works += [functools.partial(check_repeats, 16_384, 768), check_graph, time_calls]
+    works += [functools.partial(check_repeats, 16_384, 768)]
     works += [functools.partial(time_products, shape) for shape in SHAPES for time_products in (time_all, time_all8)]
     passed = [attempt(work) for work in works]
     for request in gemm.refused():

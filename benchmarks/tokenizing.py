@@ -1,15 +1,13 @@
-"""Text in parquet on S3 to token shards on S3: the tokenize stage against the usual script and datatrove.
+"""Text in parquet on S3 to token shards on S3: the tokenize stage against the usual script.
 
 `python -m benchmarks.tokenizing make FOLDER MB [ROOT …]` writes parquet of 100 MB of text a file from the documentation
 and sources below some folders (default: all installed packages): each text once, between 200 and 200,000 characters.
-`python -m benchmarks.tokenizing FOLDER [REPEATS [PYTHON]]` starts the S3 server of the tests (radosgw), puts the
-parquet there, and tokenizes it to shards of 100M tokens in the same bucket. PYTHON is an interpreter with datatrove
-(`pip install datatrove s3fs pyarrow tokenizers orjson`), which the project itself does not need.
+`python -m benchmarks.tokenizing FOLDER [REPEATS]` starts the S3 server of the tests (radosgw), puts the parquet there,
+and tokenizes it to shards of 100M tokens in the same bucket.
 
 The usual script is written as build-nanogpt's and llm.c's are: a pool of processes over `datasets`, tiktoken, an array
 for each document, a file for each shard; boto3 downloads the parquet before and uploads each file. It makes no
-checksums and cannot resume. datatrove's pipeline reads and writes S3 by s3fs, without its shuffle and merge; its files
-are not in llm.c's format. Each run is a process of its own, and the ways alternate. It prints millions of tokens a
+checksums and cannot resume. Each run is a process of its own, and the ways alternate. It prints millions of tokens a
 second, and a CPU second with the children's (the server's is not counted), and the peak memory of all processes, shared
 pages once.
 """
@@ -32,26 +30,10 @@ from pathlib import Path
 from typing import Any
 
 SHARD_TOKENS = 100_000_000
-WAYS = ("stage", "datatrove", "script")
+WAYS = ("stage", "script")
 BUCKET = "tokenizing"
 SAMPLE_SECONDS = 0.5  # between two looks at the memory
-KINDS = (
-    ".py",
-    ".pyi",
-    ".md",
-    ".rst",
-    ".txt",
-    ".html",
-    ".c",
-    ".h",
-    ".cpp",
-    ".hpp",
-    ".cuh",
-    ".js",
-    ".json",
-    ".rs",
-    ".ts",
-)
+KINDS = (".py", ".pyi", ".md", ".rst", ".txt", ".html", ".c", ".h", ".cpp", ".js", ".json", ".rs", ".ts")
 
 
 def texts(roots: list[Path]) -> Iterator[str]:
@@ -157,40 +139,11 @@ def script(source: str, work: Path) -> int:
     return total
 
 
-def datatrove(source: str, work: Path, tokenizer: str) -> int:
-    """datatrove's tokenizer pipeline on all cores, with its own file format."""
-    import fsspec
-    from datatrove.executor import LocalPipelineExecutor
-    from datatrove.pipeline.readers import ParquetReader
-    from datatrove.pipeline.tokens import DocumentTokenizer
-
-    cores, out = os.cpu_count() or 1, f"s3://{BUCKET}/{work.name}"
-    pipeline = [
-        ParquetReader(source),
-        DocumentTokenizer(
-            out,
-            local_working_dir=str(work / "scratch"),
-            tokenizer_name_or_path=tokenizer,
-            eos_token="<|endoftext|>",
-            shuffle_documents=False,
-        ),
-    ]
-    LocalPipelineExecutor(pipeline, tasks=cores, workers=cores, logging_dir=str(work / "logs")).run()
-    files = fsspec.filesystem("s3")
-    return sum(files.size(path) for path in files.glob(f"{out}/*.ds")) // 2
-
-
-def one(way: str, source: str, tokenizer: str) -> dict[str, float]:
+def one(way: str, source: str) -> dict[str, float]:
     """One run in this process."""
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
         started = time.perf_counter()
-        match way:
-            case "script":
-                tokens = script(source, Path(folder))
-            case "datatrove":
-                tokens = datatrove(source, Path(folder), tokenizer)
-            case _:
-                tokens = stage(source, Path(folder))
+        tokens = script(source, Path(folder)) if way == "script" else stage(source, Path(folder))
         wall = time.perf_counter() - started
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {"tokens": tokens, "wall": wall, "cpu": sum(each.ru_utime + each.ru_stime for each in used)}
@@ -241,22 +194,18 @@ def shown(values: list[float]) -> str:
     return f"{statistics.median(values):7.2f} [{min(values):.2f} … {max(values):.2f}]"
 
 
-def main(folder: Path, repeats: int, python: str | None) -> None:
+def main(folder: Path, repeats: int) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     from servers import Radosgw
 
-    from pipelines.text.tokenizer import tokenizer, tokenizer_files
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends with it
     with tempfile.TemporaryDirectory() as scratch:
-        vocabulary = Path(scratch, "tokenizer.json")
-        vocabulary.write_bytes(tokenizer_files(tokenizer("gpt2"), 1024)["tokenizer.json"])
         server = Radosgw(Path(scratch, "s3"))
         server.start()
         try:
             os.environ |= server.account.environment
             put_texts(folder)
-            compare(repeats, python, str(vocabulary))
+            compare(repeats)
         finally:
             server.stop()
 
@@ -270,20 +219,17 @@ def put_texts(folder: Path) -> None:
         s3.upload_file(str(path), BUCKET, f"texts/{path.name}")
 
 
-def compare(repeats: int, python: str | None, vocabulary: str) -> None:
+def compare(repeats: int) -> None:
     results: dict[str, list[dict[str, float]]] = {}
     for _ in range(repeats):
-        for way in WAYS if python else [way for way in WAYS if way != "datatrove"]:
-            interpreter = python if way == "datatrove" and python else sys.executable
-            place = f"s3://{BUCKET}/texts"
-            status, out, err, seen, memory = measured(
-                [interpreter, "-m", "benchmarks.tokenizing", "one", way, place, vocabulary]
-            )
+        for way in WAYS:
+            command = [sys.executable, "-m", "benchmarks.tokenizing", "one", way, f"s3://{BUCKET}/texts"]
+            status, out, err, seen, memory = measured(command)
             if status:
                 print(f"{way}: {err.strip().splitlines()[-1]}")
                 continue
             run = json.loads(out.splitlines()[-1]) | {"memory": memory / 2**30}
-            run["cpu"] = max(run["cpu"], seen)  # datatrove does not wait for all of its processes
+            run["cpu"] = max(run["cpu"], seen)
             results.setdefault(way, []).append(run)
             print(way, results[way][-1], flush=True)
     print(f"{repeats} times: Mtok/s, Mtok/CPU-second, peak GiB of all processes")
@@ -299,9 +245,9 @@ if __name__ == "__main__":
             installed = [Path(one) for one in sys.path if one.endswith("site-packages")]
             stdlib = Path(sysconfig.get_path("stdlib"))
             make(Path(folder), int(size), [Path(root) for root in roots] or [*installed, stdlib])
-        case ["one", way, place, vocabulary]:
-            print(json.dumps(one(way, place, vocabulary)))
-        case [folder, *rest] if len(rest) <= 2:
-            main(Path(folder), int(rest[0]) if rest else 1, rest[1] if rest[1:] else None)
+        case ["one", way, place]:
+            print(json.dumps(one(way, place)))
+        case [folder, *rest] if len(rest) <= 1:
+            main(Path(folder), int(rest[0]) if rest else 1)
         case _:
             sys.exit(__doc__)
