@@ -92,7 +92,7 @@ def test_an_unfinished_run_speaks_with_its_newest_commit_or_the_one_of_a_step(
     for final in (None, 20):
         assert head(final)[0] is None
     assert head(5)[0] == 5
-    assert not any((tmp_path / "cache").iterdir())  # a commit leaves no copy
+    assert not any((tmp_path / "cache").glob("*"))  # a commit leaves no copy
     for entry in list(store.entries(f"{TRAIN}/checkpoints/")):  # as gc does
         store.delete(entry.key)
     with pytest.raises(UserError, match=f"--at 5: {RUN} has no commit any more, only its final weights"):
