@@ -153,14 +153,9 @@ def endpoints(request: LaunchRequest, remote: bool) -> Iterator[Finding]:
 
 def missing_from_image(recipe: Recipe, stages: Iterable[str]) -> Iterator[Finding]:
     """What the stages need and the image does not have."""
-    if "export" in stages and (lacking := [name for name in recipe.export.other_formats if name in NEEDS]):
-        named = ",".join(name for name in recipe.export.other_formats if name not in NEEDS)
-        yield broken(
-            "export",
-            f"the image has no packages for {' and '.join(lacking)}",
-            f"launch with --set 'export.formats=[{named}]', then make the others here: skytrain run RECIPE --store …; "
-            "or launch with --image none",
-        )
-    if "evaluate" in stages and recipe.evaluate.lm_eval:
-        remedy = "launch with --image none, or evaluate here: skytrain run RECIPE --stage evaluate --store …"
-        yield broken("lm-eval", "the image does not have it", remedy)
+    needs = {"export": [name for name in recipe.export.other_formats if name in NEEDS]}
+    needs["evaluate"] = ["lm-eval"] if recipe.evaluate.lm_eval else []
+    for stage, names in needs.items():
+        if stage in stages and names:
+            remedy = f"launch with --image none, or run this stage here: skytrain run RECIPE --stage {stage} --store …"
+            yield broken(stage, f"the image has no packages for {' and '.join(names)}", remedy)

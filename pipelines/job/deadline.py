@@ -14,7 +14,6 @@ Evaluate first finishes the training. docs/measurements.md has the savings.
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipelines.job.prices import prices_from_environment
@@ -59,24 +58,13 @@ def least_slack_seconds(installs: bool) -> float:
     return 4 * changeover_seconds(installs)
 
 
-@dataclass(frozen=True)
-class DeadlineRules:
-    """When to go on demand, to the end. All in seconds."""
+def must_go_on_demand(slack: float) -> bool:
+    """Whether the seconds that may still pass without training are too few for three changeovers.
 
-    deadline: float
-    # At most, from the decision or from the loss of a machine until the next one trains: provisioning, setup, start-up,
-    # and the steps since the last commit. A poll takes as long, even if it finds no machine.
-    changeover: float
-    tick: float  # between two decisions, at most
-
-    def slack(self, now: float, work_left: float) -> float:
-        """Seconds that may still pass without training, if `work_left` seconds of training are left."""
-        return self.deadline - now - work_left
-
-    def must_go_on_demand(self, now: float, work_left: float) -> bool:
-        """Whether the slack is too short for three changeovers: two, to machines of which the first is lost before it
-        trains, or a poll and a machine that it finds; and one to a machine on demand."""
-        return self.slack(now, work_left) < 3 * self.changeover + self.tick
+    Two, to machines of which the first is lost before it trains, or a poll and a machine that it finds; and one to a
+    machine on demand.
+    """
+    return slack < 3 * changeover_seconds(installs_here()) + HEARTBEAT_SECONDS
 
 
 def is_standby() -> bool:
@@ -109,20 +97,20 @@ class DeadlineWatch:
         if standby:
             work.report(waiting=True)
         try:
-            rules, work_left = rules_for(work, self.deadline)
+            work_left = seconds_left(work)
         except UserError as error:
             if standby:  # a failed task would end the whole launch
                 raise HandedOver(str(error)) from error
             return
         poll_at = time.time() + POLL_SECONDS
         if standby:
-            slack = slack_text(rules.slack(time.time(), work_left))
+            slack = slack_text(self._slack(work_left))
             work.screen.note(f"  {slack}: waiting for spot; SkyPilot polls again in 10 min")
         with work.clock.phase("idle" if standby else "setup"):
             while True:
-                self._compare(rules, work_left)
+                self._compare(work_left)
                 if standby and time.time() > poll_at:
-                    self.stop.ask(f"{slack_text(rules.slack(time.time(), work_left))}: polling for spot again")
+                    self.stop.ask(f"{slack_text(self._slack(work_left))}: polling for spot again")
                 work.check()
                 if not standby:
                     return
@@ -135,19 +123,20 @@ class DeadlineWatch:
             ours, gpus = account(beat.run, [StoredHeartbeat("train", beat)]).attempts, beat.machine.accelerators or ""
             if per_token := seconds_per_token(train, [gpus], beat.nodes, ours):
                 to_come = tokens_before(train.max_steps, train) - tokens_before(step, train)
-                rules = DeadlineRules(self.deadline, changeover_seconds(installs_here()), HEARTBEAT_SECONDS)
-                self._compare(rules, to_come * per_token)
+                self._compare(to_come * per_token)
 
-    def _compare(self, rules: DeadlineRules, work_left: float) -> None:
-        now = time.time()
-        ends_here = not is_standby() and work_left <= rules.changeover
-        if rules.must_go_on_demand(now, work_left) and not ends_here:
-            reason = f"{slack_text(rules.slack(now, work_left))}: switching to on-demand"
-            self.stop.ask(reason, HandedOver)
+    def _slack(self, work_left: float) -> float:
+        """Seconds that may still pass without training, if `work_left` seconds of training are left."""
+        return self.deadline - time.time() - work_left
+
+    def _compare(self, work_left: float) -> None:
+        slack, ends_here = self._slack(work_left), not is_standby() and work_left <= changeover_seconds(installs_here())
+        if must_go_on_demand(slack) and not ends_here:
+            self.stop.ask(f"{slack_text(slack)}: switching to on-demand", HandedOver)
 
 
-def rules_for(work: "Work", deadline: float) -> tuple[DeadlineRules, float]:
-    """The rules, and the seconds of training that are left. UserError if these can't be known."""
+def seconds_left(work: "Work") -> float:
+    """The seconds of training that are left. UserError if they can't be known."""
     from pipelines.bench.throughput import speed_on  # reads the measured figures
 
     recipe, train, here = work.recipe, work.recipe.train, work.attempt.latest
@@ -159,13 +148,11 @@ def rules_for(work: "Work", deadline: float) -> tuple[DeadlineRules, float]:
     done = state.step if state else train.first_step
     to_come = 0 if state and state.has_ended(train) else whole - tokens_before(done, train)
     if measured := seconds_per_token(train, gpus, here.nodes, attempts):
-        work_left = to_come * measured
-    elif gpus:
-        speeds = (speed_on(recipe.model, recipe.runtime, kind, here.nodes, precision=train.precision) for kind in gpus)
-        work_left = margin * to_come / min(speed.tokens_per_second for speed in speeds)
-    else:
+        return to_come * measured
+    if not gpus:
         raise UserError(f"{DEADLINE}: SKYTRAIN_PRICES has no machine with GPUs to wait for")
-    return DeadlineRules(deadline, changeover_seconds(installs_here()), HEARTBEAT_SECONDS), work_left
+    speeds = (speed_on(recipe.model, recipe.runtime, kind, here.nodes, precision=train.precision) for kind in gpus)
+    return margin * to_come / min(speed.tokens_per_second for speed in speeds)
 
 
 def seconds_per_token(

@@ -21,9 +21,6 @@ from pipelines.cloud.planner import (
     estimate_stage,
     parse_hours,
 )
-from pipelines.cloud.request import LaunchRequest
-from pipelines.cloud.tasks import managed_job
-from pipelines.job.deadline import WAIT_SECONDS
 from pipelines.recipe import load_recipe, shipped
 from pipelines.show.cloud_plan import print_cloud_plan
 from pipelines.stage import plans_of, run_name
@@ -167,16 +164,6 @@ def test_the_rest_of_a_run_is_planned_at_its_own_speed(tmp_path: Path) -> None:
     assert rest.stages["train"].hours == pytest.approx(whole.stages["train"].hours / 2 / slower, rel=0.15)
 
 
-def test_a_deadline_puts_evaluate_on_the_machine_that_may_finish_training(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"clouds": ("aws",), "train_nodes": ("H100:8",), "nodes": 2}
-    for one in planned(tmp_path, "gpt2-1558m", **options, limits=Limits(hours=50)).candidates:
-        evaluate = one.stages["evaluate"]
-        assert evaluate.machine and (evaluate.machine.accelerators, evaluate.machine.spot) == ("H100:8", False)
-        assert evaluate.usd == pytest.approx(2 * 56.0 * (evaluate.hours - WAIT_SECONDS / 3600), rel=1e-3)
-    small = planned(tmp_path, "gpt2-1558m", **options, limits=Limits(usd=900)).candidates[0].stages["evaluate"]
-    assert small.machine and (small.machine.accelerators, small.nodes) == ("L4:1", 1)
-
-
 def test_gpus_that_cannot_share_a_step_are_no_candidates_and_a_small_training_gets_a_small_gpu(tmp_path: Path) -> None:
     plan = planned(tmp_path, "smoke", clouds=("lambda",), train_nodes=("H100:8", "H100:1"), nodes=3)
     assert {c.machine.accelerators for c in plan.candidates if c.machine} == {"H100:1"}
@@ -212,23 +199,3 @@ def test_the_plan_fits_the_terminal_and_says_what_it_assumes(
     assert "~" in shown and "tokens/s assumed: " in shown and "A100-80GB was never measured" in shown
     assert f"{first.hours:.2f} {first.usd:,.2f}" in shown and "assumed: a spot node lasts 2 h" in shown
     assert "chosen: aws p5.48xlarge spot" in shown
-
-
-def test_a_gpu_of_unknown_speed_can_be_launched_if_there_are_no_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    k80 = Machine("aws", "r", instance="k80", spot=True, accelerators="K80:1", usd_per_hour=1.0)
-    monkeypatch.setattr(pricing, "offers", lambda cloud, node, region: [k80] if node == "K80:1" else [])
-    smoke = load_recipe("smoke")
-    plans, reported = plans_of(smoke), list[Any]()
-
-    def priced(**limits: Any) -> None:
-        request = LaunchRequest(run_name(plans), "s3://a/b", infra="aws", gpus="K80:1", **limits)
-        job = managed_job(request, ["train"])
-        pricing.within_limits(job, request, smoke, plans, LocalStore(tmp_path), reported.append)
-
-    priced()
-    (note,) = reported
-    assert note.state == "note" and "K80:1: the speed of this GPU is unknown" in note.seen
-    with pytest.raises(UserError, match="the speed of this GPU is unknown"):
-        priced(budget=5.0)

@@ -12,7 +12,7 @@ import yaml
 from cloud_support import KEYS
 
 from pipelines.bench.throughput import trains_on_a_small_gpu
-from pipelines.cloud.request import WORK_TREE, LaunchRequest
+from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import MachineRequest, Task, in_trial_order, managed_job
 from pipelines.job.deadline import DEADLINE
 from pipelines.recipe import load_recipe
@@ -78,14 +78,6 @@ def test_an_own_cluster_has_no_prices_and_one_kind_of_gpu() -> None:
         assert [machine.infra for machine in task.machines] == ["slurm/here"]
     assert [task.machines[0].accelerators for task in tasks.values()] == [None, "H100:4", "H100:1", None]
     assert [task.num_nodes for task in tasks.values()] == [1, 2, 1, 1]
-
-
-def test_without_an_image_the_work_tree_is_uploaded() -> None:
-    for task in tasks_of(image=WORK_TREE).values():
-        document = task.to_yaml()
-        assert Path(document["workdir"]) == ROOT and "image_id" not in document["resources"]
-    for task in tasks_of(image=IMAGE).values():
-        assert "workdir" not in task.to_yaml() and task.envs["SKYTRAIN_IMAGE"] == IMAGE
 
 
 def test_a_dry_run_shows_every_line_but_no_secret() -> None:

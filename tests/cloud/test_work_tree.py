@@ -2,24 +2,12 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_a_work_trees_own_code_runs_in_an_existing_environment(tmp_path: Path) -> None:
-    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "SKYTRAIN_VENV": sys.prefix}
-    subprocess.run(["bash", ROOT / "sky" / "environment.sh"], env=environment, check=True)
-    command = tmp_path / ".local" / "bin" / "skytrain"
-    assert str(ROOT) in command.read_text()
-    done = subprocess.run(
-        [command, "recipes", "--json"], env=environment, cwd=tmp_path, capture_output=True, check=True
-    )
-    assert "gpt2-124m" in done.stdout.decode()
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from pipelines.job.deadline import (
     DEADLINE,
     DeadlineWatch,
     changeover_seconds,
-    deadline_here,
-    rules_for,
+    seconds_left,
     seconds_per_token,
 )
 from pipelines.recipe import load_recipe
@@ -25,7 +24,7 @@ from pipelines.stage import Work
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
 from pipelines.tracking.runs import record
-from trainer.errors import HandedOver, UserError
+from trainer.errors import HandedOver
 from trainer.process import StopSignal
 
 CHANGEOVER_SECONDS = changeover_seconds(installs=False)
@@ -76,15 +75,6 @@ def test_the_speed_comes_from_the_same_machines_once_they_ran_long_enough() -> N
     assert measured(200) is measured(102) is measured(201, gpus="H100:1") is measured(201, nodes=2) is None
 
 
-def test_the_deadline_of_training_leaves_time_for_the_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert deadline_here() is None
-    monkeypatch.setenv(DEADLINE, "2000000000")
-    assert deadline_here() == 2e9 - AFTER_TRAINING_SECONDS
-    monkeypatch.setenv(DEADLINE, "tomorrow")
-    with pytest.raises(UserError, match="SKYTRAIN_DEADLINE=tomorrow: not a time in unix seconds"):
-        deadline_here()
-
-
 @pytest.mark.parametrize("left", [2 * CHANGEOVER_SECONDS, 4 * CHANGEOVER_SECONDS])
 def test_a_spot_machine_that_comes_too_late_hands_over_before_it_trains(
     left: float, work: Callable[[str], Work]
@@ -93,7 +83,7 @@ def test_a_spot_machine_that_comes_too_late_hands_over_before_it_trains(
     plans = {"tokenize": ArtifactPlan("tokenize", "tiny", {"stage": "tokenize"}), "train": late.plan}
     record(late.store, late.attempt.latest.run, RECIPE, plans, "train")
     late.attempt.update(machine=Machine(cloud="aws", spot=True, accelerators="H100:8"))
-    whole = rules_for(late, 0.0)[1]
+    whole = seconds_left(late)
     watch = DeadlineWatch(time.time() + whole + left, RECIPE, late.stop)
     if left > 3 * CHANGEOVER_SECONDS:
         return watch.before_ranks(late)

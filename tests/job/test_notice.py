@@ -14,7 +14,7 @@ from metadata_servers import END, Cloud, Ec2Cloud, Everything, GceCloud, Handler
 from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, TINY, Project
 
 from pipelines.job import notice
-from pipelines.job.notice import Metadata, detect_source, utc_time, watching
+from pipelines.job.notice import Metadata, utc_time, watching
 from pipelines.show.console import TerminalScreen
 from trainer.errors import UserError
 from trainer.process import StopSignal
@@ -141,18 +141,6 @@ def test_an_invalid_setting_is_a_user_error(watched, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"^{name}: "), watched(None):
         pass
-
-
-@pytest.mark.parametrize(
-    ("status", "body"), [(200, "<html>Please log in</html>"), (200, "null"), (200, '{"action": ["now"]}'), (500, "{}")]
-)
-def test_a_senseless_answer_is_no_notice_and_no_cloud(start, status: int, body: str) -> None:
-    metadata = Metadata(start(Everything(status, body)).endpoint)
-    for kind in notice.SOURCES.values():
-        with pytest.raises((ValueError, KeyError, TypeError)):
-            kind(metadata).notice()
-    if "<" in body or status != 200:  # the others may be tokens
-        assert detect_source(metadata) is None
 
 
 def test_a_token_goes_through_no_proxy_and_follows_no_redirect(start, watched, monkeypatch: pytest.MonkeyPatch) -> None:
