@@ -115,8 +115,7 @@ def with_prices(job: ManagedJob, request: LaunchRequest, report: Report, place: 
 
     UserError for a budget if a price is unknown.
     """
-    tasks = []
-    unpriced: dict[str, list[str]] = {}  # tasks by reason: equal complaints are one
+    tasks, reasons = [], dict[str, None]()
     for task in job.tasks:
         prices: dict[MachineRequest, Machine | None] = {}
         for machine in task.machines:
@@ -124,15 +123,13 @@ def with_prices(job: ManagedJob, request: LaunchRequest, report: Report, place: 
                 prices |= priced(machine)
             except UserError as error:
                 prices[machine] = None
-                names = unpriced.setdefault(f"on {machine.infra}: {error}", [])
-                names += [task.name] if task.name not in names else []
+                reasons[f"{task.name} on {machine.infra}: {error}"] = None
         usd = {machine: price_of(found) if found else math.inf for machine, found in prices.items()}
         task = in_trial_order(replace(task, machines=tuple(prices)), usd.__getitem__)
         rows = (with_traffic(found, place) for found in map(prices.get, task.machines) if found)
         tasks.append(replace(task, envs={**task.envs, "SKYTRAIN_PRICES": prices_json(rows)}))
-    reasons = [f"{', '.join(names)} {where}" for where, names in unpriced.items()]
     if reasons and request.budget is not None:
-        raise UserError(f"--budget: can't be promised where a price is unknown: {reasons[0]}")
+        raise UserError(f"--budget: can't be promised where a price is unknown: {next(iter(reasons))}")
     for reason in reasons:
         report(Finding("price", reason, "note", "every sum lists its hours separately"))
     return replace(job, tasks=tuple(tasks))

@@ -2,6 +2,7 @@
 
 import base64
 import http.server
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +12,18 @@ import pytest
 from cloud_support import KEYS, closed_port
 from core_bundle import make_bundle
 from servers import S3Account
+from typer.testing import CliRunner
 
 from pipelines.artifacts.store import S3Store
+from pipelines.cli import app
 from pipelines.cloud.checks import Finding, mlflow_answers, store_commits
 from pipelines.cloud.preflight import credentials, preflight
-from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.request import LaunchRequest, secrets_from_shell, variables_from_shell
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
 from pipelines.show.findings import finding_text
 from pipelines.stage import STAGES
+from trainer.errors import UserError
 from trainer.store import LocalStore, Store
 
 pytestmark = pytest.mark.usefixtures("clean_shell")
@@ -145,3 +149,66 @@ def test_a_job_that_could_not_open_the_bucket_is_not_launched(
     secrets: dict[str, str], clouds: list[str], state: str
 ) -> None:
     assert credentials(S3Store("bucket", client=object()), clouds, secrets).state == state
+
+
+# The shell that launches
+
+
+def test_a_job_takes_over_the_settings_of_the_store_and_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items() | {("AWS_REGION", "eu-west-1"), ("WANDB", "another thing")}:
+        monkeypatch.setenv(name, value)
+    assert variables_from_shell(["A=b=c"]) == {"AWS_REGION": "eu-west-1", "A": "b=c"}
+    assert secrets_from_shell() == KEYS
+    assert secrets_from_shell(["WANDB"]) == KEYS | {"WANDB": "another thing"}
+
+
+@pytest.mark.parametrize("text", ["AWS_SECRET_ACCESS_KEY=x", "MY_API_TOKEN=x", "DB_PASSWORD=x"])
+def test_a_secret_is_not_taken_as_a_plain_variable(text: str) -> None:
+    with pytest.raises(UserError, match="export it and use --secret") as refused:
+        variables_from_shell([text])
+    assert "=x" not in str(refused.value)
+
+
+def test_a_password_in_an_address_is_not_taken_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://somebody:hunter2@mlflow.example.org")
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI: the value holds a secret") as refused:
+        variables_from_shell()
+    assert "hunter2" not in str(refused.value)
+
+
+def test_a_secret_that_is_not_set_is_named() -> None:
+    with pytest.raises(UserError, match="--secret HF_TOKEN: not set in this shell"):
+        secrets_from_shell(["HF_TOKEN"])
+
+
+# This machine: `skytrain doctor`
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SKYTRAIN_STORE", raising=False)
+    monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SKYPILOT_API_SERVER_ENDPOINT", closed_port())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_machine_without_clouds_can_run_and_learns_what_a_launch_needs(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    found = {finding["what"]: finding for finding in json.loads(done.stdout)}
+    assert done.exit_code == 0
+    assert {found[name]["state"] for name in ("python", "store")} == {"ok"}
+    assert found["skypilot"]["remedy"] in ("sky api start", "needed to launch: pip install '.[cloud]'")
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_fault_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"AWS_ACCESS_KEY_ID": "an id", "AWS_SECRET_ACCESS_KEY": "a key", "AWS_REGION": "us-east-1"}
+    settings |= {"SKYTRAIN_STORE": "s3://bucket", "SKYTRAIN_STORE_SECONDS": "1"}
+    for name, value in (settings | dict.fromkeys(("AWS_ENDPOINT_URL", "MLFLOW_TRACKING_URI"), closed_port())).items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    remedies = {one["what"]: one["remedy"] for one in json.loads(done.stdout) if one["state"] == "broken"}
+    assert done.exit_code == 2 and set(remedies) == {"store", "mlflow"}
+    assert "no success within 1 s" in remedies["store"] and "MLFLOW_TRACKING_URI" in remedies["mlflow"]
