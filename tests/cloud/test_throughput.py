@@ -61,7 +61,7 @@ def test_the_plan_knows_how_fast_a_precision_is_and_where_it_can_be_had() -> Non
     for precision in ("fp8", "fp8_head"):
         train = SMALL.train.model_copy(update={"precision": precision})
         check_gpus(SMALL.model, train, SMALL.runtime, "H100-MEGA-80GB:8", 1)
-        with pytest.raises(UserError, match=f"train.precision {precision}; these GPUs have it: H100, H200"):
+        with pytest.raises(UserError, match=f"train.precision: {precision} needs one of these GPUs: H100, H200"):
             check_gpus(SMALL.model, train, SMALL.runtime, "A100:8", 1)
     muon = SMALL.train.model_copy(update={"optimizer": "muon"})
     with pytest.raises(UserError, match="^train.optimizer: muon computes in bf16, which V100 does not have"):
