@@ -33,7 +33,8 @@ from trainer.config import RuntimeConfig, TrainConfig, identity_of
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
 from trainer.events import Event, Row, Skipped, Slow, Started
 from trainer.explained import explain
-from trainer.health import StartWatch
+from trainer.health import Watchdog
+from trainer.metrics import PhaseClock
 from trainer.models.family import AnyModel
 from trainer.models.model_config import Section, identity_of_model
 from trainer.process import StopSignal, die_with_parent, log_line
@@ -98,7 +99,7 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
     rank, stop = int(os.environ.get("RANK", "0")), StopSignal()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that outlive torchrun would hold the GPUs and continue to train
         die_with_parent()
-    with StartWatch(config.runtime, rank) as watch:
+    with Watchdog(config.runtime, PhaseClock("imports"), rank) as watch:
         from trainer.checkpoint.commits import series
         from trainer.data.shards import local_shards
         from trainer.rank import RankJob, run_rank

@@ -341,8 +341,7 @@ class RuntimeConfig(Section):
     data_cache_gb: float | Literal["auto"] = Field(
         default="auto",
         description="Disk space of a node for shards from a bucket. Older shards are removed; those that a process "
-        "reads, and the next one, stay in any case. If there is room, the tokens of two large shards come ahead. auto: "
-        "half of the space that is free without them [GB]",
+        "reads, and the next one, stay in any case. auto: half of the space that is free without them [GB]",
     )
     deterministic: bool = Field(
         default=False,
@@ -357,25 +356,12 @@ class RuntimeConfig(Section):
         "10, or 20 steps if that is longer; null: never [minutes]",
     )
 
-    @field_validator("processes", "micro_batch_size")
+    @field_validator("processes", "micro_batch_size", "data_cache_gb", "checkpoint_minutes", "watchdog_minutes")
     @classmethod
-    def _at_least_one(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"must be at least 1, or 'auto' (got {value})")
-        return value
-
-    @field_validator("data_cache_gb")
-    @classmethod
-    def _some_space(cls, value: float | str) -> float | str:
-        if isinstance(value, float) and not 0 <= value < float("inf"):
-            raise ValueError(f"must be at least 0, or 'auto' (got {value})")
-        return value
-
-    @field_validator("checkpoint_minutes", "watchdog_minutes")
-    @classmethod
-    def _some_minutes(cls, value: float | str | None) -> float | str | None:
-        if isinstance(value, float) and not 0 < value < float("inf"):
-            raise ValueError(f"must be a positive number, or 'auto' (got {value})")
+    def _positive(cls, value: float | str | None, info: Any) -> float | str | None:
+        no_cache = info.field_name == "data_cache_gb" and value == 0
+        if isinstance(value, int | float) and not 0 < value < float("inf") and not no_cache:
+            raise ValueError(f"must be more than 0, or 'auto' (got {value})")
         return value
 
 

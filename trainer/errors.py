@@ -27,7 +27,7 @@ class DiskFull(UserError):
 
 
 class NotAFile(UserError):
-    """A FIFO, a socket, a device or a huge file is in the place of an object of the store."""
+    """An object of the store is larger than any that skytrain wrote."""
 
 
 class Interrupted(Exception):

@@ -28,11 +28,6 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     if error["type"] == "extra_forbidden":
         if removed := REMOVED_FIELDS.get(".".join(path)):
             return ".".join(path), f"was {removed}"
-        families = [name for name, other in _families_at(model, path[:-1]).items() if path[-1] in other.model_fields]
-        if families:
-            other, here = " and ".join(families), sections[0].model_fields["family"].default
-            hint = f"known here: {', '.join(known)}"
-            return ".".join(path), f"a field of family {other}, and model.family is {here}; {hint}"
         if near := difflib.get_close_matches(path[-1], known, 1):
             return ".".join(path), f"unknown field; did you mean '{near[0]}'?"
         return ".".join(path), f"unknown field; known here: {', '.join(known)}"
@@ -80,14 +75,6 @@ def _place(model: type[BaseModel], loc: list[str]) -> tuple[list[str], list[type
         if loc:
             sections = inner
     return path, sections
-
-
-def _families_at(model: type[BaseModel], path: list[str]) -> dict[str, type[BaseModel]]:
-    """The sections of all families that a field may hold, by family."""
-    found = (
-        _sections(model.model_fields[path[0]].annotation) if len(path) == 1 and path[0] in model.model_fields else []
-    )
-    return {one.model_fields["family"].default: one for one in found} if len(found) > 1 else {}
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:

@@ -35,13 +35,9 @@ STUCK = "no progress"  # marks the line in which a rank reports why it exits
 STUCK_MINUTES, STUCK_STEPS = 10.0, 20
 # Compiling, loading 19 GB and the last upload report no progress of their own.
 OUTSIDE_STEPS_FACTOR = 6.0
-# Of each phase of a start: reading Python's packages, finding the other ranks, and the first exchange over the
-# GPUs' links.
-START_MINUTES = {
-    "imports": 10.0,
-    "rendezvous": 10.0,
-    "first exchange": 10.0,
-}
+# The phases of a start: reading packages, finding the other ranks, and the first exchange over the GPUs' links.
+START_PHASES = ("imports", "rendezvous", "first exchange")
+START_MINUTES = 10.0  # of each
 STARTED = "started"
 
 T = TypeVar("T")
@@ -154,6 +150,12 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
+    def enter(self, phase: str) -> None:
+        """Begin a phase of the start, or end the watch of the start with STARTED."""
+        self.clock.enter(phase)
+        if phase == STARTED:
+            self._ended.set()
+
     def progress(self) -> None:
         """Record that the run moves."""
         self.count += 1
@@ -170,9 +172,12 @@ class Watchdog:
             yield item
 
     def limit_seconds(self) -> float:
-        """The longest time without progress: in a step 10 min or 20 median steps, in other phases six times that."""
+        """The longest time without progress: in a step 10 min or 20 median steps, in other phases six times that. A
+        phase of the start may take START_MINUTES, or six times the `watchdog_minutes` of the recipe if that is less."""
         if self.minutes is None:
             return math.inf
+        if self.clock.current in START_PHASES:
+            return 60 * min(START_MINUTES, math.inf if self.minutes == "auto" else OUTSIDE_STEPS_FACTOR * self.minutes)
         usual = median(list(self.step_seconds)) if self.step_seconds else 0.0
         limit = max(60 * STUCK_MINUTES, STUCK_STEPS * usual) if self.minutes == "auto" else 60 * float(self.minutes)
         return limit if self.clock.current in ("train", "redone") else OUTSIDE_STEPS_FACTOR * limit
@@ -192,32 +197,6 @@ class Watchdog:
             elif idle_seconds > self.limit_seconds():
                 self.on_stuck(f"rank {self.rank}: {STUCK} in phase '{last[1]}' for {idle_seconds:.0f} s; exiting")
                 return
-
-
-class StartWatch(Watchdog):
-    """A watchdog of a rank's start: each phase may take START_MINUTES, or six times the `watchdog_minutes` of the
-    recipe if that is less."""
-
-    def __init__(
-        self,
-        runtime: RuntimeConfig,
-        rank: int,
-        on_stuck: Callable[[str], None] | None = None,
-        poll_seconds: float = 1.0,
-    ) -> None:
-        super().__init__(runtime, PhaseClock("imports"), rank, on_stuck, poll_seconds)
-
-    def enter(self, phase: str) -> None:
-        """Begin a phase: one of START_MINUTES, or STARTED."""
-        self.clock.enter(phase)
-        if phase == STARTED:
-            self._ended.set()
-
-    def limit_seconds(self) -> float:
-        minutes = START_MINUTES.get(self.clock.current, math.inf)
-        if isinstance(self.minutes, int | float):
-            minutes = min(minutes, OUTSIDE_STEPS_FACTOR * self.minutes)
-        return 60 * minutes
 
 
 def exit_stuck(reason: str) -> None:

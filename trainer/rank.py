@@ -54,7 +54,7 @@ class RankJob:
     origin: Callable[[World], Origin] | None = None  # of a run that does not begin with weights drawn from its seed
     weights: tuple[float, ...] = ()  # of the sources of a mixture
     eot: int | None = None  # begins the documents of packed shards
-    starting: Callable[[str], None] = lambda phase: None  # told each phase of the start, for a watchdog: `StartWatch`
+    starting: Callable[[str], None] = lambda phase: None  # told each phase of the start, for a watchdog
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
 
     Raises the errors of `train`.
     """
-    model, seed, budget = job.model, job.train.seed, job.runtime.data_cache_gb
+    model, seed = job.model, job.train.seed
     of_both = (job.fetch, model.block_size, seed, model.vocab_size)
-    train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot, budget_gb=budget)
-    val_data = TokenData(job.val_shards, *of_both, weights=job.weights, budget_gb=0)  # it is small
+    train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot)
+    val_data = TokenData(job.val_shards, *of_both, weights=job.weights)
     job.starting("rendezvous")
     world = World.start(job.runtime)
     job.starting("first exchange")

@@ -149,7 +149,7 @@ class LocalStore:
         path = self.path_of(key)
         with _reading(path):
             try:
-                with open(path, "rb", opener=_open_file) as file:
+                with open(path, "rb") as file:
                     refuse_huge(str(path), os.fstat(file.fileno()).st_size)
                     return file.read()
             except ABSENT:
@@ -159,7 +159,7 @@ class LocalStore:
         path, done = self.path_of(key), 0
         with _reading(path):
             try:
-                with open(path, "rb", buffering=0, opener=_open_file) as file:
+                with open(path, "rb", buffering=0) as file:
                     while done < len(buffer) and (count := os.preadv(file.fileno(), [buffer[done:]], start + done)):
                         done += count
                 return done
@@ -261,20 +261,6 @@ def checked_prefix(prefix: str) -> str:
     if slash:
         checked_key(complete)
     return prefix
-
-
-def _open_file(path: str, flags: int) -> int:
-    """Open a regular file or a folder. NotAFile for anything else: a FIFO would block its reader for ever."""
-    try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno != errno.ENXIO:  # a socket
-            raise
-    else:
-        if stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode):
-            return descriptor
-        os.close(descriptor)
-    raise NotAFile(f"{path}: not a file; remove it")
 
 
 def _raise_unless_absent(error: OSError) -> None:

@@ -1,6 +1,6 @@
 """The reader of every record that comes from the store. Any writer of the store may have written the record.
 
-A record is JSON of a dataclass that derives from `Stored`. The reader bounds its size, its nesting and its numbers,
+A record is JSON of a dataclass that derives from `Stored`. The reader bounds its size and its numbers,
 takes each field in its own type only, and ignores unknown fields: an earlier skytrain wrote those that were removed
 since. A change that an older reader must not ignore raises FORMAT. A name that becomes a path has the type `Key`. So
 code behind the reader handles sound values alone.
@@ -18,7 +18,6 @@ from trainer.store import checked_key
 
 FORMAT = 1  # of a record without the field `format`
 MOST_BYTES = 64 << 20  # of a record; the largest, the manifest of a text with 100,000 shards, has 25 MB
-DEEPEST = 32  # lists and objects in each other; a recipe in a manifest has six
 MOST_FILE_BYTES = 5 << 40  # the most that an object in S3 holds
 FIRST_SECOND, LAST_SECOND = -62_135_596_800.0, 253_402_300_799.0  # of the years 1 to 9999, which can be shown
 MOST_COUNT = 1 << 53  # integers that a float holds exactly
@@ -65,15 +64,25 @@ def record_in(kind: type[T], body: bytes, where: str, version: int = FORMAT) -> 
     return typed(kind, decoded(body, where), where, version)
 
 
-def decoded(body: bytes, where: str, finite: bool = True) -> Any:
-    """The JSON of a record, bounded. DamagedRecord for anything else; with `finite` also for NaN and infinity."""
+def decoded(body: bytes, where: str) -> Any:
+    """The JSON of a record. DamagedRecord for anything else, for NaN, infinity and integers beyond 64 bits."""
     try:
         if len(body) > MOST_BYTES:
             raise ValueError(f"more than {MOST_BYTES:,} bytes")
-        value = json.loads(body)
-        _refuse_extremes(value, finite)
+        return json.loads(body, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise DamagedRecord(where, str(error)) from error
+
+
+def _integer(text: str) -> int:
+    if len(text) > 19 or (value := int(text)).bit_length() > 63:
+        raise ValueError("an integer has more than 64 bits")
+    return value
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is not a number")
     return value
 
 
@@ -91,6 +100,8 @@ def typed(kind: type[T], values: Any, where: str, version: int = FORMAT) -> T:
             values = {name: value for name, value in values.items() if name != "format"}
     try:
         return _adapter(cast(Any, kind)).validate_json(json.dumps(values))
+    except RecursionError as error:
+        raise DamagedRecord(where, "too many levels of values in values") from error
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(map(str, problem["loc"]))
@@ -100,24 +111,3 @@ def typed(kind: type[T], values: Any, where: str, version: int = FORMAT) -> T:
 @lru_cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
-
-
-def _refuse_extremes(value: Any, finite: bool) -> None:
-    """ValueError for more than DEEPEST levels, for integers beyond 64 bits, and for floats that are no numbers."""
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        inside: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inside += one.values()
-            elif isinstance(one, list):
-                inside += one
-            elif isinstance(one, float):
-                if finite and not math.isfinite(one):
-                    raise ValueError(f"{one} is not a number")
-            elif isinstance(one, int) and one.bit_length() > 63:
-                raise ValueError("an integer has more than 64 bits")
-        if not inside:
-            return
-        level = inside
-    raise ValueError(f"more than {DEEPEST} levels of values in values")

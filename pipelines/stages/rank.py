@@ -26,7 +26,7 @@ from pipelines.weight_sources import bring, find_parent
 from trainer.config import RUN_COMMIT
 from trainer.errors import EXIT_DONE, EXIT_FAILED, Interrupted, StaleAttempt
 from trainer.events import EVENTS_FILE, EventLog
-from trainer.health import STARTED, StartWatch, Watchdog
+from trainer.health import STARTED, Watchdog
 from trainer.metrics import PhaseClock
 from trainer.models.weights import Origin
 from trainer.process import StopSignal, die_with_parent
@@ -46,7 +46,7 @@ def run(folder: Path, cache: Path, stop: StopSignal) -> int:
     """Train or evaluate as one rank. Leaves an error in the attempt's folder, because torchrun does not pass it on."""
     try:
         spec = RankSpec.read(folder)
-        with StartWatch(spec.recipe.runtime, int(os.environ.get("RANK", "0"))) as watch:
+        with Watchdog(spec.recipe.runtime, PhaseClock("imports"), int(os.environ.get("RANK", "0"))) as watch:
             return (evaluate_rank if spec.weights else train_rank)(spec, folder, cache, stop, watch.enter)
     except Exception as error:
         leave_error_message(error, folder)

@@ -72,7 +72,7 @@ class Text:
         )
 
     def data(self, cache: ShardCache) -> TokenData:
-        return TokenData(self.shards, cache.fetch, BLOCK, SEED, budget_gb=cache.budget_gb)
+        return TokenData(self.shards, cache.fetch, BLOCK, SEED)
 
     def read(self, data: TokenData, first: int, size: int, upcoming: int | None = None) -> None:
         """Read a step, and compare every token."""

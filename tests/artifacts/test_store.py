@@ -4,7 +4,6 @@ import errno
 import hashlib
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -201,18 +200,8 @@ class TestLocalStore:
         (tmp_path / "run" / ".partial-left-by-kill-9").write_bytes(b"half")
         assert [entry.key for entry in store.entries("")] == ["run/a"]
 
-    def test_what_is_no_file_is_named_and_blocks_no_reader(self, tmp_path: Path) -> None:
+    def test_a_folder_is_no_object(self, tmp_path: Path) -> None:
         store = LocalStore(tmp_path)
-        os.mkfifo(tmp_path / "fifo")
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(tmp_path / "socket"))
-        for name in ("fifo", "socket"):
-            for read in (
-                lambda name=name: store.get(name),
-                lambda name=name: store.read_into(name, 0, memoryview(bytearray(9))),
-            ):
-                with pytest.raises(UserError, match=f"{tmp_path}/{name}: not a file; remove it"):
-                    read()
         store.put("folder/a", b"x")
         assert store.get("folder") is None and store.get("folder/a/b") is None and store.get("no") is None
 

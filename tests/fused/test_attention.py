@@ -1,7 +1,6 @@
 """Attention with its explicit backward pass agrees with float64, on a GPU if there is one."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,24 +56,3 @@ def test_deterministic_attention_is_cudnns_and_repeats_bit_for_bit() -> None:
     assert list(attention.graphs) == [(8, 1000)] and None not in attention.graphs.values()
     first, *others = (attention.backward(gradient, qkv, 8, saved) for _ in range(10))
     assert all(torch.equal(first, other) for other in others)
-
-
-@pytest.mark.parametrize(
-    "error", [torch.cuda.OutOfMemoryError("tried to allocate"), RuntimeError("CUDNN_STATUS_ALLOC_FAILED")]
-)
-def test_a_shape_that_ran_out_of_memory_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes = iter([error, RuntimeError("no plan supports the graph")])
-
-    def graphs(*_: object) -> None:
-        raise next(outcomes)
-
-    monkeypatch.setattr("trainer.fused.attention.Graphs", graphs)
-    attention = Attention(1, 16, torch.device("cpu"), deterministic=False)
-    attention.cudnn = SimpleNamespace(cudnnGraphNotSupportedError=KeyError)
-    qkv = torch.randn(8, 48).bfloat16()
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        attention.forward(qkv, 2)
-    assert attention.refused() == []
-    for _ in range(2):
-        attention.forward(qkv, 2)
-    assert attention.refused() == ["cuDNN has no packed attention for 2 x 4 tokens; torch's math kernel runs instead"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
-from trainer.checkpoint.pieces import contiguous_runs, training_tensors
+from trainer.checkpoint.pieces import training_tensors
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.events import EventLog
 from trainer.fused.flat import FlatState, Layout
@@ -371,16 +371,6 @@ def test_the_flat_state_and_the_plain_engine_load_each_others_checkpoints(tmp_pa
     assert checkpointer(alone, tmp_path).load_latest(state.pieces(), log) == TrainState(step=3)
     state.restore()
     assert_agrees(state, plain)
-
-
-def test_a_checkpoint_copies_the_weights_in_one_copy_and_each_moment_in_one_copy() -> None:
-    alone = World(0, 0, 1, torch.device("cpu"))
-    state, plain = flat_state(alone), Reference(1)
-    lives = {name: piece.live for name, piece in state.pieces().items()}
-    runs = contiguous_runs(lives)
-    assert len(runs) == 3 and sorted(sum(runs, [])) == sorted(lives)
-    apart = {name: piece.live for name, piece in training_tensors(plain.model, plain.optimizer).items()}
-    assert sorted(contiguous_runs(apart)) == sorted([name] for name in apart)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])

@@ -5,7 +5,6 @@ On a CPU its kernels run in Triton's interpreter and its products in plain torch
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from trainer.engine import WIDEST_NORM, FusedEngine, PlainEngine, choose_engine,
 from trainer.errors import UserError
 from trainer.eval.evaluation import Evaluation, Sampling
 from trainer.eval.scoring import Row, Scored, score_rows
-from trainer.events import Slow
 from trainer.fused.flat import FlatState
-from trainer.fused.gemm import DEFAULT, Request
 from trainer.models.family import ANY_MODEL, plain_model
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
@@ -157,16 +154,6 @@ def engines(train: TrainConfig = TRAIN, **family: Any) -> tuple[FusedEngine, Pla
     return one, other
 
 
-def test_both_engines_score_rows_of_any_length_with_their_weights_in_place() -> None:
-    noise = torch.Generator().manual_seed(3)
-    rows = [Row(torch.randint(0, 140, (n,), generator=noise).tolist(), n // 2) for n in (2, 9, 17, 17, 5)]
-    one, other = engines()
-    one.tokens_at_once = other.tokens_at_once = 40
-    fused_scores, eager_scores = (score_rows(engine, rows, ALONE) for engine in (one, other))
-    assert [s.loss for s in fused_scores] == pytest.approx([s.loss for s in eager_scores], rel=0.02)
-    assert [s.tokens for s in fused_scores] == [1, 5, 9, 9, 3]
-
-
 def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0, train: TrainConfig = TRAIN) -> list[float]:
     """Losses of a few updates on random tokens."""
     noise, losses = torch.Generator().manual_seed(seed), []
@@ -200,27 +187,6 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     one.update(Rates.adamw(1e-2), found, 1)
     assert not torch.isfinite(found).all()
     assert all(torch.equal(before[name], w) for name, w in one.weights().items())
-
-
-@pytest.mark.gpu
-def test_every_batch_of_a_ramp_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Any] = []
-
-    def kept(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        compiled.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
-    torch._dynamo.reset()
-    config, _ = a_model(1, 1, 16, 8, 140)
-    sizes = range(1, 10)  # one more than dynamo would take by itself
-    ramp = {"batch_ramp_from": 8, "batch_ramp_tokens": 800, "batch_tokens": 8 * len(sizes)}
-    engine = make_engine(config, TRAIN.model_copy(update=ramp), RuntimeConfig(engine="compiled"), ALONE)
-    engine.initialize(1)
-    for size in sizes:
-        tokens = torch.randint(0, 140, (size, 9))
-        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, len(tokens), size)
-    assert len(compiled) == len(sizes)
 
 
 @pytest.mark.slow
@@ -272,39 +238,6 @@ def test_three_ranks_that_share_a_batch_unequally_train_as_one(data: Path, tmp_p
         assert b.get("data/digest") == a.get("data/digest")
         norms = [row.pop("train/grad_norm", 0.0) for row in (a, b)]
         assert b == pytest.approx(a, rel=3e-3) and norms[1] == pytest.approx(norms[0], rel=0.03)
-
-
-@pytest.mark.gpu
-def test_a_muon_run_that_is_killed_goes_on_with_one_then_two_then_four_then_one_rank(
-    data: Path, tmp_path: Path
-) -> None:
-    config = trainer_runs.configured(
-        engine="fused",
-        optimizer="muon",
-        muon_beta2=0.95,
-        checkpoint_minutes=trainer_runs.EVERY_STEP,
-        **SHORT | {"batch_tokens": 256, "max_steps": 8},
-    )
-    whole, moved = (trainer_runs.Command(data, tmp_path / name, config) for name in ("whole", "moved"))
-    whole.finish()
-    for ranks in (1, 2, 4):
-        with moved.started(ranks) as process:
-            moved.wait_for_rows(2, process)
-            moved.wait_for_commits(1, process)
-    moved.finish()
-    for a, b in zip(whole.rows(), moved.rows(), strict=True):
-        assert b.get("data/digest") == a.get("data/digest")
-        assert b.get("train/loss", 0) == pytest.approx(a.get("train/loss", 0), rel=5e-3)
-
-
-def test_the_eager_engine_can_rehearse_in_fp16() -> None:
-    config, _ = a_model(1, 1, 32, 16, 140)
-    engine = make_engine(config, TRAIN.model_copy(update={"precision": "fp16"}), RuntimeConfig(engine="eager"), ALONE)
-    engine.initialize(1)
-    tokens = torch.randint(0, 140, (2, 17))
-    for number in (0, 0, 1):
-        found = engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, len(tokens), number)
-    assert engine.update(Rates.adamw(1e-3), found, 1) and found.isfinite().all()
 
 
 def set_weights(engine: FusedEngine | PlainEngine, weights: dict[str, Tensor]) -> None:
@@ -377,21 +310,6 @@ def test_the_reason_why_it_cannot_run_is_reported(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match="it needs a CUDA device, this is cpu; use 'auto'"):
         make_engine(config, TRAIN, RuntimeConfig(engine="fused"), ALONE)
     assert make_engine(config, TRAIN, RuntimeConfig(), ALONE).why == "eager, on cpu; no CUDA device was found"
-
-
-def test_products_that_cublaslt_cannot_compute_are_reported_once(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, right, out = (
-        (dtype, torch.Size(shape), (shape[1], 1))
-        for dtype, shape in ((torch.bfloat16, (9, 7)), (torch.bfloat16, (9, 24)), (torch.float32, (7, 24)))
-    )
-    refused = Request(left, right, out, (True, False), DEFAULT, False, None, False)
-    monkeypatch.setattr("trainer.fused.gemm.refused", lambda: [refused])
-    run = runner(engine="fused", **SHORT | {"max_steps": 2, "warmup_steps": 0})
-    run.attempt()
-    words = "cuBLASLt cannot compute bfloat16 9x7ᵀ @ bfloat16 9x24 -> float32 7x24 (epilogue 1); torch does"
-    assert [(e.step, e.reason) for e in run.events_of(Slow)] == [(1, words)]
 
 
 # --- fp8

@@ -74,21 +74,6 @@ def test_gradients_of_a_weight_add_up_in_fp32(device: str) -> None:
     torch.testing.assert_close(into.double(), exact * (1 + 100 / 2**12), rtol=1e-5, atol=1e-3)
 
 
-def test_the_epilogues_agree_with_each_other_where_weights_are_not_aligned(device: str) -> None:
-    """cuBLASLt takes rows that start at multiples of 16 bytes; torch computes the others, with the same result."""
-    x, w, flat = random(device, M, K), random(device, N, K), torch.empty(N * K + 1, dtype=torch.bfloat16, device=device)
-    shifted = flat[1:].view(N, K).copy_(w)
-    torch.testing.assert_close(gemm.linear(x, shifted), gemm.linear(x, w))
-    odd = random(device, M, 2 * K)[:, 1 : K + 1]
-    assert_rounded_once(gemm.linear(odd, w), odd.double() @ w.double().t())
-
-
-def test_without_a_gpu_the_reason_against_cublaslt_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gemm.why_not() == "no CUDA device was found"
-    assert gemm.refused() == []
-
-
 def random8(device: str, dtype: torch.dtype, inverse: float, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
     """A random matrix in fp8, the numbers that it represents in float64, and the factor between the two."""
     stored = random(device, *shape).to(dtype)

@@ -211,18 +211,6 @@ def test_muons_kernels_equal_its_module_and_skip_a_step(dtype: torch.dtype) -> N
     assert torch.equal(ahead, momentum.to(BF16))
 
 
-@pytest.mark.parametrize(("n", "m"), [(33, 70), pytest.param(128, 64, marks=pytest.mark.gpu)])
-def test_half_of_the_tiles_make_the_whole_of_muons_symmetric_products(n: int, m: int) -> None:
-    for x in (fresh(2, n, m), fresh(2, m, n).mT):
-        product = kernels.squared(x, None)
-        near(product, muon.squared(x.double(), None), ROUNDED, 1e-5)
-        assert torch.equal(product, product.mT)
-        product /= m
-        near(
-            kernels.squared(product, (3.0, -2.0, 0.5)), muon.squared(product.double(), (3.0, -2.0, 0.5)), ROUNDED, 1e-5
-        )
-
-
 def fp8_out(scale: float) -> kernels.Fp8Out:
     return kernels.Fp8Out(torch.tensor([scale], device=DEVICE), torch.tensor([0.125], device=DEVICE))
 

@@ -4,12 +4,8 @@ import functools
 import json
 import math
 import os
-import random
 import signal
-import subprocess
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +14,8 @@ import pytest
 import torch
 import trainer_runs
 import troubled
-from pipeline_runs import FOLDER_NAME, Project
 from safetensors.torch import load_file
-from trainer_runs import EVERY_STEP, Command, Runner, configured, kill_tree, weights
+from trainer_runs import EVERY_STEP, Command, Runner, configured, weights
 from troubled import inject
 
 import trainer.health
@@ -165,33 +160,6 @@ def test_ruined_weights_are_never_committed_and_end_the_run_as_diverged(
     assert state.step == RUINED_AFTER - 1 and all(bool(p.isfinite().all()) for p in resumed.parameters())
 
 
-def test_no_json_of_a_diverged_run_holds_a_bare_nan(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    inject({"ruin": [RUINED_AFTER - 1]}, monkeypatch.setattr)
-    run = runner(checkpoint_minutes=EVERY_STEP, val_every=RUINED_AFTER, grad_clip=None)
-    with pytest.raises(Diverged):
-        run.attempt()
-    read = 0
-    for path in run.out.rglob("*.json*"):
-        for body in [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines():
-            json.loads(body, parse_constant=refuse)
-            read += 1
-    assert read > 10
-
-
-def test_a_run_at_an_absurd_learning_rate_exits_with_1_and_its_diagnosis(data: Path, tmp_path: Path) -> None:
-    config = configured(learning_rate=1e30, grad_clip=None, warmup_steps=0, max_steps=4)
-    command = Command(data, tmp_path / "out", config)
-    with command.started() as process:
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1 and "failed: training diverged at step 4: val/loss is nan" in output, output
-    assert command.commits() == [] and not (tmp_path / "out/model.safetensors").exists()
-
-
 def test_fp16_overflows_are_the_scalers_and_a_nan_loss_is_skipped(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,60 +176,6 @@ def test_fp16_overflows_are_the_scalers_and_a_nan_loss_is_skipped(
 
 
 # --- as a command, with several ranks, killed and frozen
-
-
-ANOMALOUS: dict[str, Any] = {"max_steps": 200, "schedule": "constant", "val_every": 50, "checkpoint_minutes": 0.0005}
-ANOMALOUS |= {"skip_grad_norm_zscore": 30.0}
-
-
-TROUBLE = {"nan": [5, 6, 40], "huge": [140]}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Command]:
-    @functools.cache
-    def run(ranks: int) -> Command:
-        command = Command(
-            data, tmp_path_factory.mktemp(f"anomalous-{ranks}") / "out", configured(**ANOMALOUS), TROUBLED
-        )
-        command.finish(ranks)
-        return command
-
-    return run
-
-
-@pytest.fixture(name="troubled")
-def _troubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TROUBLE", json.dumps(TROUBLE))
-
-
-@pytest.mark.slow
-def test_one_and_two_ranks_skip_alike(troubled: None, undisturbed: Callable[[int], Command]) -> None:
-    one, two = undisturbed(1), undisturbed(2)
-    for command in (one, two):
-        assert [e.step for e in command.events_of(Skipped)] == [6, 7, 41, 141]
-    for a, b in zip(one.rows()[:141], two.rows()[:141], strict=True):
-        assert a.get("data/digest") == b.get("data/digest") and ("train/loss" in a) == ("train/loss" in b)
-        assert b == pytest.approx(a, rel=2e-2)
-    assert one.rows()[-1]["val/loss"] == pytest.approx(two.rows()[-1]["val/loss"], rel=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_with_anomalies_killed_at_any_time_ends_like_an_undisturbed_one(
-    data: Path, tmp_path: Path, troubled: None, undisturbed: Callable[[int], Command], ranks: int
-) -> None:
-    dice = random.Random(ranks)
-    command = Command(data, tmp_path / "out", configured(**ANOMALOUS), TROUBLED)
-    for rows in (6, 130, dice.randint(30, 60)):
-        with command.started(ranks) as process:
-            command.wait_for_rows(rows, process)
-            time.sleep(dice.random() * 0.03)  # as far apart as two checkpoints
-            kill_tree(process)
-            assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
-    command.finish(ranks)
-    assert command.rows() == undisturbed(ranks).rows()
-    assert command.model_sha256() == undisturbed(ranks).model_sha256()
 
 
 # How long torchrun (2.12 or newer; 30 else) waits for a frozen rank to end before it kills it.
@@ -298,31 +212,3 @@ def test_a_rank_that_is_stuck_ends_the_attempt_and_the_next_one_resumes(
 
 
 # --- through the pipeline
-
-
-@pytest.mark.slow
-def test_a_stuck_rank_interrupts_the_command_that_then_resumes(tmp_path: Path) -> None:
-    project = Project(tmp_path / FOLDER_NAME)
-    project.environment |= [FROZEN_SECONDS]
-    changes = ("runtime.processes=2", "runtime.watchdog_minutes=0.1", "train.max_steps=150")
-    command = ("run", "tiny.yaml", "--stage", "train", *(word for change in changes for word in ("--set", change)))
-    with project.started(*command) as process:
-        deadline = time.monotonic() + 120
-        while not (victims := second_ranks(process)) or project.rows_logged() < 10:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
-        os.kill(victims[0].pid, signal.SIGSTOP)
-        _, err = process.communicate(timeout=300)
-    assert process.returncode == 75
-    assert "interrupted (rank 0: no progress in phase " in err and "exiting): run the same command to resume" in err
-    assert project.report()["state"] == "interrupted"
-    project.run(*command)
-
-
-def second_ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.Error):  # it may end while we look
-            if child.environ().get("RANK") == "1":
-                found.append(child)
-    return found

@@ -190,16 +190,6 @@ def test_the_last_state_is_saved_until_the_store_takes_it_or_a_rank_is_asked_to_
     assert all(isinstance(answer, OSError) for answer in answers) if stopped else answers == [None, None]
 
 
-def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.checkpoint.checkpointer, "RECEIPT_SECONDS", 0.3)
-    (first, _) = some_ranks([LocalStore(tmp_path)] * 2)  # the other is gone
-    log = quiet_log(1)
-    first.save(TrainState(step=1), pieces(1), log)
-    with pytest.raises(TimeoutError, match=r"rank 1 sent no receipt within 0 s"):
-        first.finish(log)
-    assert committed_steps(first.store) == [] and len(log.uncommitted) == 1
-
-
 def test_after_a_failed_training_the_part_of_a_living_rank_is_still_committed(tmp_path: Path) -> None:
     ranks = some_ranks([LocalStore(tmp_path), Interfering(tmp_path, write=lambda key: time.sleep(0.5))])
 
@@ -309,24 +299,6 @@ def test_a_rank_fetches_only_the_chunks_that_it_needs(
     headers, cut_chunks = 1000 * 4, 1000 * 2 * 2 * 4  # both ends of both tensors in each file
     for fetched in load_by(tmp_path, count):
         assert share / 2 < fetched <= share + headers + cut_chunks
-
-
-def test_a_damaged_chunk_is_named_and_no_piece_keeps_what_arrived(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("trainer.checkpoint.commits.CHUNK_BYTES", 1000)
-    store = LocalStore(tmp_path)
-    one = checkpointer(store)
-    one.save(TrainState(step=1), {name: Piece.whole(whole) for name, whole in LONG.items()}, log := quiet_log(1))
-    one.finish(log)
-    (path,) = tmp_path.glob("run/checkpoints/*/*.safetensors")
-    with path.open("r+b") as file:
-        file.seek(33_333)
-        file.write(b"!")
-    found = {name: Piece.whole(torch.ones(8000)) for name in LONG}
-    assert checkpointer(store).load_latest(found, quiet_log()) is None
-    assert "bytes 33,000 to 34,000 do not have the sha256 in COMMIT.json" in capsys.readouterr().out
-    assert not any(piece.live.any() for piece in found.values())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -1,7 +1,6 @@
 """Checkpoints of whole runs: damaged, interrupted or late, and the run ends with the same weights."""
 
 import json
-import os
 import shutil
 import struct
 import threading
@@ -32,7 +31,7 @@ from trainer.events import (
     Row,
     Started,
 )
-from trainer.store import LocalStore, sha256_of
+from trainer.store import LocalStore
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 
@@ -92,11 +91,6 @@ def test_a_checkpoint_holds_no_pickle(runner: Callable[..., Runner]) -> None:
 # --- damage
 
 
-def truncate(folder: Path) -> None:
-    path = next(folder.glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 def delete_a_file(folder: Path) -> None:
     next(folder.glob("*.safetensors")).unlink()
 
@@ -110,12 +104,6 @@ def change_a_digit_of_the_commit(folder: Path) -> None:
     path.write_text(path.read_text().replace('"optimizer_steps": 7', '"optimizer_steps": 2'))
 
 
-def put_a_pipe_in_place_of_a_file(folder: Path) -> None:
-    path = next(folder.glob("*.safetensors"))
-    path.unlink()
-    os.mkfifo(path)
-
-
 def seal(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the header of the checkpoint's file, and make size and sha256 in COMMIT.json agree."""
     path = next(folder.glob("*.safetensors"))
@@ -126,7 +114,7 @@ def seal(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + body[8 + size :])
     commit = Commit.decode((folder / "COMMIT.json").read_bytes(), str(folder))
-    receipt = FileReceipt(path.name, path.stat().st_size, sha256_of(path))
+    receipt = FileReceipt.of(path.name, [memoryview(path.read_bytes())])
     (folder / "COMMIT.json").write_bytes(replace(commit, files=(receipt,)).encode())
 
 
@@ -146,10 +134,8 @@ def change_a_shape(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        put_a_pipe_in_place_of_a_file,
         change_a_shape,
         flip_a_byte,
-        truncate,
         delete_a_file,
         empty_the_commit,
         change_a_digit_of_the_commit,
@@ -187,17 +173,6 @@ def test_damaged_checkpoints_do_not_displace_sound_ones(runner: Callable[..., Ru
     assert run.rows() == whole.rows() and weights(resumed) == weights(model)
 
 
-def test_with_every_checkpoint_damaged_a_run_starts_again(runner: Callable[..., Runner]) -> None:
-    whole = runner("whole")
-    model, _ = whole.attempt()
-    run = runner("damaged", checkpoint_minutes=EVERY_STEP)
-    run.attempt(stop_after=7)
-    for folder in (run.out / "run/checkpoints").iterdir():
-        flip_a_byte(folder)
-    resumed, _ = run.attempt()
-    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
-
-
 # --- interrupted saves and deletions
 
 
@@ -232,17 +207,15 @@ class DyingStore(LocalStore):
 
 
 # Of a save: the file is written, the receipt put, the rows put, the commit created.
-@pytest.mark.parametrize(
-    ("method", "calls", "failed"), [("write", 4, 4), ("put", 5, 3), ("put", 6, 3), ("put", 7, 4), ("create", 4, 4)]
-)
+@pytest.mark.parametrize(("method", "calls", "failed"), [("write", 4, 4), ("put", 5, 3), ("create", 4, 4)])
 def test_an_interrupted_save_leaves_nothing_that_looks_committed_and_stops_no_step(
     runner: Callable[..., Runner], method: str, calls: int, failed: int
 ) -> None:
     whole = runner("whole")
     model, _ = whole.attempt()
     run = runner("cut", checkpoint_minutes=EVERY_STEP)
-    with pytest.raises(ConnectionError):  # at the end: the last step can't be committed either
-        run.attempt(store=DyingStore(run.out, method, calls))
+    with pytest.raises(ConnectionError):  # stopped in its last step, which can't be committed either
+        run.attempt(stop_after=12, store=DyingStore(run.out, method, calls))
     assert [e.step for e in run.events_of(Row)][-1] == 12
     assert {e.step for e in run.events_of(CheckpointFailed)} == set(range(failed, 13))
     assert run.commits() == [failed - 1, failed - 2]
@@ -251,21 +224,6 @@ def test_an_interrupted_save_leaves_nothing_that_looks_committed_and_stops_no_st
         assert files | {"COMMIT.json", "receipt-00000.json"} == {path.name for path in folder.iterdir()}
     resumed, _ = run.attempt()
     assert run.rows() == whole.rows() and weights(resumed) == weights(model)
-
-
-# Of the save of step 5: the receipt, the rows, the commit.
-
-
-def test_an_interrupted_save_is_removed_by_the_next_commit(runner: Callable[..., Runner]) -> None:
-    run = runner(checkpoint_minutes=EVERY_STEP)
-    run.attempt(stop_after=3)
-    shutil.copytree(run.newest(), run.newest().with_name("step-00000004-a0001"))
-    (run.out / "run/checkpoints/step-00000004-a0001/COMMIT.json").unlink()  # killed before the commit
-    run.attempt(stop_after=2)
-    assert sorted(path.name for path in (run.out / "run/checkpoints").iterdir()) == [
-        "step-00000004-a0002",
-        "step-00000005-a0002",
-    ]
 
 
 @pytest.mark.parametrize("error", [KeyError("an answer without a field"), RecursionError(), SystemExit(3)])
@@ -292,15 +250,6 @@ def test_a_superseded_attempt_commits_nothing_and_deletes_nothing(runner: Callab
     with pytest.raises(StaleAttempt, match="attempt 1 of run was superseded: step 3 not committed"):
         run.attempt(superseded=lambda: next(answers))
     assert run.commits() == [2, 1]
-
-
-def test_an_attempt_number_used_twice_is_noticed(runner: Callable[..., Runner]) -> None:
-    run = runner(checkpoint_minutes=EVERY_STEP)
-    run.attempt(stop_after=3)
-    empty_the_commit(run.newest())
-    run.attempts = 0
-    with pytest.raises(StaleAttempt, match="step 3"):
-        run.attempt()
 
 
 class LateCopy(HostCopy):

@@ -1,7 +1,6 @@
 """Commits and rows of a run in its store: encoding, merging, and which checkpoints stay."""
 
 import json
-import math
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from trainer.checkpoint.commits import (
     segments,
     series,
 )
-from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.health import Health
 from trainer.store import LocalStore
@@ -49,16 +47,11 @@ def sealed(values: dict[str, Any]) -> bytes:
     "lie",
     [
         {"step": 4},
-        {"attempt": 2},
         {"world_size": "2"},
         {"state": {"step": 4}},
-        {"state": {"step": True}},
         {"state": {"step": 3, "health": {"losses": ["low"]}}},
         {"state": {"step": 3, "rollbacks": [[1]]}},
-        {"files": {}},
         {"files": [{"name": "../../../../victim.safetensors", "size": 9, "sha256": "ab" * 32}]},
-        {"files": [{"name": "/etc/passwd", "size": 9, "sha256": "ab" * 32}]},
-        {"files": [{"name": "rank-00000-of-00001.safetensors", "size": -9, "sha256": "ab" * 32}]},
         {"files": [{"name": "rank-00000-of-00001.safetensors", "size": 9, "sha256": "../ab"}]},
     ],
 )
@@ -102,18 +95,6 @@ def test_names_that_are_not_ours_are_ignored_with_a_warning(tmp_path: Path, capl
     assert list(segments(store, "run")) == [[{"step": 1}]]
 
 
-def test_the_state_survives_json() -> None:
-    config = TrainConfig(batch_tokens=256, max_steps=1000, learning_rate=0.01)
-    health = Health()
-    for loss in [*(3.0 + i % 7 for i in range(300)), math.nan]:
-        health, _ = health.after(loss, 1.0, config)
-    state = TrainState(step=7, health=health, rollbacks=((100, 20), (100, 31)))
-    assert len(state.health.losses) == 128 and state.health.not_finite == 1
-    for one in (state, TrainState(step=7)):
-        again = Commit.decode(Commit(7, 1, 2, 1.5e9, one, "", ()).encode(), "run/checkpoints/step-00000007-a0001").state
-        assert again == one and again.data_step == 7
-
-
 def test_a_redone_step_counts_with_the_later_attempts_values(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     segments = {
@@ -138,9 +119,6 @@ def test_a_redone_step_counts_with_the_later_attempts_values(tmp_path: Path) -> 
         b"[" * 100_000,
         b'{"step": "2"}',
         b'{"step": 2, "a": 2\xff}',
-        b"\0\0\0",
-        b"2",
-        b'{"stfp": 2}',
         b"[1",
         b'{"step": 2, "samples": [1]}',
     ],

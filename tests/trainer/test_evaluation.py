@@ -14,16 +14,13 @@ import trainer_runs
 from tiny_models import model_of
 from trainer_runs import ALONE, Runner, weights
 
-from trainer.__main__ import run as run_alone
 from trainer.checkpoint.commits import committed_state, series
 from trainer.data.batches import TokenData
 from trainer.data.shards import Shard, write_shard
-from trainer.errors import UserError
 from trainer.eval.evaluation import Evaluation, Sampling, validation, validation_loss
 from trainer.eval.scoring import Scored
 from trainer.events import Row, Sampled
 from trainer.models.gpt2 import Gpt2Config
-from trainer.models.gpt2_module import GPT
 from trainer.models.language_model import LanguageModel
 from trainer.parallel import World
 
@@ -154,34 +151,6 @@ def test_a_validation_loss_ends_the_run_at_most_at_its_target(runner: Callable[.
     assert run.commits()[0] == 6 and state.is_complete(run.config.train)
 
 
-def test_two_ranks_share_the_texts_and_both_have_all(tmp_path: Path) -> None:
-    model = GPT(trainer_runs.configured().model)
-    model.initialize(0)
-    sampling = Sampling(0, lambda ids: " ".join(map(str, ids)), seed=1, texts=3, tokens=4)
-    alone = sampling.texts_of(model, ALONE, lambda: None)
-    checks, shares = [0, 0], []
-
-    class Rank(World):
-        def gather(self, value: Any) -> list[Any]:
-            shares.append(value)
-            return [value]
-
-    for rank in (0, 1):
-
-        def check(rank: int = rank) -> None:
-            checks[rank] += 1
-
-        sampling.texts_of(model, Rank(rank, rank, 2, torch.device("cpu")), check)
-    assert checks == [4, 4]  # equally often, so that each may be an exchange between the ranks
-    assert [text for _, text in sorted(shares[0] + shares[1])] == alone
-
-
-def test_the_trainer_alone_refuses_targets_that_it_does_not_measure(tmp_path: Path) -> None:
-    config = trainer_runs.configured(stop_at={"hellaswag": 0.3})
-    with pytest.raises(UserError, match=r"train.stop_at: python -m trainer measures the validation loss alone"):
-        run_alone(config, tmp_path, tmp_path)
-
-
 # --- validation loss
 
 SMALL = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=97)
@@ -237,24 +206,3 @@ def test_val_loss_is_the_mean_over_the_first_tokens(tmp_path: Path, max_tokens: 
         expected = naive_loss(model, read_all(data, tmp_path), windows)
     for batch_size in (1, 4, 64):
         assert validation_loss(model, data, max_tokens, batch_size, ALONE) == pytest.approx(expected, rel=1e-6)
-
-
-def test_every_rank_validates_in_as_many_rounds(tmp_path: Path) -> None:
-    data, rounds = val_data(tmp_path, [170]), []  # 10 windows: shares of 4, 3 and 3, in batches of 3
-    for rank in range(3):
-        on_batch: list[int] = []
-
-        class Alone(World):
-            def sum(self, *values: float) -> list[float]:
-                return list(values)
-
-        validation_loss(
-            lambda tokens, _: tokens.float().mean(),
-            data,
-            10**9,
-            3,
-            Alone(rank, 0, 3, torch.device("cpu")),
-            lambda: on_batch.append(1),  # noqa: B023
-        )
-        rounds.append(len(on_batch))
-    assert rounds == [2, 2, 2]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def recorded(law: Callable[[int], float], tried: list[int]) -> Callable[[int], i
     return peak
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, 4096),  # share
     st.integers(1, 256),  # most
@@ -75,17 +74,3 @@ def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None
         settings = memory_settings(engine, runtime)
         state = TrainState(micro_batch_size=3, world_size=ranks, devices=devices, memory_settings=settings)
         assert choose_micro_batch(engine, MODEL, train, runtime, state, world).why == why
-
-
-@pytest.mark.parametrize("change", [{"recompute": True}, {"engine": "compiled"}, {"reduce_dtype": "bf16"}])
-def test_a_resumed_run_measures_again_what_other_settings_leave_of_the_memory(change: dict[str, Any]) -> None:
-    world, train = World(0, 0, 1, CPU), TrainConfig(batch_tokens=48 * MODEL.block_size, max_steps=1, learning_rate=1.0)
-    state = TrainState(micro_batch_size=3, world_size=1, devices="cpu")
-    found = []
-    for changes in ({}, {}, change):
-        runtime = RuntimeConfig(**{"micro_batch_size": "auto", **changes})
-        engine = make_engine(MODEL, train, runtime, world)
-        fit = choose_micro_batch(engine, MODEL, train, runtime, state, world)
-        found.append(fit.why.endswith("as before the resume"))
-        state.memory_settings = memory_settings(engine, runtime)
-    assert found == [False, True, False]

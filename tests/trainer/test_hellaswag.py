@@ -69,21 +69,6 @@ def test_every_item_agrees_with_a_plain_loop_over_transformers(
     assert score(items, model, gpt2_tokens) == expected
 
 
-def as_bytes(text: str) -> list[int]:
-    return list(text.encode())
-
-
-def test_endings_may_be_longer_than_the_block_and_of_any_number() -> None:
-    model = model_of(Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=257))
-    items = [HellaSwagItem("context", ("x" * 200, "y" * 100, "z"), 0), HellaSwagItem("one", ("a", "b"), 1)]
-    assert score(items, model, as_bytes) == naive_hellaswag(transformers_copy(model), items, as_bytes)
-
-
-def test_the_shared_file_has_all_items(shared_data: Path) -> None:
-    items = read_hellaswag(shared_data / "hellaswag_val.jsonl")
-    assert len(items) == 10_042 and items[0].context == "A man is sitting on a roof. he" and items[0].label == 3
-
-
 GOOD_ROW = {"ctx": "a", "endings": ["b", "c"], "label": "1", "ind": 4}  # a label may be text, as on the Hub
 
 
@@ -99,16 +84,3 @@ def test_a_bad_item_is_named(tmp_path: Path, change: dict[str, object]) -> None:
         read_hellaswag(path)
     message = str(mistake.value)
     assert message.startswith(f"{path}: line 2: must be a HellaSwag item (ctx: ") and "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("body", "complaint"),
-    [(b"", "is empty"), (b"\xff\xfe\x00", "is not text in UTF-8"), (b"[1, 2]\n", "line 1: must be a")],
-)
-def test_a_file_of_something_else_is_refused(tmp_path: Path, body: bytes, complaint: str) -> None:
-    path = tmp_path / "items.jsonl"
-    path.write_bytes(body)
-    with pytest.raises(UserError, match=complaint):
-        read_hellaswag(path)
-    with pytest.raises(UserError, match=r"gone\.jsonl: No such file or directory; it must be a jsonl file"):
-        read_hellaswag(tmp_path / "gone.jsonl")

@@ -11,22 +11,16 @@ import torch
 import trainer_runs
 from trainer_runs import (
     ALONE,
-    EVERY_STEP,
     Runner,
     weights,
 )
 
-from trainer.checkpoint.commits import checkpoint_seconds, committed_state
-from trainer.checkpoint.save_clock import SaveClock
-from trainer.config import RuntimeConfig
+from trainer.checkpoint.commits import committed_state
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards
 from trainer.engine import PlainEngine
 from trainer.errors import StoreUnavailable
 from trainer.eval.evaluation import validation_loss
-from trainer.events import (
-    Started,
-)
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 
@@ -65,19 +59,6 @@ def test_the_accumulated_gradient_is_that_of_the_whole_batch(runner: Callable[..
         for a, b in zip(first, rows, strict=True):
             assert a.get("data/digest") == b.get("data/digest")
             assert b == pytest.approx(a, rel=1e-4)
-
-
-@pytest.mark.parametrize("precision", ["bf16"])
-def test_half_precision_trains_close_to_full(runner: Callable[..., Runner], precision: str) -> None:
-    full, half = runner("full", max_steps=30), runner("half", max_steps=30, precision=precision)
-    full.attempt()
-    model, _ = half.attempt()
-    assert all(p.dtype == torch.float32 for p in model.parameters())
-    assert [e.precision for e in half.events_of(Started)] == [precision]
-    a, b = full.rows()[-1], half.rows()[-1]
-    assert a["train/loss"] != b["train/loss"]
-    assert b["train/loss"] == pytest.approx(a["train/loss"], rel=0.05)
-    assert b["val/loss"] == pytest.approx(a["val/loss"], rel=0.05)
 
 
 @pytest.mark.slow
@@ -184,21 +165,3 @@ def test_fp16s_loss_scale_survives_a_resume(runner: Callable[..., Runner], monke
 
 
 # --- when a save is due
-
-
-def test_saves_are_never_back_to_back(runner: Callable[..., Runner]) -> None:
-    due = SaveClock(RuntimeConfig(), between_failures=7200.0)
-    due.saved(0.05)
-    for upload in (25.0, 95.0, 1200.0):  # of 19 GB; the interval without it would be 38 s
-        due.uploaded(upload)
-        assert due.interval == 4 * upload
-    due.uploaded(1.0)
-    assert due.interval == checkpoint_seconds(0.1, 7200.0)
-    assert SaveClock(RuntimeConfig(checkpoint_minutes=0.5), 7200.0).interval == 30.0  # as configured
-
-    run = runner(checkpoint_minutes=EVERY_STEP)
-    uploads: list[float] = []
-    with pytest.MonkeyPatch.context() as recorded:
-        recorded.setattr(SaveClock, "uploaded", lambda clock, seconds: uploads.append(seconds))
-        run.attempt()
-    assert uploads[0] == 0.0 < uploads[-1]  # the loop passes the time of the last upload on

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import trainer_runs
 
 from trainer.errors import UserError
-from trainer.models.decoder import PRECISIONS, Decoder, Product, Sampling, draw, stream
+from trainer.models.decoder import Decoder, Sampling, draw, stream
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
 
@@ -65,19 +65,6 @@ def test_the_narrow_formats_differ_from_float32_by_their_rounding_only(
     assert 1e-4 < float((narrow - exact).std() / exact.std()) < error
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("rows", [1, 2, 40])
-def test_a_product_of_any_number_of_rows_is_a_linear_layer(precision: str, rows: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for width in (64, 40):
-        weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((48, width), (48,), (rows, 1, width)))
-        for b in (bias, None):
-            y = Product(weight, b, precision)(x)
-            assert y.shape == (rows, 1, 48) and y.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
-            bound = {"fp32": 1e-5, "bf16": 0.2, "int8": 0.4}[precision]
-            assert float((y.float() - F.linear(x, weight, b)).abs().max()) < bound
-
-
 # --- several texts
 
 
@@ -88,13 +75,6 @@ def test_each_seed_gives_the_text_that_it_gives_alone(model: GPT, how: Sampling)
     assert [len(text) for text in together] == [40] * 3
     if how.temperature:
         assert together[0] != together[1]
-
-
-def test_a_text_that_ends_leaves_the_others_as_they_are(model: GPT) -> None:
-    whole = texts(model, [1, 2, 3], Sampling())
-    end = whole[1][4]
-    ended = texts(model, [1, 2, 3], Sampling(), lambda _, token: token == end)
-    assert ended == [text[: text.index(end)] if end in text else text for text in whole]
 
 
 def test_a_text_beyond_the_context_goes_on_from_the_last_half_of_it(model: GPT) -> None:
@@ -128,15 +108,6 @@ def test_frequencies_follow_the_models_probabilities(model: GPT) -> None:
     for token, p in expected.items():
         # Four standard deviations of a binomial share over 200 draws.
         assert abs(drawn.count(token) / 200 - p) < 4 * (p * (1 - p) / 200) ** 0.5
-
-
-def test_padding_is_never_sampled() -> None:
-    model = GPT(SMALL)
-    model.initialize(0)
-    with torch.no_grad():
-        model.wte.weight[SMALL.vocab_size :] = 50.0  # even rows with the largest logits
-    drawn = {token for text in texts(model, list(range(10)), Sampling(50.0, 10_000)) for token in text}
-    assert max(drawn) < SMALL.vocab_size and len(drawn) > 75  # nearly all others do come up
 
 
 def test_weights_without_finite_logits_are_named() -> None:

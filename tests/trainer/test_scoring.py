@@ -72,16 +72,6 @@ def test_scores_equal_those_of_one_row_at_a_time_in_the_order_of_the_rows(tokens
     agrees(score_rows(model, rows, ALONE), expected)
 
 
-def test_batches_have_few_shapes_within_the_limit_of_the_model() -> None:
-    model, shapes = model_of(CONFIG), []
-    model.tokens_at_once = 320
-    hidden = model.hidden
-    model.hidden = lambda tokens, context=None: shapes.append(tuple(tokens.shape)) or hidden(tokens, context)  # type: ignore[method-assign,func-returns-value]
-    score_rows(model, some_rows(300), ALONE)
-    assert len(shapes) > 30 and len(set(shapes)) <= 3  # widths 64 and 32, and a last batch
-    assert all(height * width <= 320 for height, width in shapes)
-
-
 class Ranks:
     """Threads as ranks, which gather by a barrier."""
 

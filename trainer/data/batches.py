@@ -4,14 +4,13 @@ Threads stack the windows (trainer/data/shards.py) of the next micro-batches: fo
 millisecond. A separate stream copies them in the form of the file, 2 or 4 bytes a token, and widens them on the device.
 """
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from trainer.amounts import micro_batch_count
 from trainer.data.packing import packed
-from trainer.data.shard_maps import MOST_MAPPED, PREFETCHED_SHARDS, Fetch, ShardMaps
+from trainer.data.shard_maps import MOST_MAPPED, Fetch, ShardMaps
 from trainer.data.shards import (
     Shard,
     check_ids,
@@ -30,15 +29,12 @@ from trainer.data.shards import (
 )
 
 T = TypeVar("T")
-LARGE_SHARDS_AHEAD = 2  # their tokens are there before they are read
-MOST_PREFETCHED = 100  # shards, where many small ones have as many tokens
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
 
 
 class TokenData:
-    """The tokens of one split. A shard is fetched when it is read, and the next ones are prefetched in the background:
-    as many as hold the tokens of two large shards, if the present ones and they fit into `budget_gb`, and one in any
-    case.
+    """The tokens of one split. A shard is fetched when it is read; the next one, and those of the next step, are
+    prefetched in the background.
 
     `weights` are those of the sources of a mixture, `eot` begins the documents of packed shards.
     UserError for a shard with an id outside the vocabulary: here, or before its first token is read. For `fetch`, see
@@ -54,12 +50,9 @@ class TokenData:
         vocab_size: int = 1 << 32,
         weights: Sequence[float] = (),
         eot: int | None = None,
-        budget_gb: float | Literal["auto"] = "auto",
     ) -> None:
         check_ids(shards, vocab_size)
         self.shards, self.block_size, self.weights = shards, block_size, weights
-        self._most_windows = max((shard.windows(block_size) for shard in shards), default=0)
-        self._budget = math.inf if budget_gb == "auto" else budget_gb * 1e9  # bytes
         self.order = order_of(shards, block_size, seed, weights)
         assert eot is not None or all(shard.rows is None for shard in shards), "packed shards need their <|endoftext|>"
         pack = partial(packed, eot=eot or 0, row_tokens=block_size + 1)
@@ -117,19 +110,7 @@ class TokenData:
             yield from self._feed.batches(batches, upcoming_batches)
         else:
             yield from (to_device(self._windows(batch), device) for batch in batches)
-        self._maps.prefetch(coming, self._further(following, {*present, *coming[:PREFETCHED_SHARDS]}))
-
-    def _further(self, sequences: range, near: set[int]) -> list[int]:
-        """The shards beyond those of `near` that hold `sequences` and the next ones behind them: as many as two large
-        shards have, if all fit into the budget."""
-        end = sequences[-1] + LARGE_SHARDS_AHEAD * self._most_windows
-        room, further = self._budget - sum(self.shards[index].size for index in near), dict[int, None]()
-        for first, index in islice(self.order.visits(sequences[0]), MOST_PREFETCHED):
-            room -= 0 if index in near or index in further else self.shards[index].size
-            if first >= end or room < 0:
-                break
-            further[index] = None
-        return [index for index in further if index not in near]
+        self._maps.prefetch(coming)
 
     def failure(self, sequences: range) -> Exception | None:
         """Map the shards of `sequences`. The error if one of them cannot be had; None if all can be read."""

@@ -6,7 +6,7 @@ leave the disk. So maps behind the read position are dropped.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,6 @@ class ShardMaps:
         self._changing = threading.Lock()
         self._fetching: dict[int, threading.Lock] = {}
         self._tried: set[int] = set()  # mapped ahead, or failed to be
-        self._fetched_ahead: set[int] = set()  # without a map
         self._prefetching: threading.Thread | None = None
 
     def shard(self, index: int) -> Mapped:
@@ -76,28 +75,21 @@ class ShardMaps:
                 del self._maps[index]
             self._tried.intersection_update(needed)
 
-    def prefetch(self, coming: list[int], further: Sequence[int] = ()) -> None:
-        """Map the first shards of `coming` in the background, then fetch those of `further`, unless the thread of an
-        earlier call is still busy."""
+    def prefetch(self, coming: list[int]) -> None:
+        """Map the first shards of `coming` in the background, unless the thread of an earlier call is still busy."""
         if self._prefetching and self._prefetching.is_alive():
             return
-        self._fetched_ahead.intersection_update(further)
         missing = [index for index in coming if index not in self._tried | self._maps.keys()][:PREFETCHED_SHARDS]
-        absent = [index for index in further if index not in self._fetched_ahead | self._maps.keys()]
-        if missing or absent:
+        if missing:
             self._tried.update(missing)
-            self._fetched_ahead.update(absent)
-            self._prefetching = threading.Thread(target=self._read_ahead, args=(missing, absent), daemon=True)
+            self._prefetching = threading.Thread(target=self._read_ahead, args=(missing,), daemon=True)
             self._prefetching.start()
 
-    def _read_ahead(self, mapped: list[int], fetched: list[int]) -> None:
+    def _read_ahead(self, indices: list[int]) -> None:
         # No report of a failed prefetch: the read that needs the shard fetches again, and raises.
-        for index in mapped:
+        for index in indices:
             with suppress(Exception):
                 self._fetched(index)
-        for index in fetched:
-            with suppress(Exception):
-                self.fetch(self.shards[index].name)  # its lease ends here: only what is read next is held
 
     def _mapped(self, index: int) -> Mapped | None:
         with self._changing:

@@ -26,16 +26,14 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, Field, ValidationError
 
 from trainer.errors import UserError, cut
 from trainer.eval.scoring import Encode, Row, Scored, read_jsonl, score_items
-from trainer.explained import explain
 from trainer.parallel import World
 from trainer.strict_yaml import load_yaml
 
@@ -165,55 +163,38 @@ def _common(tokens: Sequence[np.ndarray]) -> int:
 # --- the bundle
 
 
-class Entry(BaseModel):
-    """A task as core.yaml lists it."""
-
-    label: str
-    icl_task_type: Kind
-    dataset_uri: str
-    num_fewshot: Annotated[list[Annotated[int, Field(ge=0, le=100)]], Field(min_length=1, max_length=1)]
-    continuation_delimiter: str = " "
-
-
 def read_bundle(folder: Path) -> list[Task]:
     """The 22 tasks of a bundle. UserError if one is missing, unknown, or not as described above.
 
     It reads no items: see `read_items`.
     """
-    path = folder / TASKS_FILE
     try:
-        entries = [Entry.model_validate(entry) for entry in load_yaml(path.read_text(encoding="utf8"))["icl_tasks"]]
+        entries = load_yaml((folder / TASKS_FILE).read_text(encoding="utf8"))["icl_tasks"]
         rows = list(csv.DictReader((folder / BASELINES_FILE).read_text(encoding="utf8").splitlines()))
         baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in rows if row["Eval Task"] in TASKS}
+        tasks = [
+            Task(
+                name := entry["label"],
+                entry["icl_task_type"],
+                int(entry["num_fewshot"][0]),
+                entry.get("continuation_delimiter", " "),
+                0.01 * baselines[name],
+                folder / DATA_FOLDER / entry["dataset_uri"],
+            )
+            for entry in entries
+        ]
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}: {error.filename}; a CORE bundle has this file") from error
-    except ValidationError as error:
-        raise UserError(f"{path}: icl_tasks: {str(explain(error, Entry, '')).splitlines()[0]}") from error
-    except (yaml.YAMLError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{folder}: {TASKS_FILE} or {BASELINES_FILE} is not as in nanochat's bundle") from error
-    names = [entry.label for entry in entries]
-    if unknown := [name for name in names if name not in TASKS]:
-        raise UserError(f"{path}: CORE has no task '{cut(unknown[0])}'; it has {', '.join(TASKS)}")
-    if wrong := [name for name in TASKS if names.count(name) != 1 or not 0 <= baselines.get(name, -1) < 100]:
-        raise UserError(
-            f"{folder}: {', '.join(wrong)}: each of CORE's {len(TASKS)} tasks must be once in {TASKS_FILE}, with a "
-            f"random baseline below 100 percent in {BASELINES_FILE}; use a whole bundle"
-        )
-    tasks = [
-        Task(
-            entry.label,
-            entry.icl_task_type,
-            entry.num_fewshot[0],
-            entry.continuation_delimiter,
-            0.01 * baselines[entry.label],
-            folder / DATA_FOLDER / entry.dataset_uri,
-        )
-        for entry in entries
-    ]
-    for task, entry in zip(tasks, entries, strict=True):
-        if ".." in PurePosixPath(entry.dataset_uri).parts or not task.file.is_relative_to(folder):
-            raise UserError(f"{path}: {task.name}: dataset_uri must be a path inside {DATA_FOLDER}/")
-        if not task.file.is_file():
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+        what = f"{TASKS_FILE} or {BASELINES_FILE} is not as in nanochat's bundle"
+        raise UserError(f"{folder}: {what} ({cut(repr(error))})") from error
+    names = [task.name for task in tasks]
+    if wrong := [name for name in TASKS if names.count(name) != 1] or [name for name in names if name not in TASKS]:
+        raise UserError(f"{folder}: {', '.join(wrong)}: {TASKS_FILE} must have each of CORE's {len(TASKS)} tasks once")
+    for task in tasks:
+        if task.kind not in get_args(Kind) or not 0 <= task.baseline < 1:
+            raise UserError(f"{folder}: {task.name}: its type must be one of {get_args(Kind)}, its baseline below 100")
+        if ".." in task.file.parts or not task.file.is_relative_to(folder) or not task.file.is_file():
             raise UserError(f"{folder}: the file {task.file} of the task {task.name} is missing; use a whole bundle")
     return tasks
 

@@ -68,19 +68,3 @@ def to_hf(state: "Mapping[str, Tensor]", config: ModelConfig) -> "dict[str, Tens
             tensor = tensor[: config.vocab_size]
         hf[config.hf_name(name)] = (tensor.t() if config.hf_transposed(name) else tensor).contiguous()
     return hf
-
-
-def from_hf(hf: "Mapping[str, Tensor]", config: ModelConfig) -> "dict[str, Tensor]":
-    """The weights of transformers' class with the names and shapes of the plain module; padding rows are zero. Tensors
-    that are no parameters, such as a tied head, are left out."""
-    import torch.nn.functional as F
-
-    state = {}
-    for name in config.shapes:
-        theirs = config.hf_name(name)
-        tensor = hf[theirs] if theirs in hf else hf[theirs.removeprefix("transformer.")]
-        tensor = tensor.t() if config.hf_transposed(name) else tensor
-        if name in config.vocabulary_rows:
-            tensor = F.pad(tensor, (0, 0, 0, config.padded_vocab_size - tensor.size(0)))
-        state[name] = tensor.contiguous()
-    return state

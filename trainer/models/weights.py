@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-LARGEST_HEADER = 100 << 20  # bytes: safetensors itself reads no larger one
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
 # llm.c: 256 int32, then all layers of a parameter together, in this order (its llmc/train_gpt2.cu).
 LLMC_MAGIC, LLMC_HEADER = 20240326, 1024
@@ -68,41 +67,26 @@ class WeightsFile:
 
     def check(self, model: ModelConfig) -> None:
         """UserError, with the values that would fit, if the weights are not of this model; and if they are damaged."""
-        self.own_model()
-        told = shape_fields(self.tensors)
-        told |= {"family": family_in(self.fields), **self.fields} if self.fields else {}
-        if other := {name: value for name, value in told.items() if not self.fits(model, name, value)}:
+        told = {"family": family_in(self.fields), **self.fields} if self.fields else {}
+        longer = "wpe.weight" not in self.tensors and told.get("block_size", 0) > model.block_size
+        ours = {**model.model_dump(), **model.implied, **({"block_size": told["block_size"]} if longer else {})}
+        if other := {name: value for name, value in told.items() if ours.get(name) != value}:
             name = "family" if "family" in other else min(other)
             sets = " ".join(f"--set model.{one}={other[one]}" for one in sorted(other, key=lambda one: one != name))
-            ours = effective(model, name)
-            raise UserError(f"{self.where}: its {name} is {other[name]}, and model.{name} is {ours}; {sets} would fit")
+            has = ours.get(name, "no field of its family")
+            raise UserError(f"{self.where}: its {name} is {other[name]}, and model.{name} is {has}; {sets} would fit")
         self.check_tensors(model, "this model's is")
-
-    def fits(self, model: ModelConfig, name: str, value: Any) -> bool:
-        """Whether a model may have this value of the file: its own; the rows of a vocabulary that a file padded; or a
-        longer context, unless positions have weights."""
-        ours = effective(model, name)
-        longer = (name == "vocab_size" and name not in self.fields) or (
-            name == "block_size" and "wpe.weight" not in self.tensors
-        )
-        return bool(value == ours or (longer and value >= ours))
 
     def own_model(self) -> ModelConfig | None:
         """The model that the weights were made with; None if they do not tell it. UserError if what they tell can't be
         a model, or is not that of their tensors."""
         if not self.fields:
             return None
-        family, damaged = family_in(self.fields), f"{self.where}: damaged: its configuration"
-        for name, seen in shape_fields(self.tensors).items():
-            if (told := self.fields[name]) != seen and not (name == "vocab_size" and told < seen):
-                raise UserError(f"{damaged} has {name} {told}, and its tensors have {seen}; fetch it again")
+        section = SECTIONS[family_in(self.fields)]
         try:
-            model = SECTIONS[family].model_validate(dict(self.fields))
+            model = section.model_validate(dict(self.fields))
         except ValidationError as error:
-            reason = str(explain(error, SECTIONS[family], "")).partition("\n")[0].partition(";")[0]
-            raise UserError(
-                f"{damaged} does not describe a model of family {family} ({reason}); fetch it again"
-            ) from error
+            raise explain(error, section, f"{self.where}: its configuration does not describe a model") from error
         self.check_tensors(model, "its configuration has")
         return model
 
@@ -140,21 +124,6 @@ class WeightsFile:
             if not part.isfinite().all():
                 raise UserError(f"{self.tensors[name].where}: {name} holds NaN or infinity; these weights are ruined")
             piece.live.copy_(part)
-
-
-def effective(model: ModelConfig, name: str) -> Any:
-    """The value of a field of `model`; where null stands for a value, that value."""
-    return {**model.model_dump(), **model.implied}.get(name, "no field of its family")
-
-
-def shape_fields(tensors: Mapping[str, Stored]) -> dict[str, int]:
-    """The fields of `model` that the shapes of the tensors tell. Files pad the vocabulary, so it may be smaller."""
-    blocks = [int(named[1]) for name in tensors if (named := re.match(r"h\.(\d{1,6})\.", name))]
-    fields = {"n_layer": max(blocks) + 1} if blocks else {}
-    for name, ours in (("wte.weight", "vocab_size"), ("wpe.weight", "block_size")):
-        if name in tensors and len(tensors[name].shape) == 2:
-            fields[ours], fields["n_embd"] = tensors[name].shape
-    return fields
 
 
 def open_weights(path: Path, where: str | None = None) -> WeightsFile:
@@ -224,42 +193,18 @@ def stored_tensors(path: Path, where: str) -> Iterator[tuple[str, Stored]]:
     if not path.is_file():
         raise UserError(f"{where}: no file; fetch it again")
     refuse_pickle(path, where)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= LARGEST_HEADER:
-            raise UserError(f"{where}: not a safetensors file: its header would have {length:,} bytes; fetch it again")
-        header = parse_header(file.read(length), length, where)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size != end:
-        how = "truncated" if size < end else "too long"
-        raise UserError(f"{where}: {how}: {size:,} bytes, and its header describes {end:,}; fetch it again")
-    for name, entry in header.items():
-        yield name, Stored(where, tuple(entry["shape"]), lambda name=name: read_tensor(path, name))  # type: ignore[misc]
+    from safetensors import SafetensorError, safe_open
 
-
-def parse_header(body: bytes, length: int, where: str) -> dict[str, Any]:
-    """The entries of a safetensors header. UserError if it lies about sizes, or holds other numbers than floats."""
     try:
-        header = json.loads(body)
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            shape, (begin, end) = entry["shape"], entry["data_offsets"]
-            if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
-                raise ValueError(f"{name} has no sizes")
-            if is_mask(name):
-                continue
-            if entry["dtype"] not in FLOATS:
-                raise UserError(f"{where}: {shown(name)} holds {shown(entry['dtype'])}; weights are F32, BF16 or F16")
-            if end - begin != prod(shape) * FLOATS[entry["dtype"]]:
-                raise ValueError(f"{name} has another size than its shape")
-    except UserError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        how = "truncated" if len(body) < length else "its header is damaged"
-        raise UserError(f"{where}: {how} ({cut(str(error) or repr(error))}); fetch it again") from error
-    return header
+        with safe_open(path, framework="np") as file:
+            entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            found = {name: (entry.get_dtype(), tuple(entry.get_shape())) for name, entry in entries.items()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{where}: truncated, or not a safetensors file ({cut(str(error))}); fetch it again") from error
+    for name, (dtype, shape) in found.items():
+        if dtype not in FLOATS and not is_mask(name):
+            raise UserError(f"{where}: {shown(name)} holds {shown(dtype)}; weights are F32, BF16 or F16")
+        yield name, Stored(where, shape, lambda name=name: read_tensor(path, name))  # type: ignore[misc]
 
 
 def is_mask(name: str) -> bool:
