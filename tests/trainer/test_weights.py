@@ -136,18 +136,6 @@ def test_another_shape_is_refused_with_the_field_and_the_value_that_would_fit(tm
     assert complaint(bin_, n_head=4, n_embd=64).endswith("--set model.n_embd=32 --set model.n_head=2 would fit")
 
 
-def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
-    folder = hf_folder(tmp_path / "hf", drawn())
-    config = json.loads((folder / "config.json").read_text())
-    for name, value, words in (
-        ("n_head", 3, "its configuration does not describe a model: n_embd 32 is not divisible by n_head 3"),
-        ("n_embd", 64, r"model.safetensors: wte.weight has the shape \[.*, 32\]; its configuration has \[.*, 64\]"),
-    ):
-        (folder / "config.json").write_text(json.dumps(config | {name: value}))
-        with pytest.raises(UserError, match=words):
-            open_weights(folder).own_model()
-
-
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     hf, bin_ = hf_folder(tmp_path / "hf", drawn()), llmc_file(tmp_path / "model.bin", drawn())
     for path in (hf / "model.safetensors", bin_):

@@ -14,10 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from trainer.errors import UserError, cut, shown
-from trainer.explained import explain
 from trainer.models.family import SECTIONS, family_in, section_of_hf
 from trainer.models.gpt2 import LAYER, layer_shape
 from trainer.models.model_config import LAYERS, ModelConfig
@@ -75,22 +72,9 @@ class WeightsFile:
             sets = " ".join(f"--set model.{one}={other[one]}" for one in sorted(other, key=lambda one: one != name))
             has = ours.get(name, "no field of its family")
             raise UserError(f"{self.where}: its {name} is {other[name]}, and model.{name} is {has}; {sets} would fit")
-        self.check_tensors(model, "this model's is")
+        self.check_tensors(model)
 
-    def own_model(self) -> ModelConfig | None:
-        """The model that the weights were made with; None if they do not tell it. UserError if what they tell can't be
-        a model, or is not that of their tensors."""
-        if not self.fields:
-            return None
-        section = SECTIONS[family_in(self.fields)]
-        try:
-            model = section.model_validate(dict(self.fields))
-        except ValidationError as error:
-            raise explain(error, section, f"{self.where}: its configuration does not describe a model") from error
-        self.check_tensors(model, "its configuration has")
-        return model
-
-    def check_tensors(self, model: ModelConfig, whose: str) -> None:
+    def check_tensors(self, model: ModelConfig) -> None:
         """UserError for missing and unknown tensors, and for one of another shape."""
         expected, ours = model.shapes, f"model of family {model.family}"
         if missing := sorted(expected.keys() - self.tensors.keys()):
@@ -105,7 +89,7 @@ class WeightsFile:
             padded = name in model.vocabulary_rows and found and found[0] >= model.vocab_size
             if found != (found[:1] if padded else shape[:1]) + shape[1:]:
                 where = self.tensors[name].where
-                raise UserError(f"{where}: {name} has the shape {list(found)}; {whose} {list(shape)}")
+                raise UserError(f"{where}: {name} has the shape {list(found)}; this model's is {list(shape)}")
 
     def fill(self, pieces: "Mapping[str, Piece]", model: ModelConfig) -> None:
         """Fill the pieces `model.…` of a rank. UserError if a weight is not finite."""
