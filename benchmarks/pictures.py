@@ -26,15 +26,7 @@ PAGE = 1120, 925  # pixels of the window, of which a README shows some 830 acros
 SKYTRAIN = (sys.executable, "-m", "pipelines.cli")
 PRICE = ("--price-per-hour", "0.10")  # of a CPU machine of this size
 KILL_AT = "40%"
-CHROMIUM: tuple[str, ...] = (
-    "chromium",
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-)
-CHROMIUM += ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars")
+CHROMIUM = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars")
 
 
 def environment(home: Path) -> dict[str, str]:

@@ -8,11 +8,11 @@ from run_records import PLANS, RECIPE, RUN, TRAIN, done_run, finished
 
 from pipelines.artifacts.manifest import File
 from pipelines.pipeline import Pipeline
-from pipelines.show.card import card_facts, print_card
+from pipelines.show.card import print_card
 from pipelines.show.console import TerminalScreen, program
 from pipelines.stage import STAGES
 from pipelines.tracking.mlflow.child import MirrorProcess
-from pipelines.tracking.records import Billing, Machine
+from pipelines.tracking.records import Billing
 from pipelines.verbs.run import next_commands
 from trainer.process import StopSignal
 from trainer.store import LocalStore
@@ -71,43 +71,6 @@ def test_the_card_has_neither_blank_nor_broken_lines(
     for line in lines:
         assert len(line) <= columns or max(map(len, line.split())) > 40, line  # only a path may be longer
     assert any(line.startswith("by phase    ") for line in lines) and any("│ import x" in line for line in lines)
-
-
-def test_the_card_offers_what_exists(finished_pipeline: Pipeline) -> None:
-    for stage in ("train", "evaluate", "export"):
-        del finished_pipeline.made[stage]
-    skytrain = program("skytrain")
-    finished_pipeline.home = Path(finished_pipeline.store.uri.removeprefix("file://")).parent
-    assert next_commands(finished_pipeline)[:2] == [f"{skytrain} report", f"{skytrain} run run:{RUN}"]
-    assert not any(word in " ".join(next_commands(finished_pipeline)) for word in ("series", "html", "sample", "trans"))
-
-
-def test_on_a_rented_node_the_card_offers_what_works_on_the_users_machine(
-    finished_pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SKYPILOT_NODE_IPS", "10.0.0.1")
-    finished_pipeline.billing = Billing(10.0, machine=Machine("aws", cluster="train-8"))
-    del finished_pipeline.made["evaluate"]  # a task of its own, which follows
-    finished_pipeline.home = Path("elsewhere").absolute()
-    option = f"--store {finished_pipeline.store.uri}"
-    assert next_commands(finished_pipeline) == [
-        f"skytrain report {option}",
-        f"skytrain report {RUN} --series {option}",
-        f"skytrain report {RUN} --html report.html {option}",
-        f'skytrain sample {RUN} --prompt "def " {option}',
-    ]
-
-
-def test_a_card_without_a_price_shows_how_to_give_one(finished_pipeline: Pipeline) -> None:
-    free = replace(finished_pipeline.snapshot().summary, usd=0.0)
-    assert dict(card_facts(finished_pipeline, free))["dollars"] == "0.00  (--price-per-hour gives this machine a price)"
-
-
-def test_the_card_names_a_store_that_is_not_the_default_one(finished_pipeline: Pipeline, tmp_path: Path) -> None:
-    finished_pipeline.home = tmp_path / "elsewhere"
-    for command in next_commands(finished_pipeline)[:3]:
-        assert command.startswith(program("skytrain"))
-        assert command.endswith(f"--store {finished_pipeline.store.uri}")
 
 
 def test_the_card_does_not_print_the_address_of_a_tracking_server(

@@ -2,8 +2,6 @@
 
 import contextlib
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from rich.text import Text
 from run_records import attempted, done_run
 
 from pipelines import cli
-from pipelines.cloud.skypilot import tail_logs
 from pipelines.show.bill import print_bill
 from pipelines.show.console import (
     JobLog,
@@ -21,7 +18,6 @@ from pipelines.show.console import (
     console,
     duration,
     printable,
-    program,
     say,
 )
 from pipelines.show.runs import print_runs, print_series
@@ -85,33 +81,7 @@ def test_names_in_the_store_cannot_control_the_terminal_of_a_report(
     assert "title" in out and "[link=https://evil]" in out and not set(CONTROLS) & set(out)
 
 
-def test_a_table_has_no_blanks_that_a_narrow_terminal_would_wrap(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table("name", "value", box=None)
-    table.add_row("a", "x" * 120)
-    table.add_row("b", "y")
-    console().print(table)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines] == [["name", "value"], ["a", "x" * 120], ["b", "y"]]
-    assert all(line == line.rstrip() for line in lines)
-
-
 # --- commands
-
-
-def test_the_card_names_programs_by_the_path_that_this_shell_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs = tmp_path / "project" / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    for name in ("python", "skytrain"):
-        (programs / name).write_text("")
-        (programs / name).chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(programs / "python"))
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.chdir(tmp_path / "project")
-    assert program("skytrain") == ".venv/bin/skytrain" and program("mlflow") == "mlflow"
-    monkeypatch.setenv("PATH", f"{programs}:/usr/bin")
-    assert program("skytrain") == "skytrain"
 
 
 def test_of_a_jobs_log_only_colours_and_progress_bars_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,15 +98,3 @@ def test_of_a_jobs_log_only_colours_and_progress_bars_reach_the_terminal(capsys:
     rest = re.sub(r"\x1b\[[0-9;]+m", "", out)
     assert all(c.isprintable() or c in "\n\t\r" for c in rest)
     assert "title" in rest and "·[2J" in rest  # what was there stays visible
-
-
-def test_the_logs_of_a_job_pass_the_filter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from sky import jobs
-
-    def print_log(job_id: int, follow: bool, output_stream: Any) -> int:
-        print("\x1b]0;mine\x07step 1 of 2\n", flush=True, end="", file=output_stream)
-        return 100
-
-    monkeypatch.setattr(jobs, "tail_logs", print_log)
-    assert tail_logs(7, True, JobLog()) == 100
-    assert capsys.readouterr().out == "·]0;mine·step 1 of 2\n"

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, finished, recipe_with
 
-from pipelines.plan import RunPlan, StagePlan, plan_of
+from pipelines.plan import plan_of
 from pipelines.recipe import load_recipe
 from pipelines.show.plan import print_plan
 from pipelines.stage import STAGES
 from pipelines.tracking.records import Progress
-from trainer.amounts import val_tokens
 from trainer.store import LocalStore
 
 
@@ -35,17 +34,6 @@ def test_a_plan_names_the_fields_that_differ_from_the_nearest_sibling(store: Loc
     assert (far.stages["train"].why or "").endswith(" and 1 more fields")
 
 
-def test_a_plan_compares_with_the_nearest_artifact_of_the_same_name(store: LocalStore) -> None:
-    finished(store, "train")
-    other = load_recipe("gpt2-124m")
-    stage = plan_of(other, store).stages["train"]
-    assert (stage.sibling, stage.why) == (None, None)
-
-
-def test_a_plan_counts_parameters_without_padding(store: LocalStore) -> None:
-    assert plan_of(load_recipe("gpt2-124m"), store).parameters == 124_439_808
-
-
 def test_a_plan_shows_the_progress_of_an_unfinished_stage(store: LocalStore) -> None:
     attempted(store, "train", 3, state="interrupted", progress=Progress(step=12_000))
     why = plan_of(RECIPE, store).stages["train"].why
@@ -55,16 +43,6 @@ def test_a_plan_shows_the_progress_of_an_unfinished_stage(store: LocalStore) -> 
 def test_a_plan_changes_nothing(store: LocalStore) -> None:
     plan_of(RECIPE, store)
     assert not store.root.exists()
-
-
-def test_a_printed_plan_truncates_and_omits_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    why = "source: data/[a-c].txt " + "x " * 200
-    plan = StagePlan("train/" + "a" * 63 + "-12345678", "", exists=False, why=why)
-    stages = {"train": plan, "export": StagePlan("export/b", "", exists=True)}
-    print_plan(RunPlan(RUN, "file:///a [b]", 1, 2, 3, 4.0, stages))
-    out = capsys.readouterr().out
-    assert f"{RUN} in file:///a [b]\n" in out
-    assert f"{plan.artifact} to do: {' '.join(why.split())}" in " ".join(out.split()) and "✓ exists" in out
 
 
 def test_a_plan_shows_tokens_epochs_and_the_share_of_validation(
@@ -91,13 +69,3 @@ def test_a_plan_counts_the_evaluations_while_training(store: LocalStore, capsys:
     assert plan.evaluation_share == pytest.approx(3 * 4_016_800 / 3 / plan.tokens)
     print_plan(plan)
     assert "3 evaluations while training, of about 4,016,800 tokens: about" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_plan_shows_the_share_of_validation_in_the_time(
-    store: LocalStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = load_recipe("smoke", ["train.val_tokens=auto", "train.val_every=100", "train.max_steps=600"])
-    print_plan(plan_of(recipe, store))
-    out = " ".join(capsys.readouterr().out.split())
-    tokens = val_tokens(recipe.model, recipe.train)
-    assert f"7 validations of up to {tokens:,} tokens: about 2.0% of the training's time" in out

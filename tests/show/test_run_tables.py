@@ -13,7 +13,6 @@ import pytest
 from run_records import PLANS, RUN, attempted, done_run, recorded, row, segment
 
 from pipelines.show.runs import print_runs, print_series
-from pipelines.stage import STAGES
 from pipelines.tracking.records import Machine, Progress
 from pipelines.tracking.runs import (
     Run,
@@ -30,28 +29,12 @@ def test_the_table_of_runs_shows_every_column_whole(store: LocalStore, capsys: p
     summary = Run(store, done_run(store)).summary
     print_runs([summary, replace(summary, run=long, val_loss=None, hellaswag_acc_norm=None)], store.uri)
     header, first, second = capsys.readouterr().out.splitlines()
-    assert header.split() == [
-        "run",
-        "state",
-        "attempts",
-        "tokens",
-        "val",
-        "loss",
-        "HellaSwag",
-        "hours",
-        "dollars",
-        "goodput",
-    ]
+    assert " ".join(header.split()) == "run state attempts tokens val loss HellaSwag hours dollars goodput"
     assert first.split() == [RUN, "done", "1", "1,638,400", "2.4568", "0.2945", "2.000", "20.00", "24%"]
     assert second.split() == [long, "done", "1", "1,638,400", "2.000", "20.00", "24%"]
 
 
-def test_an_empty_table_of_runs_has_a_message(capsys: pytest.CaptureFixture[str]) -> None:
-    print_runs([], "file:///some/[odd]/place")
-    assert capsys.readouterr().out == "no runs in file:///some/[odd]/place yet; `skytrain run smoke` makes one\n"
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["train", "evaluate"])
 def test_a_report_continues_after_a_damaged_manifest_and_names_it(
     store: LocalStore, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
@@ -105,21 +88,6 @@ def test_the_series_has_one_row_per_step_from_its_last_attempt(
     assert [int(r["step"]) for r in csv.DictReader(io.StringIO(out))] == list(range(1, 9))
 
 
-def test_steps_that_were_only_evaluated_have_no_row_in_the_csv(capsys: pytest.CaptureFixture[str]) -> None:
-    print_series(RUN, [{"step": 0, "val/loss": 9.0}, row(1, 2.0)], as_json=False, alone=True)
-    assert capsys.readouterr().out.splitlines()[1:] == ["1,2.0,0.001,0.5,10.0"]
-
-
-def test_series_of_several_runs_name_their_run(capsys: pytest.CaptureFixture[str]) -> None:
-    print_series("a-1", [row(1, 2.0)], as_json=False, alone=False)
-    assert capsys.readouterr().out.splitlines() == [
-        "run,step,train/loss,lr,grad_norm,tokens/s",
-        "a-1,1,2.0,0.001,0.5,10.0",
-    ]
-    print_series("a-1", [row(1, 2.0)], as_json=True, alone=False)
-    assert json.loads(capsys.readouterr().out) == {"run": "a-1", **row(1, 2.0)}
-
-
 def test_report_prints_json_and_csv_for_programs(
     store: LocalStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,10 +111,9 @@ def test_report_prints_json_and_csv_for_programs(
             "written by a newer skytrain (format 2, this one reads 1); upgrade skytrain",
         ),
         (lambda values: values | {"recipe": values["recipe"] | {"mood": "good"}}, "mood: unknown field"),
-        (lambda values: [[]] * 3, "damaged"),
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"as_json": True}, {"series": True}, {"html": "page.html"}])
+@pytest.mark.parametrize("options", [{}, {"html": "page.html"}])
 def test_a_report_of_all_runs_names_an_unreadable_one_and_shows_the_others(
     store: LocalStore,
     tmp_path: Path,
@@ -162,7 +129,7 @@ def test_a_report_of_all_runs_names_an_unreadable_one_and_shows_the_others(
     report(None, store=store.uri, **options)
     out, err = capsys.readouterr()
     page = (tmp_path / "page.html").read_text() if "html" in options else ""
-    assert "series" in options or RUN in out + page
+    assert RUN in out + page
     assert err.startswith("other-12345678: left out: ") and reason in err and err.count("\n") == 1
     with pytest.raises(UserError, match=re.escape(reason)):
         report(["other"], store=store.uri, **options)

@@ -6,7 +6,7 @@ import math
 import pytest
 from run_records import RUN, done_run
 
-from pipelines.show.status import print_stopped, several, to_go
+from pipelines.show.status import print_stopped, to_go
 from pipelines.tracking.forecast import Forecast, Range
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.verbs.status import status
@@ -46,14 +46,6 @@ def test_a_forecast_is_in_a_persons_units(forecast: Forecast, text: str) -> None
     assert to_go(forecast) == text
 
 
-def test_one_thing_has_no_plural() -> None:
-    assert (several(1, "attempt"), several(2, "attempt"), several("0", "time")) == (
-        "1 attempt",
-        "2 attempts",
-        "0 times",
-    )
-
-
 def test_a_stopped_run_says_how_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
     running = Heartbeat("r-1", "train", 3, "running", 0.0, 0.0, 0.0)
     stopped = Heartbeat("r-1", "train", 3, "stopped", 0.0, 0.0, 0.0, progress=Progress(step=17))
@@ -65,15 +57,8 @@ def test_a_stopped_run_says_how_to_continue(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "runs/other-12345678.json",
-        "control/other-12345678/stop.json",
-        "train/other-12345678/MANIFEST.json",
-    ],
-)
-@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b'{"format": 2}', b'{"mood": "good"}'])
+@pytest.mark.parametrize("key", ["runs/other-12345678.json", "train/other-12345678/MANIFEST.json"])
+@pytest.mark.parametrize("body", [b"{", b'{"format": 2}'])
 def test_status_of_all_runs_leaves_an_unreadable_one_out_loudly_and_shows_the_others(
     store: LocalStore, capsys: pytest.CaptureFixture[str], key: str, body: bytes
 ) -> None:
