@@ -143,6 +143,22 @@ def test_an_invalid_setting_is_a_user_error(watched, monkeypatch: pytest.MonkeyP
         pass
 
 
+def test_a_service_that_hangs_delays_nothing(start, watched) -> None:
+    released = threading.Event()
+
+    class Hangs(Cloud):
+        def answer(self, request: Handler) -> None:
+            released.wait()
+
+    cloud = start(Hangs())
+    try:
+        with watched(cloud, "ec2") as stop:
+            polled(cloud, 1)
+        assert not released.is_set() and not stop.asked  # in and out of the block while it hangs
+    finally:
+        released.set()
+
+
 def test_a_token_goes_through_no_proxy_and_follows_no_redirect(start, watched, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = start(Everything(200, "{}"))
 
