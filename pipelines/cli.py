@@ -59,9 +59,9 @@ class Verb(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         if ctx.info_name != init.__name__ and os.path.lexists(PROJECT_FILE):  # init may replace a wrong one
-            from pipelines.project import use_project
+            from pipelines.project import project
 
-            use_project()
+            project().set_in(os.environ)
         return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

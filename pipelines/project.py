@@ -4,7 +4,6 @@ The order, for each value: the option, then the environment variable, then this 
 secret: others read it, and it belongs into version control.
 """
 
-import os
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, Self
@@ -103,8 +102,3 @@ class Project(Section):
 def project() -> Project:
     """The project of this folder."""
     return Project.read(Path(FILE))
-
-
-def use_project() -> None:
-    """Read the project of this folder, and set its variables. UserError for a wrong one."""
-    project().set_in(os.environ)

@@ -181,14 +181,9 @@ class TokensConfig(Section):
         return self
 
     @property
-    def val_whole_shards(self) -> int:
-        """Number of first shards that are held out whole; 0 if the split depends on the size of the text."""
-        return self.val_shards or 0
-
-    @property
     def val_undecided_shards(self) -> int:
         """Number of first shards of a part whose split only the size of the text decides."""
-        return 0 if self.val_whole_shards else -(-(self.val_tokens or self.held_out(sys.maxsize)) // self.shard_tokens)
+        return 0 if self.val_shards else -(-(self.val_tokens or self.held_out(sys.maxsize)) // self.shard_tokens)
 
     def held_out(self, tokens: int) -> int:
         """Tokens that validation gets of a text of so many tokens."""
@@ -284,7 +279,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if isinstance(self.tokens.tokenizer, str):  # the ids of a file are counted where it is read
-            self.check_vocab_size(vocab_size_of(self.tokens.tokenizer))
+            self.check_vocab_size(VOCAB_SIZES[self.tokens.tokenizer])
         sequences_per_step(self.model, self.train)
         self._family_is_served()
         self._target_is_measured()
@@ -341,39 +336,28 @@ class Recipe(Section):
             )
 
     def _splits_hold_a_sequence(self) -> None:
+        sequence = self.model.block_size + 1
         for tokens in self.tokens.each():
-            if not tokens.adopts:  # with their own split
-                self._split_holds_a_sequence(tokens)
-
-    def _split_holds_a_sequence(self, tokens: TokensConfig) -> None:
-        block_size = self.model.block_size
-        if tokens.shard_tokens <= block_size:
-            raise ValueError(
-                f"tokens.shard_tokens {tokens.shard_tokens} is shorter than a sequence of model.block_size "
-                f"{block_size} + 1 tokens; use {block_size + 1} or more"
-            )
-        if tokens.max_tokens is None and tokens.val_tokens is None:
-            return
-        if tokens.val_whole_shards:
-            held_out = tokens.held_out(0)
-            if tokens.max_tokens is not None and tokens.max_tokens <= held_out + block_size:
+            if tokens.adopts:  # with their own split
+                continue
+            if tokens.shard_tokens < sequence:
                 raise ValueError(
-                    f"tokens.max_tokens {tokens.max_tokens} leaves nothing to train on: the first "
-                    f"{tokens.val_whole_shards} shard(s) of {tokens.shard_tokens} tokens are held out; use more tokens "
-                    "or a smaller shard_tokens, or val_tokens instead of val_shards"
+                    f"tokens.shard_tokens {tokens.shard_tokens} is shorter than a sequence of model.block_size + 1 "
+                    f"tokens; use {sequence} or more"
                 )
-            return
-        held_out = tokens.held_out(tokens.max_tokens or 0)
-        if held_out <= block_size:
-            raise ValueError(
-                f"tokens: {held_out:,} tokens are held out for validation, fewer than one sequence of model.block_size "
-                f"{block_size} + 1 tokens; set tokens.val_tokens to {block_size + 1} or more"
-            )
-        if tokens.max_tokens is not None and tokens.max_tokens - held_out <= block_size:
-            raise ValueError(
-                f"tokens.max_tokens {tokens.max_tokens} leaves nothing to train on: {held_out:,} tokens are held out; "
-                "use more tokens or a smaller tokens.val_tokens"
-            )
+            if tokens.max_tokens is None and tokens.val_tokens is None:
+                continue
+            held_out = tokens.held_out(tokens.max_tokens or 0)
+            if held_out < sequence:
+                raise ValueError(
+                    f"tokens: {held_out:,} tokens are held out for validation, fewer than one sequence of "
+                    f"model.block_size + 1 tokens; set tokens.val_tokens to {sequence} or more"
+                )
+            if tokens.max_tokens is not None and tokens.max_tokens - held_out < sequence:
+                raise ValueError(
+                    f"tokens.max_tokens {tokens.max_tokens} leaves nothing to train on: {held_out:,} tokens are held "
+                    "out; use more tokens, or hold out fewer by tokens.val_tokens"
+                )
 
     def repeated_text(self, train_tokens: int, share: float = 1.0, of: str = "the text") -> str | None:
         """A warning if training goes over a training split of so many tokens more than four times. `share` of its
@@ -422,16 +406,6 @@ class Recipe(Section):
     def train_flops(self) -> float:
         """FLOPs of the whole training."""
         return float(self.train_tokens * self.model.flops_per_token)
-
-
-def vocab_size_of(tokenizer: str) -> int:
-    """Number of token ids of a tokenizer, <|endoftext|> included. UserError for an unknown tokenizer."""
-    if tokenizer not in VOCAB_SIZES:
-        near = difflib.get_close_matches(tokenizer.lower(), VOCAB_SIZES, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        known = " and ".join(VOCAB_SIZES)
-        raise UserError(f"tokens.tokenizer: no tokenizer '{tokenizer}'; {hint}there are {known}")
-    return VOCAB_SIZES[tokenizer]
 
 
 def shipped() -> dict[str, Path]:

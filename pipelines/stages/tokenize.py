@@ -239,7 +239,7 @@ def check_split(recipe: Recipe, shards: list[SplitShard]) -> None:
     """UserError unless both splits hold a sequence and the validation split is complete."""
     t, block = recipe.tokens, recipe.model.block_size
     total = sum(shard.tokens for shard in shards)
-    if t.val_whole_shards:
+    if t.val_shards:
         held_out = f"the first {t.val_shards} shard(s) of {t.shard_tokens:,}"
     else:
         held_out = f"{min(t.held_out(total), total):,} of them"

@@ -197,7 +197,7 @@ def shard_name(index: int, config: TokensConfig) -> str:
     """
     if index < config.val_undecided_shards:
         return f"text_{index:06d}.bin"
-    held_out = config.val_whole_shards
+    held_out = config.val_shards or 0
     return f"val_{index:06d}.bin" if index < held_out else f"train_{index - held_out:06d}.bin"
 
 

@@ -42,7 +42,7 @@ def split_text(
     The shard in which the boundary lies becomes two; the others are only named.
     """
     total = sum(receipt.tokens for receipt in receipts)
-    left = 0 if config.val_whole_shards else min(config.held_out(total), total)
+    left = 0 if config.val_shards else min(config.held_out(total), total)
     shards: list[SplitShard] = []
     for index, receipt in enumerate(receipts):
         if 0 < left < receipt.tokens:

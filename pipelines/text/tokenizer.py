@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, File
-from pipelines.recipe import VOCAB_SIZES, Recipe, TokenizerFile, TokensConfig, vocab_size_of
+from pipelines.recipe import VOCAB_SIZES, Recipe, TokenizerFile, TokensConfig
 from trainer.errors import UserError
 from trainer.store import Store
 
@@ -35,9 +35,8 @@ MOST_FILE_BYTES = 64_000_000  # 50,257 ids take 2.4 MB
 def tokenizer(name: str) -> "tiktoken.Encoding":
     """The tokenizer "gpt2" (OpenAI's; tiktoken downloads 1.5 MB once) or "bytes" (id = byte).
 
-    UserError for an unknown name or a vocabulary that cannot be loaded.
+    UserError for a vocabulary that cannot be loaded.
     """
-    vocab_size_of(name)
     import tiktoken
 
     if name == "bytes":

@@ -266,14 +266,11 @@ def claim(
         machine=billing.machine,
     )
     # The claim bills nothing: if a kill comes before the first heartbeat, the next attempt bills all of it.
-    if not store.create(claim_key(prefix, number), replace(heartbeat, started=now, phases={}).to_json()):
+    if not store.create(
+        f"{prefix}/attempts/{number:04d}/claim.json", replace(heartbeat, started=now, phases={}).to_json()
+    ):
         return None
     return Attempt(store, prefix, heartbeat, watch, meter, died)
-
-
-def claim_key(prefix: str, number: int) -> str:
-    """The key that an attempt takes its number with."""
-    return f"{prefix}/attempts/{number:04d}/claim.json"
 
 
 def close_dead_attempt(store: Store, prefix: str, beat: Heartbeat, state: str, cause: str) -> None:

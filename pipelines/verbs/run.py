@@ -28,7 +28,6 @@ from trainer.errors import EXIT_DONE, Interrupted, Stopped, StoreUnavailable, Us
 
 if TYPE_CHECKING:
     from pipelines.artifacts.manifest import ArtifactPlan
-    from pipelines.job.budget import Budget
     from pipelines.nodes.address import NodeAddress
     from pipelines.pipeline import Pipeline
     from pipelines.recipe import Recipe
@@ -69,6 +68,7 @@ def run(
     """Run the missing stages of a recipe; resume after an interruption."""
     from pipelines.artifacts.store import open_store
     from pipelines.artifacts.traffic import counted_together
+    from pipelines.job.budget import Budget
     from pipelines.job.notice import watching
     from pipelines.nodes.address import let_workers_exit_first, this_node
     from pipelines.show.card import print_card
@@ -97,7 +97,8 @@ def run(
         with counted_together(), watching(stop, screen):
             sys.exit(run_worker(node, stage, plans, opened, home(), stop, screen))
     pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
-    limit = budget_of(pipeline, budget) if budget else None
+    batch = loaded.train.batch_tokens
+    limit = Budget(budget, pipeline.billing, opened, pipeline.run, batch, stop) if budget else None
     try:
         with counted_together(), watching(stop, screen):
             if limit and missing(opened, plans, until=stage):
@@ -223,14 +224,6 @@ def pipeline_here(
         before_ranks=timed.before_ranks if timed else None,
         began=process_began(),
     )
-
-
-def budget_of(pipeline: "Pipeline", usd: float) -> "Budget":
-    """The limit that stops a pipeline before its run costs more than `usd`."""
-    from pipelines.job.budget import Budget
-
-    batch_tokens = pipeline.recipe.train.batch_tokens
-    return Budget(usd, pipeline.billing, pipeline.store, pipeline.run, batch_tokens, pipeline.stop)
 
 
 def result(pipeline: "Pipeline") -> dict[str, Any]:

@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,6 @@ from pipelines.verbs.options import Json, Precision, RunName, Step, StoreUri, ho
 from trainer.errors import UserError
 
 BATCH = 16  # texts at a time: 124M keeps 37 MB of keys and values for each in bf16, 1558M 315 MB
-PROMPTS_BYTES = 1 << 20
 LAST_SEED = 2**63 - 1
 
 
@@ -32,10 +30,6 @@ def sample(
     run: RunName,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Continue this text; can be repeated. Without it: a new document.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Read prompts from this text file, one a line.", show_default=False),
     ] = None,
     number: Annotated[
         int, typer.Option(min=1, max=1000, help="Generate so many texts a prompt, with ascending seeds.")
@@ -61,12 +55,12 @@ def sample(
     A text ends with its document. One that outgrows the context goes on from the last half of it. For speed on a CPU,
     export gguf (export.formats) and run it in llama.cpp.
     """
-    asked = [*(prompt or ()), *(prompts_in(prompts) if prompts else ())] or [""]
     from pipelines.show.console import printable
     from trainer.models.decoder import Sampling
 
     model = open_text_model(store_uri(store), home() / "cache", run, at, precision)
     sampling = Sampling(temperature, top_k or None, top_p)
+    asked = prompt or [""]
     for text in asked:
         if (size := len(model.ids_of(text))) > model.context:
             raise UserError(
@@ -94,21 +88,6 @@ def sample(
     elif not at_once:
         for i, one in enumerate(made):
             print(printable(heading(i, len(made), one) + one.prompt + one.text))
-
-
-def prompts_in(path: Path) -> list[str]:
-    """The lines of a file, without empty ones. UserError if there are none, or if it is no short text file."""
-    try:
-        with path.open("rb") as file:
-            body = file.read(PROMPTS_BYTES + 1)
-        lines = [line for line in body.decode().splitlines() if line]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {path}: not a text file in UTF-8 ({error})") from error
-    if len(body) > PROMPTS_BYTES:
-        raise UserError(f"--prompts {path}: larger than {PROMPTS_BYTES:,} bytes; divide it")
-    if not lines:
-        raise UserError(f"--prompts {path}: has no lines; write a prompt on each")
-    return lines
 
 
 def heading(number: int, of: int, text: Sample) -> str:

@@ -263,10 +263,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
         ("tokens.tokenizer=gpt2", "model.vocab_size 257 is smaller than the 50257 ids of tokens.tokenizer 'gpt2'"),
         ("train.warmup_steps=601", "my.yaml: train: warmup_steps 601 is more than max_steps 600"),
         ("tokens.max_tokens=2_000_128", "tokens.max_tokens 2000128 leaves nothing to train on"),
-        (
-            "tokens.val_shards=4",
-            "tokens.max_tokens 8000000 leaves nothing to train on: the first 4 shard(s) of 2000000",
-        ),
+        ("tokens.val_shards=4", "tokens.max_tokens 8000000 leaves nothing to train on: 8,000,000 tokens are held out"),
         # --set itself
         ("train.max_steps", "--set train.max_steps: not of the form section.field=value, such as train.max_steps=50"),
         ("name.x=1", "--set name.x=1: name has no fields"),

@@ -23,7 +23,7 @@ import tiktoken
 from servers import free_ports
 from texts import ODD_TEXTS
 
-from pipelines.recipe import vocab_size_of
+from pipelines.recipe import VOCAB_SIZES
 from pipelines.text import retry
 from pipelines.text.files import Files
 from pipelines.text.library import StandardLibrary
@@ -88,7 +88,7 @@ def write_lines(path: Path, *values: Any) -> Path:
 
 
 def test_gpt2_ids_equal_openais(gpt2: tiktoken.Encoding) -> None:
-    assert gpt2.n_vocab == vocab_size_of("gpt2") and gpt2.eot_token == 50_256
+    assert gpt2.n_vocab == VOCAB_SIZES["gpt2"] and gpt2.eot_token == 50_256
     assert gpt2.encode_ordinary("hello world") == [31373, 995]
 
 

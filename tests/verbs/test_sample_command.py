@@ -41,15 +41,13 @@ def sample(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 # --- the command
 
 
-def test_many_prompts_have_the_texts_that_each_has_alone(sample: Command, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("import\n\nThe history of a thing")
+def test_many_prompts_have_the_texts_that_each_has_alone(sample: Command) -> None:
+    prompts = ("def ", "import", "The history of a thing")
     words = ["--tokens", "90", "--temperature", "0.8", "--top-p", "0.95", "--seed", "5"]
     found = json.loads(
-        sample("--prompt", "def ", "--prompts", str(tmp_path / "prompts.txt"), "--number", "2", *words, "--json")
+        sample(*(word for text in prompts for word in ("--prompt", text)), "--number", "2", *words, "--json")
     )
-    assert [(one["prompt"], one["seed"]) for one in found] == [
-        (prompt, seed) for prompt in ("def ", "import", "The history of a thing") for seed in (5, 6)
-    ]
+    assert [(one["prompt"], one["seed"]) for one in found] == [(prompt, seed) for prompt in prompts for seed in (5, 6)]
     assert {one["finish"] for one in found} <= {"stop", "length"} and len({one["text"] for one in found}) == 6
     for one in found:
         (alone,) = json.loads(sample("--prompt", one["prompt"], *words, "--seed", str(one["seed"]), "--json"))
