@@ -11,7 +11,6 @@ from pipelines.artifacts.manifest import Manifest
 from pipelines.cloud.claims import LaunchClaim
 from pipelines.cloud.request import LaunchRecord
 from pipelines.text.receipts import ShardReceipt
-from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import RunRecord
 from pipelines.tracking.stop_request import StopRequest
@@ -138,13 +137,6 @@ LAUNCH = {
 def test_a_record_of_the_store_is_written_as_it_was_read(kind: Any, values: dict[str, Any]) -> None:
     body = json.dumps(values, indent=1).encode()
     assert kind.from_json(body).to_json() == body
-
-
-def test_a_report_shows_a_machine_as_its_heartbeat_has_it() -> None:
-    for values in (CLAIM, HEARTBEAT):
-        beat = Heartbeat.from_json(json.dumps(values).encode())
-        (attempt,) = account("a-1", [StoredHeartbeat("train/a-1", beat)]).to_json()["attempts"]
-        assert attempt["machine"] == values["machine"]
 
 
 # Each record of the store by name: its reader, and a sound record.

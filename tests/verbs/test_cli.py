@@ -308,30 +308,3 @@ def test_a_command_whose_output_nobody_reads_ends_quietly_like_other_programs(fo
     process.stdout.close()
     assert process.communicate()[1] == b""
     assert process.returncode == 128 + signal.SIGPIPE
-
-
-SLOW_TO_LOAD = """
-import pipelines.recipe, time
-from pipelines.cli import main
-def load_recipe(*_):
-    print("loading", flush=True)
-    time.sleep(600)
-pipelines.recipe.load_recipe = load_recipe
-main()
-"""
-
-
-def test_ctrl_c_before_the_work_has_begun_exits_with_75(folder: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_TO_LOAD, "plan", "tiny.yaml"],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background
-    )
-    assert process.stdout and process.stdout.readline() == "loading\n"
-    process.send_signal(signal.SIGINT)
-    _, output = process.communicate()
-    assert (process.returncode, output) == (75, "interrupted: run the same command to resume\n")
