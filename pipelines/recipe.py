@@ -74,7 +74,7 @@ class TokensConfig(Section):
     source: str = Field(
         default="",
         max_length=1000,
-        description="python-stdlib, hf://datasets/ORG/NAME, or a path, glob or URL (s3://, https://) of .parquet, "
+        description="python-stdlib, hf://datasets/ORG/NAME, or a path, glob or s3:// URL of .parquet, "
         ".jsonl or .txt files; llmc://FOLDER or llmc://s3://BUCKET/PREFIX adopts shards of skytrain, llm.c or nanoGPT "
         "where they lie, with their own split",
     )
@@ -88,8 +88,8 @@ class TokensConfig(Section):
     subset: str | None = Field(default=None, description="Configuration of a Hugging Face data set; null: its default")
     revision: str | None = Field(
         default=None,
-        description="Version of a remote source: the 40 hex digits of a Hugging Face commit, or a label of your own "
-        "for https://; null for local text and s3://, which are identified by their contents",
+        description="Version of a text on the Hub: the 40 hex digits of a commit; null for local text and s3://, "
+        "which are identified by their contents",
     )
     text_column: str = Field(default="text", description="Column of parquet, or key of jsonl, that holds the text")
     tokenizer: Literal["gpt2", "bytes"] | TokenizerFile = Field(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pipelines.recipe import Recipe
 from pipelines.text.columns import datasets_library
-from pipelines.text.encode import several_encoder
+from pipelines.text.encode import Encoder
 from pipelines.text.hub import HUB
 from pipelines.text.retry import LOOK_SECONDS, with_retries
 from trainer.errors import UserError
@@ -138,7 +138,7 @@ def measures_of(recipe: Recipe, encoding: "tiktoken.Encoding", cache: Path, worl
     from trainer.eval.core import core
     from trainer.eval.hellaswag import hellaswag
 
-    encode = several_encoder(encoding)
+    encode = Encoder(encoding).rows
     measures: list[Measure] = []
     if source := recipe.evaluate.hellaswag:
         measures.append(partial(hellaswag, items=hellaswag_items(source, cache), encode=encode))

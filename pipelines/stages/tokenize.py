@@ -75,9 +75,6 @@ def finish(work: Work, receipts: list[ShardReceipt]) -> Built:
     documents = receipts[-1].document if receipts else 0
     facts = facts_of(shards, documents) | packing_facts(shards, eot, work.recipe.row_tokens)
     facts["encoders"] = dict(Counter(receipt.encoder or "unknown" for receipt in receipts))
-    if invalid := sum(receipt.invalid for receipt in receipts):
-        work.screen.note(f"  {invalid:,} documents were not valid UTF-8: U+FFFD stands for their damaged bytes")
-        facts["invalid_documents"] = invalid
     return Built(files, facts)
 
 

@@ -1,7 +1,7 @@
 """Documents as UTF-8 in batches: out of Arrow columns without a str for each, or packed from texts. And the errors of
 a bad column or file.
 
-Bytes that are not UTF-8 become U+FFFD, as do lone surrogates of JSON; their documents are counted.
+Bytes that are not UTF-8 become U+FFFD, as do lone surrogates of JSON.
 """
 
 import functools
@@ -32,7 +32,6 @@ class TextBatch:
 
     content: bytes
     bounds: "np.ndarray[Any, np.dtype[np.int64]]"  # (documents + 1,): document n is content[bounds[n]:bounds[n + 1]]
-    invalid: tuple[int, ...] = ()  # the documents in which U+FFFD stands for what was not valid
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -43,22 +42,8 @@ class TextBatch:
     def texts(self) -> list[str]:
         return [self.text(number) for number in range(len(self))]
 
-    def from_document(self, first: int) -> "TextBatch":
-        """The documents from number `first` on."""
-        start = self.bounds[first]
-        invalid = tuple(number - first for number in self.invalid if number >= first)
-        return TextBatch(self.content[start:], self.bounds[first:] - start, invalid)
-
 
 Batches = Generator[TextBatch, None, None]
-
-
-def from_document(batches: Iterable[TextBatch], number: int) -> Iterator[TextBatch]:
-    """The batches without their first `number` documents."""
-    for batch in batches:
-        if number < len(batch):
-            yield batch.from_document(number) if number else batch
-        number = max(0, number - len(batch))
 
 
 def read_ahead(items: Generator[T, None, None], count: int = BATCHES_AHEAD) -> Generator[T, None, None]:
@@ -75,34 +60,27 @@ def read_ahead(items: Generator[T, None, None], count: int = BATCHES_AHEAD) -> G
             thread.submit(items.close).result()
 
 
-def packed(texts: Iterable[tuple[str, bool]]) -> Iterator[TextBatch]:
-    """Batches of texts, each with the mark that it was not valid UTF-8."""
+def packed(texts: Iterable[str]) -> Iterator[TextBatch]:
+    """Batches of texts."""
     contents: list[bytes] = []
-    invalid: list[int] = []
     size = 0
-    for text, replaced in texts:
-        try:
-            content = text.encode()
-        except UnicodeEncodeError:
-            content, replaced = utf8(text), True
-        if replaced:
-            invalid.append(len(contents))
-        contents.append(content)
-        size += len(content)
+    for text in texts:
+        contents.append(utf8(text))
+        size += len(contents[-1])
         if size >= BATCH_BYTES or len(contents) >= BATCH_TEXTS:
-            yield batch_of(contents, invalid)
-            contents, invalid, size = [], [], 0
+            yield batch_of(contents)
+            contents, size = [], 0
     if contents:
-        yield batch_of(contents, invalid)
+        yield batch_of(contents)
 
 
-def batch_of(contents: list[bytes], invalid: Iterable[int] = ()) -> TextBatch:
+def batch_of(contents: list[bytes]) -> TextBatch:
     """Documents in UTF-8 as a batch."""
     import numpy as np
 
     bounds = np.zeros(len(contents) + 1, np.int64)
     np.cumsum([len(content) for content in contents], out=bounds[1:])
-    return TextBatch(b"".join(contents), bounds, tuple(invalid))
+    return TextBatch(b"".join(contents), bounds)
 
 
 def column_batches(column: Any) -> Iterator[TextBatch]:
@@ -112,14 +90,12 @@ def column_batches(column: Any) -> Iterator[TextBatch]:
 
     if pa.types.is_string_view(column.type):
         column = column.cast(pa.large_string())
+    array = column.cast(pa.large_binary()).fill_null(b"")
     try:
         column.validate(full=True)
-        valid = True
     except pa.ArrowInvalid:
-        valid = False
-    array = column.cast(pa.large_binary())
-    if array.null_count:
-        array = array.fill_null(b"")
+        yield from packed(row.decode(errors="replace") for row in array.to_pylist())
+        return
     _, bounds, content = array.buffers()
     bounds = np.frombuffer(bounds, np.int64)[array.offset : array.offset + len(array) + 1]
     first = 0
@@ -127,23 +103,8 @@ def column_batches(column: Any) -> Iterator[TextBatch]:
         wanted = int(bounds.searchsorted(bounds[first] + BATCH_BYTES))
         end = min(max(first + 1, wanted), first + BATCH_TEXTS, len(array))
         piece = content[bounds[first] : bounds[end]].to_pybytes() if content else b""
-        batch = TextBatch(piece, bounds[first : end + 1] - bounds[first])
-        yield batch if valid else _repaired(batch)
+        yield TextBatch(piece, bounds[first : end + 1] - bounds[first])
         first = end
-
-
-def _repaired(batch: TextBatch) -> TextBatch:
-    """The batch with U+FFFD for what is not UTF-8."""
-    found = [decoded(batch.content[start:end]) for start, end in zip(batch.bounds, batch.bounds[1:], strict=False)]
-    return batch_of([text.encode() for text, _ in found], [n for n, (_, invalid) in enumerate(found) if invalid])
-
-
-def decoded(content: bytes) -> tuple[str, bool]:
-    """The text with U+FFFD for bytes that are not UTF-8, and whether it had such bytes."""
-    try:
-        return content.decode(), False
-    except UnicodeDecodeError:
-        return content.decode(errors="replace"), True
 
 
 def utf8(text: str) -> bytes:

@@ -9,16 +9,18 @@ import base64
 import functools
 import importlib.util
 import itertools
+import pickle
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.text.columns import TextBatch, batch_of, utf8, without_surrogates
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,14 +28,9 @@ if TYPE_CHECKING:
 
     Ids = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
-COPY_IDS = 300  # a copy of so many ids takes the time of one step of a loop
 # gigatoken keeps every word that it has met. New words take the time, so time bounds its memory: random words
 # added 90 MB a second, the words of a Wikipedia less than 10.
 CACHE_SECONDS = 8.0
-
-LONG_BYTES = 1 << 20  # a longer document is encoded in pieces: text for tiktoken takes up to eight times its bytes
-# Between two such words is always a border of tokens: GPT-2's pattern begins a word with the space before it.
-BORDER = re.compile(rb"[A-Za-z](?= [A-Za-z])")
 
 # The UTF-8 of all code points around which the two differ, and of some near them. tests/text/test_encode.py compares
 # all code points. Most texts lack the first bytes, whose search is fast. One pattern for all three takes
@@ -52,7 +49,6 @@ class TokenBatch:
     tokens: "np.ndarray[Any, Any]"  # (n,), uint16; uint32 for a vocabulary above 65,536 ids
     starts: "np.ndarray[Any, np.dtype[np.int64]]"  # (documents,): where each begins
     text_bytes: int  # of UTF-8
-    invalid: tuple[int, ...] = ()  # the documents in which U+FFFD stands for what was not valid
 
     def place(self, at: int) -> tuple[int, int]:
         """The document of token `at`, counted from the batch's first, and the token's number in it."""
@@ -73,62 +69,58 @@ def has_fast_encoder(encoding: "tiktoken.Encoding") -> bool:
     return encoding.name != "bytes" and importlib.util.find_spec("gigatoken") is not None
 
 
-def token_batches(encoder: "Encoder", batches: Iterable[TextBatch]) -> Iterator[TokenBatch]:
-    """The tokens of all documents, in order. A literal "<|endoftext|>" inside a text is ordinary text."""
-    return (with_ends_of_text(encoder.encoding, batch, *encoder.encode(batch)) for batch in batches)
-
-
-def with_ends_of_text(encoding: "tiktoken.Encoding", texts: TextBatch, ids: "Ids", bounds: "np.ndarray") -> TokenBatch:
-    """The ids of documents, with <|endoftext|> before each."""
-    import numpy as np
-
-    from trainer.data.shards import token_dtype
-
-    tokens = np.empty(len(ids) + len(texts), token_dtype(encoding.n_vocab))
-    starts = bounds[:-1] + np.arange(len(texts))
-    if len(texts) * COPY_IDS > len(ids):
-        tokens[:] = np.insert(ids, bounds[:-1], encoding.eot_token)
-    else:
-        tokens[starts] = encoding.eot_token
-        for start, first, end in zip(starts.tolist(), bounds.tolist(), bounds[1:].tolist(), strict=False):
-            tokens[start + 1 : start + 1 + end - first] = ids[first:end]
-    return TokenBatch(tokens, starts, len(texts.content), texts.invalid)
-
-
 class Encoder:
-    """The ids of a tokenizer, by gigatoken if it knows the tokenizer. For one thread."""
+    """The tokens of a tokenizer, by gigatoken if it knows the tokenizer. For one thread.
+
+    Another process loads tiktoken's encoding only for a text that needs it.
+    """
 
     def __init__(self, encoding: "tiktoken.Encoding") -> None:
-        self.encoding, self._is_fast = encoding, has_fast_encoder(encoding)
+        from trainer.data.shards import token_dtype
+
+        self.eot, self.dtype, self._pickled = encoding.eot_token, token_dtype(encoding.n_vocab), pickle.dumps(encoding)
+        self.ranks = _rank_file(encoding) if has_fast_encoder(encoding) else None  # for gigatoken
         self._fast: Any = None  # gigatoken's encoder; it knows no special tokens
         self._seconds = 0.0  # of work since it was made
+
+    @functools.cached_property
+    def encoding(self) -> "tiktoken.Encoding":
+        return pickle.loads(self._pickled)  # noqa: S301  (made above)
+
+    def tokens(self, texts: TextBatch) -> TokenBatch:
+        """The tokens of documents, each behind <|endoftext|>. A literal "<|endoftext|>" inside a text is ordinary."""
+        import numpy as np
+
+        ids, bounds = self.encode(texts)
+        tokens = np.empty(len(ids) + len(texts), self.dtype)
+        starts = bounds[:-1] + np.arange(len(texts))
+        tokens[starts] = self.eot
+        for start, first, end in zip(starts.tolist(), bounds.tolist(), bounds[1:].tolist(), strict=False):
+            tokens[start + 1 : start + 1 + end - first] = ids[first:end]
+        return TokenBatch(tokens, starts, len(texts.content))
 
     def encode(self, texts: TextBatch) -> "tuple[Ids, np.ndarray]":
         """The ids of all documents, one behind the other, and their bounds (documents + 1,)."""
         import numpy as np
 
-        if not self._is_fast:
+        if self.ranks is None:
             rows = [encode(self.encoding, text) for text in texts.texts()]
             return np.concatenate(rows), np.cumsum([0, *map(len, rows)])
-        if int(np.diff(texts.bounds).max(initial=0)) > LONG_BYTES:
-            pieces, first = in_pieces(texts)
-            ids, bounds = self._encode(pieces)
-            return ids, bounds[first]
-        return self._encode(texts)
-
-    def _encode(self, texts: TextBatch) -> "tuple[Ids, np.ndarray]":
-        import numpy as np
-
         started = time.thread_time()
         documents = [texts.content[start:end] for start, end in itertools.pairwise(texts.bounds.tolist())]
         encoded = self.fast().encode_batch(documents, parallel=False)
         self._seconds += time.thread_time() - started
         ids, bounds = np.asarray(encoded.layout.content.data), np.asarray(encoded.layout.offsets.data)
-        rows = {number: encode(self.encoding, texts.text(number)) for number in may_differ(texts)}
-        if not rows:
+        different = {number: encode(self.encoding, texts.text(number)) for number in may_differ(texts)}
+        if not different:
             return ids, bounds
-        pieces = [rows[n] if n in rows else ids[bounds[n] : bounds[n + 1]] for n in range(len(texts))]
-        return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
+        rows = [different[n] if n in different else ids[bounds[n] : bounds[n + 1]] for n in range(len(texts))]
+        return np.concatenate(rows), np.cumsum([0, *map(len, rows)])
+
+    def rows(self, texts: Sequence[str]) -> "list[Ids]":
+        """The ids of each of several texts."""
+        ids, bounds = self.encode(batch_of([utf8(text) for text in texts]))
+        return [ids[begin:end] for begin, end in itertools.pairwise(bounds.tolist())]
 
     def fast(self) -> Any:
         """gigatoken's encoder; a new one with an empty cache where it has become large."""
@@ -137,22 +129,9 @@ class Encoder:
 
             self._fast = None  # its memory first
             with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-                Path(file.name).write_bytes(_rank_file(self.encoding))
+                Path(file.name).write_bytes(self.ranks or b"")
                 self._fast, self._seconds = BPETokenizer.from_tiktoken(file.name, "gpt2", None), 0.0
         return self._fast
-
-
-def several_encoder(encoding: "tiktoken.Encoding") -> "Callable[[Sequence[str]], list[Ids]]":
-    """A function that gives the ids of each of several texts."""
-    encoder = Encoder(encoding)
-
-    def encode_several(texts: Sequence[str]) -> "list[Ids]":
-        if not texts:
-            return []
-        ids, bounds = encoder.encode(batch_of([utf8(text) for text in texts]))
-        return [ids[begin:end] for begin, end in itertools.pairwise(bounds.tolist())]
-
-    return encode_several
 
 
 @functools.lru_cache(maxsize=1)
@@ -160,21 +139,6 @@ def _rank_file(encoding: "tiktoken.Encoding") -> bytes:
     """The ranks in tiktoken's file format: a line for each token, in base64, with its rank."""
     tokens = (encoding.decode_single_token_bytes(rank) for rank in range(encoding.eot_token))
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
-
-
-def in_pieces(texts: TextBatch) -> "tuple[TextBatch, np.ndarray]":
-    """The documents with the long ones cut where the tokens of the pieces are those of the whole, as far as there are
-    such places; and the number of each document's first piece (documents + 1,)."""
-    import numpy as np
-
-    bounds, first = [0], [0]
-    for start, end in itertools.pairwise(texts.bounds.tolist()):
-        while end - start > LONG_BYTES and (border := BORDER.search(texts.content, start + LONG_BYTES, end)):
-            start = border.end()
-            bounds.append(start)
-        bounds.append(end)
-        first.append(len(bounds) - 1)
-    return TextBatch(texts.content, np.array(bounds, np.int64)), np.array(first)
 
 
 def may_differ(texts: TextBatch) -> list[int]:
@@ -186,30 +150,10 @@ def may_differ(texts: TextBatch) -> list[int]:
 
 def encode(encoding: "tiktoken.Encoding", text: str) -> "Ids":
     """The ids of tiktoken's `encode_ordinary` as an array: 40 bytes a token less than a list of ints."""
-    import numpy as np
 
     try:
         return encoding.encode_to_numpy(text, disallowed_special=())
     except UnicodeEncodeError:
         return encode(encoding, without_surrogates(text))
-    except ValueError:
-        # About 1M spaces before a word exhaust the regex's stack.
-        parts = split_at_long_spaces(text, longest=100_000)
-        if len(parts) == 1:
-            raise
-        return np.concatenate([encode(encoding, part) for part in parts])
-
-
-# White_Space of Unicode, which is \s in tiktoken's regex. Python's own \s has four characters more.
-_SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
-
-
-def split_at_long_spaces(text: str, longest: int) -> list[str]:
-    """Cut a text inside runs of more than `longest` spaces. The parts have the same tokens as the whole.
-
-    GPT-2's pattern takes a run except its last character as one piece (`\\s+(?!\\S)`); the last character belongs to
-    the next word. So a cut before that last character changes nothing.
-    """
-    ends = [run.end() for run in _SPACES.finditer(text) if run.end() - run.start() > longest]
-    cuts = [0, *(end - 1 for end in ends if end < len(text)), len(text)]
-    return [text[start:end] for start, end in itertools.pairwise(cuts)]
+    except ValueError as error:  # about 1M spaces before a word exhaust the stack of its regular expressions
+        raise UserError(f"tiktoken cannot encode a document ({error}): {text[:40].strip()!r}…; remove it") from error

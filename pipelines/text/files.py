@@ -3,13 +3,10 @@
 import functools
 import glob
 import io
-import itertools
 import json
 import os
-import time
 from collections.abc import Generator, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -19,7 +16,6 @@ from pipelines.text.columns import (
     TextBatch,
     check_column,
     column_batches,
-    decoded,
     no_column,
     packed,
     reading,
@@ -34,14 +30,10 @@ if TYPE_CHECKING:
 
 KINDS = ("parquet", "jsonl", "txt")
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # names of files, and of pyarrow's codecs
-SAMPLED_LINES = 1_000
 COLUMN_BYTES = 8 << 20  # of text, decoded at once
 BUFFER_BYTES = 1 << 20  # of a file
-SETTLED_SECONDS = 5.0
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of some editors
-_DIGESTS: dict[tuple[str, tuple[int, ...] | None], str] = {}  # of local files, by path and state
 RowGroup = tuple[int, int]  # rows, and bytes of text before compression
-_GROUPS: dict[tuple[str, str, Hashable], list[RowGroup]] = {}  # of parquet files, by path, column and version
 
 
 @dataclass(frozen=True)
@@ -53,10 +45,10 @@ class Files(Text):
     """
 
     kind: str
-    paths: tuple[str, ...]  # local paths in reading order, URLs, or one pattern of URLs
+    paths: tuple[str, ...]  # local paths in reading order, URLs in S3, or one URL or pattern on the Hub
     column: str
     where: str  # as the user wrote it
-    pinned: str | None = None  # the user's label for remote files; None: identified by contents
+    pinned: str | None = None  # the commit on the Hub; None: identified by contents
     objects: "tuple[S3Object, ...]" = ()  # of paths in S3
 
     def identity(self) -> dict[str, Any]:
@@ -82,20 +74,12 @@ class Files(Text):
         if empty:
             raise UserError(f"tokens.source: '{self.where}' has no documents; at least one is required")
 
-    def state(self) -> dict[str, Any]:
-        if self.objects:
-            from pipelines.text.objects import matching_objects
-
-            return {path: found for path, found in matching_objects(self.where).items() if path in self.paths}
-        return {path: state_of(path) for path in self.paths} if self.pinned is None else {}
-
     def text_bytes(self) -> int | None:
         if self.pinned is not None or any(path.endswith(tuple(PACKED)) for path in self.paths):
             return None
         if self.kind == "parquet":
-            return sum(size for path in self.paths for _, size in self._groups(path))
-        size = sum(self._size(path) or 0 for path in self.paths)
-        return int(size * self._share_of_text(self.paths[0])) if self.kind == "jsonl" and not self.objects else size
+            return sum(size for path in self.paths for _, size in row_groups(path, self.column))
+        return sum(self._size(path) or 0 for path in self.paths)  # of jsonl with its other fields
 
     def pieces(self) -> list[Piece]:
         paths = self._found()
@@ -104,7 +88,7 @@ class Files(Text):
         if self.kind == "jsonl":
             return [piece for path in paths for piece in self._ranges(path)]
         with ThreadPoolExecutor(8) as pool:
-            groups = list(pool.map(self._groups, paths))
+            groups = list(pool.map(lambda path: row_groups(path, self.column), paths))
         return [piece for found in zip(paths, groups, strict=True) for piece in self._row_groups(*found)]
 
     def read(self, piece: Piece) -> Iterator[TextBatch]:
@@ -136,7 +120,7 @@ class Files(Text):
         for number, (more_rows, more_bytes) in enumerate(groups, 1):
             rows, size = rows + more_rows, size + more_bytes
             if size >= text.PIECE_BYTES or number == len(groups):
-                yield Piece((path,), first, number, rows)
+                yield Piece((path,), first, number, rows, size)
                 first, rows, size = number, 0, 0
 
     def _rows(self, piece: Piece) -> Iterator[TextBatch]:
@@ -144,38 +128,16 @@ class Files(Text):
         import pyarrow.parquet as pq
 
         (path,) = piece.names
-        groups = self._groups(path)[piece.first : piece.end]
-        rows, size = (sum(numbers) for numbers in zip(*groups, strict=True))
-        at_once = max(1, rows * COLUMN_BYTES // max(size, COLUMN_BYTES))
-        numbers = range(piece.first, piece.first + len(groups))
-        metadata = metadata_of(path, self._version(path))
+        at_once = max(1, (piece.documents or 0) * COLUMN_BYTES // max(piece.bytes, COLUMN_BYTES))
+        groups = range(piece.first, piece.end or 0)
         # With a buffer, memory does not depend on the size of a row group.
         with (
             reading(path),
             opened(path) as file,
-            pq.ParquetFile(file, metadata=metadata, buffer_size=BUFFER_BYTES) as parquet,
+            pq.ParquetFile(file, metadata=metadata_of(path), buffer_size=BUFFER_BYTES) as parquet,
         ):
-            for found in parquet.iter_batches(at_once, numbers, [self.column], use_threads=False):
+            for found in parquet.iter_batches(at_once, groups, [self.column], use_threads=False):
                 yield from column_batches(found.column(0))
-
-    def _groups(self, path: str) -> list[RowGroup]:
-        """The row groups of a parquet file. The footer of a remote file is read once for plan, size and text.
-        UserError unless the file has the column."""
-        key = (path, self.column, self._version(path))
-        if key not in _GROUPS:
-            with reading(path):
-                metadata = metadata_of(path, self._version(path))
-            schema = metadata.schema.to_arrow_schema()
-            check_column(schema, self.column, path)
-            at = metadata.schema.names.index(self.column)
-            groups = map(metadata.row_group, range(metadata.num_row_groups))
-            _GROUPS[key] = [(one.num_rows, one.column(at).total_uncompressed_size) for one in groups]
-        return _GROUPS[key]
-
-    def _version(self, path: str) -> Hashable:
-        """What a file is known by."""
-        etags = (one.etag for at, one in zip(self.paths, self.objects, strict=False) if at == path)
-        return self.pinned or next(etags, None) or state_of(path)
 
     # Lines and whole files
 
@@ -196,8 +158,8 @@ class Files(Text):
         for first in range(0, size, text.PIECE_BYTES):
             yield Piece((path,), first, min(size, first + text.PIECE_BYTES))
 
-    def _documents(self, piece: Piece) -> Iterator[tuple[str, bool]]:
-        """The documents of a piece other than parquet, and whether each was not valid UTF-8."""
+    def _documents(self, piece: Piece) -> Iterator[str]:
+        """The documents of a piece other than parquet."""
         if self.kind == "jsonl":
             for number, line in self._lines(piece):
                 if line.strip():
@@ -205,8 +167,8 @@ class Files(Text):
             return
         for path in piece.names:
             with reading(path), unpacked(path) as file:
-                found, invalid = decoded(file.read().removeprefix(BYTE_ORDER_MARK))
-            yield found.replace("\r\n", "\n").replace("\r", "\n"), invalid
+                found = file.read().removeprefix(BYTE_ORDER_MARK).decode(errors="replace")
+            yield found.replace("\r\n", "\n").replace("\r", "\n")
 
     def _lines(self, piece: Piece) -> Iterator[tuple[int, bytes]]:
         """The lines that begin in a piece, numbered from 0."""
@@ -223,11 +185,10 @@ class Files(Text):
                 yield number, line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
                 at, number = at + len(line), number + 1
 
-    def _text_of(self, line: bytes, piece: Piece, number: int) -> tuple[str, bool]:
+    def _text_of(self, line: bytes, piece: Piece, number: int) -> str:
         """The text of line `number` of a piece. UserError with its place for a damaged one."""
-        found, invalid = decoded(line)
         try:
-            row = json.loads(found)
+            row = json.loads(line.decode(errors="replace"))
         except (ValueError, RecursionError) as error:
             raise UserError(f"tokens.source: {self._place(piece, number)} is not JSON ({error})") from error
         if not isinstance(row, dict) or self.column not in row:
@@ -239,21 +200,13 @@ class Files(Text):
                 f"tokens.text_column: '{self.column}' of {self._place(piece, number)} is "
                 f"{type(value).__name__}, not a string"
             )
-        return value or "", invalid
+        return value or ""
 
     def _place(self, piece: Piece, number: int) -> str:
         """A line of a piece, for people: counted from 1 in its file."""
         path = piece.names[0]
         before = sum(1 for _ in self._lines(Piece(piece.names, 0, piece.first))) if piece.first else 0
         return f"line {before + number + 1} of '{path}'"
-
-    def _share_of_text(self, path: str) -> float:
-        """The text's share of the bytes of a local jsonl file, by its first lines: the rest is fields and escapes."""
-        with suppress(OSError, UserError), open(path, "rb") as file:  # reported when read
-            lines = [line for line in itertools.islice(file, SAMPLED_LINES) if line.strip()]
-            texts = [self._text_of(line.removeprefix(BYTE_ORDER_MARK), Piece((path,)), 0)[0] for line in lines]
-            return sum(len(one.encode(errors="surrogatepass")) for one in texts) / max(1, sum(map(len, lines)))
-        return 1.0
 
 
 def opened(path: str) -> IO[bytes]:
@@ -270,12 +223,23 @@ def opened(path: str) -> IO[bytes]:
 
 
 @functools.lru_cache(maxsize=8)
-def metadata_of(path: str, version: Hashable) -> Any:
-    """The footer of a parquet file in this version."""
+def metadata_of(path: str) -> Any:
+    """The footer of a parquet file."""
     import pyarrow.parquet as pq
 
     with opened(path) as file:
         return with_retries(lambda: pq.read_metadata(file))
+
+
+@functools.cache
+def row_groups(path: str, column: str) -> list[RowGroup]:
+    """The row groups of a parquet file. UserError unless the file has the column."""
+    with reading(path):
+        metadata = metadata_of(path)
+    check_column(metadata.schema.to_arrow_schema(), column, path)
+    at = metadata.schema.names.index(column)
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    return [(one.num_rows, one.column(at).total_uncompressed_size) for one in groups]
 
 
 def unpacked(path: str) -> IO[bytes]:
@@ -297,22 +261,16 @@ def first_documents(source: Text) -> Generator[str, None, None]:
 
 
 def sha256_of_text(path: str) -> str:
-    """The sha256 of a local file. UserError if it cannot be read.
-
-    The plan and its check before the first shard want the same: a file in the state that was hashed is not read again.
-    A change right after another one may leave the same times, so only files older than SETTLED_SECONDS count.
-    """
-    state = state_of(path)
-    if known := _DIGESTS.get((path, state)):
-        return known
-    settled = state is not None and time.time() - state[-1] / 1e9 > SETTLED_SECONDS
+    """The sha256 of a local file. UserError if it cannot be read."""
     try:
-        digest = sha256_of(Path(path))
+        return _sha256_in_state(path, state_of(path))
     except OSError as error:
         raise UserError(f"tokens.source: '{path}' cannot be read ({error.strerror})") from error
-    if settled and state == state_of(path):
-        _DIGESTS[path, state] = digest
-    return digest
+
+
+@functools.cache  # the plan and the check before the first shard ask for the same
+def _sha256_in_state(path: str, state: Hashable) -> str:
+    return sha256_of(Path(path))
 
 
 def state_of(path: str | Path) -> tuple[int, ...] | None:

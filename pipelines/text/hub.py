@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.text.columns import TextBatch, check_column, column_batches, datasets_library, reading, reason_of
-from pipelines.text.files import Files
+from pipelines.text.columns import TextBatch, datasets_library, reason_of
+from pipelines.text.files import Files, common_kind
 from pipelines.text.retry import with_retries
 from pipelines.text.text import Piece, Text
 from trainer.errors import UserError
 
 HUB = "hf://datasets/"
-ROWS = 1_000  # of a dataset that only `datasets` can read: ~5 MB of web text
 
 
 @dataclass(frozen=True)
@@ -38,26 +37,16 @@ class HubDataset(Text):
         return f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")
 
     def resolved(self) -> Text:
-        """Its parquet files, as nearly all datasets have them; else itself, which `datasets` streams."""
-        files = (self._builder().config.data_files or {}).get("train")
-        if type(self._builder()).__name__ == "Parquet" and files:
-            return Files("parquet", tuple(files), self.column, self.where, self.commit)
-        return self
+        files = (self._builder().config.data_files or {}).get("train", ())
+        if not files:
+            raise UserError(f"tokens.source: {self.where} has no files of a train split")
+        return Files(common_kind(tuple(files)), tuple(files), self.column, self.where, self.commit)
 
     def pieces(self) -> list[Piece]:
-        return [Piece((str(number),)) for number in range(self._stream().num_shards)]
+        return self.resolved().pieces()
 
     def read(self, piece: Piece) -> Iterator[TextBatch]:
-        stream = self._stream()
-        rows = stream.shard(stream.num_shards, int(piece.names[0]), contiguous=False)
-        with reading(self.where):
-            for table in rows.with_format("arrow").iter(batch_size=ROWS):
-                check_column(table.schema, self.column, self.where)
-                for chunk in table.column(self.column).chunks:
-                    yield from column_batches(chunk)
-
-    def _stream(self) -> Any:
-        return with_retries(lambda: self._builder().as_streaming_dataset(split="train"))
+        return self.resolved().read(piece)
 
     @functools.cache  # noqa: B019  (one dataset a process)
     def _builder(self) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.text.columns import TextBatch, packed
-from pipelines.text.files import state_of
+from pipelines.text.files import sha256_of_text
 from pipelines.text.text import Piece, Text, grouped
 from trainer.errors import UserError
 
@@ -26,21 +26,17 @@ class StandardLibrary(Text):
     def identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()
         for name in self._names():
-            content = hashlib.sha256((self.folder / name).read_bytes()).hexdigest()
-            digest.update(f"{content} {name}\n".encode())
+            digest.update(f"{sha256_of_text(str(self.folder / name))} {name}\n".encode())
         return {"source": STDLIB, "sha256": digest.hexdigest()}
 
     def pieces(self) -> list[Piece]:
         return grouped(((name, (self.folder / name).stat().st_size) for name in self._names()), whole=False)
 
     def read(self, piece: Piece) -> Iterator[TextBatch]:
-        return packed((text, False) for text in self._texts(piece.names))
+        return packed(self._texts(piece.names))
 
     def text_bytes(self) -> int:
         return sum((self.folder / name).stat().st_size for name in self._names())
-
-    def state(self) -> dict[str, Any]:
-        return {name: state_of(self.folder / name) for name in self._names()}
 
     def _texts(self, names: tuple[str, ...]) -> Iterator[str]:
         for name in names:
@@ -58,8 +54,5 @@ class StandardLibrary(Text):
             relative = Path(folder).relative_to(self.folder)
             names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
         if not names:
-            raise UserError(
-                f"tokens.source: {STDLIB}: this Python has no .py files in {self.folder}; use another "
-                "Python, or name text files"
-            )
+            raise UserError(f"tokens.source: {STDLIB}: this Python has no .py files in {self.folder}; name text files")
         return sorted(names)

@@ -15,7 +15,7 @@ from pipelines.text.adopted import identity_of_shards, label_of
 from pipelines.text.sources import source_identity, source_label
 from trainer.errors import UserError
 
-SUMS = ("tokens", "train_tokens", "val_tokens", "documents", "cropped_tokens", "invalid_documents")  # facts to add up
+SUMS = ("tokens", "train_tokens", "val_tokens", "documents", "cropped_tokens")  # facts to add up
 BY_SHARD = ("shards", "max_ids", "rows")
 
 

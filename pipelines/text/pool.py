@@ -1,44 +1,38 @@
 """Processes that read and encode the pieces of a text, and give back their tokens in order.
 
-Each process writes the tokens of a piece as blocks into a folder on the disk and names them; the parent reads them in
-order. Bounded: 2 pieces a process are dealt out beyond the one that is being read, and of each, BLOCKS_AHEAD blocks of
-BLOCK_BYTES of text wait on the disk. In memory are a few batches a process, and one block.
+Process k of n takes the pieces k, k + n, k + 2n … and writes their tokens as blocks into a folder on the disk; the
+parent reads piece after piece. Bounded: BLOCKS_AHEAD blocks of BLOCK_BYTES of text a process wait on the disk, and in
+memory are a few batches a process, and one block.
 
-A machine with one core, and a text of one piece, need no other process.
+One new process imports what they need, and forks the others: an import would cost each of them 0.3 s.
 """
 
 import itertools
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipelines.text.columns import read_ahead
-from pipelines.text.encode import Encoder, TokenBatch, token_batches
+from pipelines.text.encode import Encoder, TokenBatch
 from pipelines.text.text import Piece, Text, read_piece
-from trainer.errors import FULL, DiskFull, Interrupted, UserError, is_full
+from trainer.errors import Interrupted, UserError
 from trainer.process import die_with_parent
 
-if TYPE_CHECKING:
-    import numpy as np
-    import tiktoken
-
 BLOCK_BYTES = 32 << 20  # of text
-BLOCKS_AHEAD = 32  # of one piece: 500 MB of tokens, or 1 GB of text
-PIECES_AHEAD = 2  # a process
+BLOCKS_AHEAD = 8  # of one process: 128 MB of tokens
 CHECK_SECONDS = 0.5
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # of this container: microseconds in each period, or "max"
-COUNT = -1  # in place of a first document: only count them
+Task = tuple[Piece, int]  # a piece, and its first document
 
 
 def cores() -> int:
@@ -53,7 +47,7 @@ def cores() -> int:
 
 def tokens_of(
     text: Text,
-    encoding: "tiktoken.Encoding",
+    encoder: Encoder,
     start: int,
     folder: Path,
     check: Callable[[], None] = lambda: None,
@@ -67,203 +61,169 @@ def tokens_of(
     text = text.resolved()
     pieces = text.pieces()
     processes = min(processes or cores(), len(pieces))
-    first, skipped = _place(text, encoding, pieces, start, folder, check, processes) if start else (0, 0)
+    first, skipped = _place(text, pieces, start) if start else (0, 0)
     tasks = [(piece, 0 if number else skipped) for number, piece in enumerate(pieces[first:])]
-    if processes < 2:
-        with closing(read_ahead(_each(text, tasks))) as batches:
-            yield from token_batches(Encoder(encoding), batches)
+    if processes > 1:
+        with closing(_tokens_of_processes(text, encoder, tasks, folder / "blocks", check, processes)) as found:
+            yield from found
         return
-    with closing(_answers(text, encoding, tasks, folder, check, processes)) as answers:
-        yield from answers
+    with closing(read_ahead(batch for task in tasks for batch in read_piece(text, *task))) as batches:
+        yield from map(encoder.tokens, batches)
 
 
-def _each(text: Text, tasks: Iterable[tuple[Piece, int]]) -> Generator[Any, None, None]:
-    for piece, start in tasks:
-        yield from read_piece(text, piece, start)
-
-
-def _place(
-    text: Text,
-    encoding: "tiktoken.Encoding",
-    pieces: Sequence[Piece],
-    document: int,
-    folder: Path,
-    check: Callable[[], None],
-    processes: int,
-) -> tuple[int, int]:
+def _place(text: Text, pieces: Sequence[Piece], document: int) -> tuple[int, int]:
     """The number of the piece with a document, and the document's number in it."""
-    unknown = [(piece, COUNT) for piece in pieces if piece.documents is None]
-    counted: Generator[Any, None, None] = (text.count(piece) for piece, _ in unknown)
-    if processes > 1 and unknown:
-        counted = _answers(text, encoding, unknown, folder, check, processes)
-    with closing(counted):
-        for number, piece in enumerate(pieces):
-            documents = next(counted) if piece.documents is None else piece.documents
-            if document < documents:
-                return number, document
-            document -= documents
+    with ThreadPoolExecutor(cores()) as threads:
+        try:
+            for number, documents in enumerate(threads.map(text.count, pieces)):
+                if document < documents:
+                    return number, document
+                document -= documents
+        finally:
+            threads.shutdown(cancel_futures=True)
     return len(pieces), 0
-
-
-# The parent
-
-
-def _answers(
-    text: Text,
-    encoding: "tiktoken.Encoding",
-    tasks: Sequence[tuple[Piece, int]],
-    folder: Path,
-    check: Callable[[], None],
-    processes: int,
-) -> Generator[Any, None, None]:
-    """The answers of processes to all tasks, in order."""
-    blocks = folder / "blocks"
-    shutil.rmtree(blocks, ignore_errors=True)
-    blocks.mkdir(parents=True)
-    found = [queue.Queue[Any]() for _ in tasks]
-    room = threading.Semaphore(PIECES_AHEAD * processes)
-    numbers = iter(range(len(tasks)))  # next() of it is atomic
-    children = [_start(number) for number in range(processes)]
-    closed = threading.Event()
-
-    def serve(child: "subprocess.Popen[bytes]", connection: Connection) -> None:
-        number = 0
-        try:
-            connection.send((text, encoding, blocks))
-            while room.acquire() and not closed.is_set() and (number := next(numbers, -1)) >= 0:
-                connection.send(tasks[number])
-                while (answer := connection.recv()) is not None:
-                    found[number].put(answer)
-                    if isinstance(answer, BaseException):
-                        return
-                    while found[number].qsize() >= BLOCKS_AHEAD and not closed.wait(0.01):
-                        pass
-                    connection.send(None)
-                found[number].put(None)
-        except (EOFError, OSError):
-            code = child.wait()
-            ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            found[number].put(Interrupted(f"a process of tokenize has ended ({ended}); run again to resume"))
-
-    threads = [threading.Thread(target=serve, args=child, daemon=True, name="tokenize") for child in children]
-    for thread in threads:
-        thread.start()
-    try:
-        for answers in found:
-            while (answer := _next(answers, check)) is not None:
-                if isinstance(answer, BaseException):
-                    raise answer
-                yield answer.take() if isinstance(answer, Block) else answer
-            room.release()
-    finally:
-        closed.set()
-        room.release(processes)
-        for child, _ in children:
-            child.kill()
-        for (child, connection), thread in zip(children, threads, strict=True):
-            child.wait()
-            thread.join()
-            connection.close()
-        shutil.rmtree(blocks, ignore_errors=True)
-
-
-def _start(number: int) -> "tuple[subprocess.Popen[bytes], Connection]":
-    ours, theirs = Pipe()
-    command = [sys.executable, "-m", "pipelines.text.pool", str(theirs.fileno())]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(
-        command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    theirs.close()
-    return child, ours
-
-
-def _next(answers: "queue.Queue[Any]", check: Callable[[], None]) -> Any:
-    while True:
-        check()
-        try:
-            return answers.get(timeout=CHECK_SECONDS)
-        except queue.Empty:
-            continue
-
-
-# A process
 
 
 @dataclass(frozen=True)
 class Block:
-    """The tokens of consecutive documents in a file of the folder of all processes."""
+    """The tokens of consecutive documents in a file, and behind them where each document begins."""
 
     path: Path
     dtype: str
-    starts: "np.ndarray[Any, np.dtype[np.int64]]"
+    tokens: int
     text_bytes: int
-    invalid: tuple[int, ...]
 
     def take(self) -> TokenBatch:
         """Read the tokens, and remove the file."""
         import numpy as np
 
-        tokens = np.fromfile(self.path, self.dtype)
+        with self.path.open("rb") as file:
+            tokens, starts = np.fromfile(file, self.dtype, self.tokens), np.fromfile(file, np.int64)
         self.path.unlink()
-        return TokenBatch(tokens, self.starts, self.text_bytes, self.invalid)
+        return TokenBatch(tokens, starts, self.text_bytes)
 
 
-def _work(connection: Connection) -> None:
-    """Do one task after the other, until the parent is gone."""
-    text, encoding, folder = connection.recv()
-    encoder = Encoder(encoding)
-    for number in itertools.count():
-        piece, start = connection.recv()
-        path = folder / f"{os.getpid()}-{number}"
-        try:
-            answers = iter([text.count(piece)]) if start == COUNT else _blocks(text, encoder, piece, start, path)
-            answer = next(answers, None)
-            while answer is not None:
-                connection.send(answer)
-                answer = next(answers, None)  # the next one is made before the parent has taken this one
-                connection.recv()
-        except EOFError:
-            raise
-        except OSError as error:
-            answer = DiskFull(f"{folder}: {FULL}") if is_full(error) else error
-        except Exception as error:
-            answer = error if isinstance(error, UserError) else RuntimeError("".join(traceback.format_exception(error)))
-        connection.send(answer)
-        if answer is not None:
-            return
+def _tokens_of_processes(
+    text: Text, encoder: Encoder, tasks: Sequence[Task], blocks: Path, check: Callable[[], None], processes: int
+) -> Generator[TokenBatch, None, None]:
+    shutil.rmtree(blocks, ignore_errors=True)
+    blocks.mkdir(parents=True)
+    pipes = [Pipe() for _ in range(processes)]
+    ours, theirs = [pipe[0] for pipe in pipes], [pipe[1].fileno() for pipe in pipes]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "pipelines.text.pool", *map(str, theirs)],
+        pass_fds=theirs,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # a thread would not survive the fork
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # the parent alone ends them: not Ctrl-C
+    )
+    for _, connection in pipes:
+        connection.close()
+    try:
+        ours[0].send((text, encoder, tasks, blocks))
+        for number in range(len(tasks)):
+            connection = ours[number % processes]
+            while (answer := _receive(connection, check)) is not None:
+                if isinstance(answer, BaseException):
+                    raise answer
+                yield answer.take()
+                connection.send(None)
+    except (EOFError, ConnectionError) as error:
+        raise Interrupted("a process of tokenize was killed; run again to resume") from error
+    else:
+        for connection in ours:  # so the processes end
+            connection.close()
+    finally:
+        if not ours[0].closed:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            for connection in ours:
+                with suppress(EOFError, ConnectionError):  # a process has the other end until it is gone
+                    while True:
+                        connection.recv()
+                connection.close()
+        child.wait()
+        shutil.rmtree(blocks, ignore_errors=True)
 
 
-def _blocks(text: Text, encoder: Encoder, piece: Piece, start: int, path: Path) -> Iterator[Block]:
-    """The tokens of a piece in files of about BLOCK_BYTES of text."""
+def _receive(connection: Connection, check: Callable[[], None]) -> Any:
+    while True:
+        check()
+        if connection.poll(CHECK_SECONDS):
+            return connection.recv()
+
+
+# The processes
+
+
+def _serve(connections: list[Connection]) -> None:
+    """Fork a process for each connection, and wait for all."""
+    text, encoder, tasks, blocks = connections[0].recv()
+    import pyarrow.parquet  # noqa: F401
+
+    if encoder.ranks is not None:
+        encoder.fast()
+    for number, connection in enumerate(connections):
+        if not os.fork():
+            die_with_parent(signal.SIGKILL)
+            for other in connections[:number] + connections[number + 1 :]:
+                other.close()
+            with suppress(EOFError, ConnectionError):  # the parent is gone
+                _work(text, encoder, tasks[number :: len(connections)], blocks / str(number), connection)
+            os._exit(0)
+    for connection in connections:
+        connection.close()
+    for _ in connections:
+        os.wait()
+
+
+def _work(text: Text, encoder: Encoder, tasks: Sequence[Task], path: Path, connection: Connection) -> None:
+    """Send the blocks of each task, and None behind its last one; or the error. Then wait for the end of the parent."""
+    sent = 0
+    try:
+        for number, task in enumerate(tasks):
+            for block in blocks_of(text, encoder, *task, path.with_name(f"{path.name}-{number}")):
+                connection.send(block)
+                sent += 1
+                if sent >= BLOCKS_AHEAD:
+                    connection.recv()
+            connection.send(None)
+    except (EOFError, ConnectionError):
+        raise
+    except Exception as error:
+        known = isinstance(error, UserError | OSError)
+        connection.send(error if known else RuntimeError("".join(traceback.format_exception(error))))
+    while True:
+        connection.recv()
+
+
+def blocks_of(text: Text, encoder: Encoder, piece: Piece, start: int, path: Path) -> Iterator[Block]:
+    """The tokens of a piece from document `start` on in files of about BLOCK_BYTES of text."""
     import numpy as np
 
     with closing(read_ahead(read_piece(text, piece, start))) as batches:
-        found = token_batches(encoder, batches)
+        found = map(encoder.tokens, batches)
         batch = next(found, None)
         for number in itertools.count():
             if batch is None:
                 return
             starts: list[np.ndarray] = []
-            invalid: list[int] = []
-            tokens = documents = text_bytes = 0
-            dtype, name = batch.tokens.dtype.str, path.with_name(f"{path.name}-{number}")
-            with name.open("wb") as file:
+            tokens = text_bytes = 0
+            dtype, block = batch.tokens.dtype.str, path.with_name(f"{path.name}-{number}")
+            with block.open("wb") as file:
                 while batch is not None and text_bytes < BLOCK_BYTES:
                     file.write(batch.tokens.data)
                     starts.append(batch.starts + tokens)
-                    invalid += [documents + one for one in batch.invalid]
-                    tokens, documents = tokens + len(batch.tokens), documents + len(batch.starts)
-                    text_bytes += batch.text_bytes
+                    tokens, text_bytes = tokens + len(batch.tokens), text_bytes + batch.text_bytes
                     batch = next(found, None)
-            yield Block(name, dtype, np.concatenate(starts), text_bytes, tuple(invalid))
+                file.write(np.concatenate(starts).data)
+            yield Block(block, dtype, tokens, text_bytes)
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent ends this process
-        signal.signal(number, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL)
-    from pipelines.text.pool import _work as work  # so that its blocks are those of the module
+    from pipelines.text import pool  # so that its blocks are those of the module
 
     with suppress(EOFError, ConnectionError):  # the parent is gone
-        work(Connection(int(sys.argv[1])))
+        pool._serve([Connection(int(number)) for number in sys.argv[1:]])

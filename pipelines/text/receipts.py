@@ -25,7 +25,6 @@ class ShardReceipt(Stored):
     max_id: Count | None = None  # the largest token; None in the receipts of older versions
     rows: Count | None = None  # that the shard fills, if it is packed
     encoder: str | None = None  # the library that made it; None in the receipts of older versions
-    invalid: Count = 0  # documents that begin in it and hold U+FFFD for what was not valid UTF-8
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"file": self.file.to_json()}
@@ -40,8 +39,6 @@ class ShardReceipt(Stored):
             raise DamagedRecord(where, f"{receipt.tokens} tokens in {receipt.file.size} bytes")
         if not re.fullmatch(r"a\d{4,9}/.*", receipt.file.key):
             raise DamagedRecord(where, f"{receipt.file.key!r} is in no folder of an attempt")
-        if receipt.encoder is not None and not re.fullmatch(r"[a-z]+ [\w.+-]{1,40}", receipt.encoder):
-            raise DamagedRecord(where, "no name and version of a library")
         return receipt
 
     @property
@@ -55,9 +52,8 @@ def existing_receipts(store: Store, plan: ArtifactPlan, note: Callable[[str], No
     of shards that the store has lost: they are made again."""
     finished = finished_receipts(store, plan, note)
     receipts = finished or []
-    if finished is None:
-        while one := _receipts_in(store, receipt_key(plan.prefix, len(receipts)), note):
-            receipts += one
+    while finished is None and (one := _receipts_in(store, receipt_key(plan.prefix, len(receipts)), note)):
+        receipts += one
     if receipts:
         note(f"  {len(receipts)} shards exist from an earlier attempt")
     # The listing is newer than the receipts.

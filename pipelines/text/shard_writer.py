@@ -5,26 +5,24 @@ The text is a stream of tokens: every document follows an end-of-text token, and
 before is hashed and stored. A later attempt resumes behind the last receipt.
 """
 
-import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Self
 
 from pipelines.artifacts.manifest import ArtifactPlan, File
 from pipelines.recipe import TokensConfig
-from pipelines.text.encode import encoder_name
+from pipelines.text.encode import Encoder, encoder_name
 from pipelines.text.pool import tokens_of
 from pipelines.text.receipts import ShardReceipt, existing_receipts, finished_key, receipt_key
 from pipelines.text.sources import text_of
-from pipelines.text.text import Text
 from pipelines.text.tokenizer import tokenizer_of
-from trainer.errors import FULL, DiskFull, UserError, is_full
+from trainer.errors import UserError
 from trainer.process import failpoint
 from trainer.store import Store
 
@@ -48,7 +46,7 @@ class ShardsJob:
     plan: ArtifactPlan
     store: Store
     folder: Path  # scratch
-    upload: Callable[[Path, str | None, str | None], File]  # path, name, sha256: into the attempt's folder of the store
+    upload: Callable[[Path], File]  # into the attempt's folder of the store
     check: Callable[[], None]  # raises an exception to end the work
     note: Callable[[str], None]
     reading: Reading = field(default_factory=Reading)
@@ -64,17 +62,35 @@ class Progress:
     new: int  # of this attempt
 
 
-@dataclass(frozen=True)
-class NewShard:
-    """A shard in scratch, and the place behind it."""
+class ShardFile:
+    """A new shard in scratch for `expected` tokens; it may end earlier."""
 
-    path: Path
-    sha256: str
-    tokens: int
-    document: int
-    offset: int
-    max_id: int
-    invalid: int
+    def __init__(self, path: Path, expected: int) -> None:
+        self.path, self.left, self.tokens, self.token_bytes = path, expected, 0, 0
+        self.document = self.offset = 0  # the place in the text behind it
+        self.file = path.open("wb")
+
+    def write(self, tokens: "np.ndarray") -> int:
+        """Write as many tokens as there is room for, and return their number."""
+        from trainer.data.shards import HEADER_BYTES
+
+        if not self.tokens:
+            self.token_bytes = tokens.itemsize
+            self.file.seek(HEADER_BYTES)
+        count = min(len(tokens), self.left)
+        self.file.write(tokens[:count].view("u1").data)
+        self.tokens, self.left = self.tokens + count, self.left - count
+        return count
+
+    def closed(self, document: int, offset: int) -> Self:
+        """Write the header, close the file, and note the place in the text behind it."""
+        from trainer.data.shards import shard_header
+
+        with self.file:
+            self.file.seek(0)
+            self.file.write(shard_header(self.tokens, self.token_bytes))
+        self.document, self.offset = document, offset
+        return self
 
 
 def make_shards(job: ShardsJob) -> Generator[Progress, None, None]:
@@ -87,96 +103,78 @@ def make_shards(job: ShardsJob) -> Generator[Progress, None, None]:
     yield Progress(stored, new)
     if complete:
         return
-    text, where = text_of(job.config), job.config.source
-    state = unchanged_state(text, where, job.plan.identity["text"])
+    check_unchanged(job)
     with ThreadPoolExecutor(1, "upload") as thread:
         pending: Future[ShardReceipt] | None = None
-        with closing(encoded_shards(job, text, receipts)) as shards:
+        with closing(encoded_shards(job, receipts)) as shards:
             for index, shard in itertools.chain(enumerate(shards, len(receipts)), [(0, None)]):
                 if pending:
                     receipts.append(pending.result())
                     stored, new = stored + receipts[-1].tokens, new + receipts[-1].tokens
                     yield Progress(stored, new)
                 if shard:
-                    if (now := text.state()) != state:
-                        raise changed(where, now, state)
+                    check_unchanged(job)
                     pending = thread.submit(store_shard, job, index, shard)
     body = json.dumps([receipt.to_json() for receipt in receipts]).encode()
     job.store.create(finished_key(job.plan.prefix), body)
 
 
-def unchanged_state(text: Text, where: str, identity: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of the files of a text. UserError unless it is the text of that identity."""
-    state = text.state()  # before the contents: a change between the two is found later
-    found = text.identity()
-    if found != identity:
-        contents = (each.get("sha256") or each.get("etag") for each in (found, identity))
-        raise changed(where, *(dict(zip(state, each or (), strict=False)) for each in contents))
-    return state
+def check_unchanged(job: ShardsJob) -> None:
+    """UserError unless the text is the one of the plan. A local file that was hashed before is only looked at."""
+    if text_of(job.config).identity() != job.plan.identity["text"]:
+        raise UserError(
+            f"tokens.source: '{job.config.source}' changed after its artifact was planned; run again, and do not "
+            "change a text while it is read"
+        )
 
 
-def changed(where: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> UserError:
-    """The error for a text that is another one by now."""
-    names = [name for name in before if now.get(name) != before.get(name)]
-    which = f"'{names[0]}' of '{where}'" if names else f"'{where}'"
-    return UserError(
-        f"tokens.source: {which} changed after its artifact was planned; run again, and do not change a text "
-        "while it is read"
-    )
-
-
-def encoded_shards(job: ShardsJob, text: Text, receipts: list[ShardReceipt]) -> Generator[NewShard, None, None]:
+def encoded_shards(job: ShardsJob, receipts: list[ShardReceipt]) -> Generator[ShardFile, None, None]:
     """The shards behind the last receipt, as files."""
-    from trainer.data.shards import token_dtype
-
     t = job.config
-    encoding = tokenizer_of(t, job.store, job.plan.prefix)
+    encoder = Encoder(tokenizer_of(t, job.store, job.plan.prefix))
     document, offset = (receipts[-1].document, receipts[-1].offset) if receipts else (0, 0)
     left = sys.maxsize if t.max_tokens is None else t.max_tokens - sum(receipt.tokens for receipt in receipts)
     numbers = itertools.count(len(receipts))
     file: ShardFile | None = None
-    invalid = 0
     try:
-        with closing(tokens_of(text, encoding, document, job.folder, job.check, job.processes)) as stream:
+        text = text_of(t)
+        with closing(tokens_of(text, encoder, document, job.folder, job.check, job.processes)) as stream:
             for batch in stream if left else ():
                 job.reading.tokens += len(batch.tokens)
                 job.reading.bytes += batch.text_bytes
                 job.check()
                 first, at = document, offset  # the stream began with the document in which the last shard ended
                 while at < len(batch.tokens) and left:
-                    if file is None:
-                        path = job.folder / shard_name(next(numbers), t)
-                        file = ShardFile(path, min(left, t.shard_tokens), token_dtype(encoding.n_vocab))
-                    end = min(len(batch.tokens), at + file.left)
-                    file.write(batch.tokens[at:end])
-                    invalid += sum(at <= start < end for start in batch.starts[list(batch.invalid)].tolist())
-                    left, at = left - (end - at), end
+                    file = file or ShardFile(job.folder / shard_name(next(numbers), t), min(left, t.shard_tokens))
+                    written = file.write(batch.tokens[at:])
+                    left, at = left - written, at + written
                     behind, offset = batch.place(at)
                     document = first + behind
                     if not file.left:
-                        yield NewShard(path, file.finish(), file.tokens, document, offset, file.max_id, invalid)
-                        file, invalid = None, 0
+                        yield file.closed(document, offset)
+                        file = None
                 if not left:
                     break
         if file:
-            yield NewShard(path, file.finish(), file.tokens, document, offset, file.max_id, invalid)
+            yield file.closed(document, offset)
             file = None
     finally:
-        if file:
-            file.discard()
+        if file:  # an incomplete one
+            with suppress(OSError):  # the disk is full
+                file.file.close()
+            file.path.unlink(missing_ok=True)
 
 
-def store_shard(job: ShardsJob, index: int, shard: NewShard) -> ShardReceipt:
+def store_shard(job: ShardsJob, index: int, shard: ShardFile) -> ShardReceipt:
     """Write a shard to the store, then its receipt."""
     from trainer.data.shards import read_shard
 
     encoding = tokenizer_of(job.config, job.store, job.plan.prefix)
-    rows = rows_in(encoding.eot_token, job.row_tokens, read_shard(shard.path))
-    file = job.upload(shard.path, None, shard.sha256)
+    tokens = read_shard(shard.path)
+    rows, largest = rows_in(encoding.eot_token, job.row_tokens, tokens), int(tokens.max(initial=0))
+    file = job.upload(shard.path)
     shard.path.unlink()
-    receipt = ShardReceipt(
-        file, shard.tokens, shard.document, shard.offset, shard.max_id, rows, encoder_name(encoding), shard.invalid
-    )
+    receipt = ShardReceipt(file, shard.tokens, shard.document, shard.offset, largest, rows, encoder_name(encoding))
     if not job.store.create(receipt_key(job.plan.prefix, index), json.dumps(receipt.to_json()).encode()):
         job.check()  # another attempt made the same shard first; a newer attempt ends this one
     failpoint("tokenize")
@@ -199,69 +197,3 @@ def shard_name(index: int, config: TokensConfig) -> str:
         return f"text_{index:06d}.bin"
     held_out = config.val_shards or 0
     return f"val_{index:06d}.bin" if index < held_out else f"train_{index - held_out:06d}.bin"
-
-
-class ShardFile:
-    """A new shard at `path` for `expected` tokens; it may end earlier. Threads hash and write it while the next tokens
-    are read."""
-
-    def __init__(self, path: Path, expected: int, dtype: "np.dtype[Any]") -> None:
-        from trainer.data.shards import shard_header
-
-        self.path, self.expected, self.dtype = path, expected, dtype
-        self.tokens = self.max_id = 0
-        header = shard_header(expected, dtype.itemsize)
-        self._sha256 = hashlib.sha256(header)
-        self._threads = ThreadPoolExecutor(2, "shard")
-        self._pending: list[Future[Any]] = []
-        with self._enough_disk():
-            self._file = path.open("wb")
-            self._file.write(header)
-
-    @property
-    def left(self) -> int:
-        return self.expected - self.tokens
-
-    def write(self, tokens: "np.ndarray") -> None:
-        assert tokens.dtype == self.dtype and len(tokens) <= self.left, (tokens.dtype, len(tokens), self.left)
-        content = tokens.view("u1").data
-        self._wait()  # not more than one array is in the threads
-        self._pending = [self._threads.submit(take, content) for take in (self._sha256.update, self._file.write)]
-        self.tokens += len(tokens)
-        self.max_id = max(self.max_id, int(tokens.max(initial=0)))
-
-    def finish(self) -> str:
-        """The sha256 of the complete file."""
-        from trainer.data.shards import shard_header
-        from trainer.store import sha256_of
-
-        self._wait()
-        self._threads.shutdown()
-        with self._enough_disk():
-            if self.left:  # the last shard
-                self._file.seek(0)
-                self._file.write(shard_header(self.tokens, self.dtype.itemsize))
-            self._file.close()
-        return sha256_of(self.path) if self.left else self._sha256.hexdigest()
-
-    def discard(self) -> None:
-        """Close and remove an incomplete file."""
-        self._threads.shutdown()
-        with suppress(OSError):  # the disk is full
-            self._file.close()
-        self.path.unlink(missing_ok=True)
-
-    def _wait(self) -> None:
-        with self._enough_disk():
-            for future in self._pending:
-                future.result()
-
-    @contextmanager
-    def _enough_disk(self) -> Iterator[None]:
-        """DiskFull for a full disk."""
-        try:
-            yield
-        except OSError as error:
-            if not is_full(error):
-                raise
-            raise DiskFull(f"{self.path.parent}: {FULL}") from error

@@ -4,7 +4,6 @@ A source has an identity, which decides its bytes and enters the fingerprint, an
 order: an interrupted run resumes at document number n. A source must be pinned to a version.
 """
 
-import difflib
 import glob
 import os
 import re
@@ -22,8 +21,8 @@ from trainer.errors import UserError
 
 # A rule of thumb: GPT-2's tokens are a little longer in English, and shorter in code and in other languages.
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0}
-REMOTE = ("https", "http", "s3", "hf")
-SOURCES = f"{STDLIB}, {HUB}ORG/NAME, or a path, glob or URL of .parquet, .jsonl or .txt files"
+REMOTE = ("s3", "hf")
+SOURCES = f"{STDLIB}, {HUB}ORG/NAME, or a path, pattern or s3:// URL of .parquet, .jsonl or .txt files"
 
 
 def source_identity(
@@ -96,75 +95,32 @@ def open_source(
         raise UserError(f"tokens.revision: '{source}' is local and identified by its contents; remove the revision")
     if source == STDLIB:
         return StandardLibrary(Path(sysconfig.get_path("stdlib")))
-    return local_files(source, text_column, base or Path())
-
-
-def local_files(source: str, column: str, base: Path) -> Files:
-    """The local files of a path or pattern, sorted by name. UserError if none matches."""
-    path = os.path.join(base.absolute(), os.path.expanduser(source))
+    # Brackets in the name of the base folder are not a pattern, and a file may have any name.
+    pattern = os.path.join(glob.escape(str((base or Path()).absolute())), os.path.expanduser(source))
+    path = os.path.join((base or Path()).absolute(), os.path.expanduser(source))
     if os.path.isdir(path):
         raise UserError(
             f"tokens.source: '{source}' is a folder; name its files: '{source}/*.parquet'"
             f", or {LLMC}{source} for token shards"
         )
-    paths = local_paths(source, base)
+    found = [path] if os.path.isfile(path) else sorted(glob.glob(pattern, recursive=True))
+    paths = tuple(name for name in found if not os.path.isdir(name))
     if not paths:
-        near = difflib.get_close_matches(source, [STDLIB], n=1)
-        meant = f"did you mean '{near[0]}'? " if near else ""
-        raise UserError(f"tokens.source: no file matches '{source}' ({path}); {meant}use {SOURCES}")
-    return Files(common_kind(paths), paths, column, source)
+        raise UserError(f"tokens.source: no file matches '{source}' ({path}); use {SOURCES}")
+    return Files(common_kind(paths), paths, text_column, source)
 
 
-def local_paths(source: str, base: Path) -> tuple[str, ...]:
-    """The files that `source` names, below `base` if it is relative, in the order of names; none if nothing matches.
-
-    A file that several links lead to counts once, under its first name: otherwise a text would be in training and in
-    validation. UserError for a link to nothing.
-    """
-    named = os.path.expanduser(source)
-    path = os.path.join(base.absolute(), named)
-    if os.path.isfile(path):
-        return (path,)
-    # Brackets in the name of the base folder are not a pattern.
-    pattern = os.path.join(glob.escape(str(base.absolute())), named)
-    real: dict[str, str] = {}
-    for name in sorted(glob.glob(pattern, recursive=True)):
-        if os.path.islink(name) and not os.path.exists(name):
-            raise UserError(f"tokens.source: '{name}' is a link to nothing; remove it or correct it")
-        if os.path.isfile(name):
-            real.setdefault(os.path.realpath(name), name)
-    return tuple(real.values())
-
-
-def s3_files(source: str, revision: str | None, column: str) -> Files:
-    """The objects of a URL or pattern in S3. UserError for a revision, and if none matches."""
+def remote_files(source: str, revision: str | None, column: str) -> Files:
+    """The files of a URL or pattern on the Hub or in S3. UserError without a commit, or for a URL with a secret."""
+    if source.startswith(HUB):
+        commit = pinned_commit(source, revision)
+        organisation, name, path = source.removeprefix(HUB).split("/", 2)
+        return Files(common_kind((source,)), (f"{HUB}{organisation}/{name}@{commit}/{path}",), column, source, commit)
     from pipelines.text.objects import matching_objects
 
+    if "@" in urlsplit(source).netloc:  # manifests are published
+        raise UserError("tokens.source: the address contains a user name; use the plain address")
     if revision is not None:
         raise UserError(f"tokens.revision: '{source}' is identified by the ETags of its objects; remove the revision")
     found = matching_objects(source)
     return Files(common_kind(tuple(found)), tuple(found), column, source, objects=tuple(found.values()))
-
-
-def remote_files(source: str, revision: str | None, column: str) -> Files:
-    """The remote files of a URL or pattern. UserError without a revision, or for a URL with a secret."""
-    parts = urlsplit(source)
-    is_pattern = parts.scheme == "s3"  # a question mark is one character there
-    if "@" in parts.netloc or (not is_pattern and (parts.query or parts.fragment)):
-        # Manifests are published: they must not contain a signed URL or a password.
-        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
-        raise UserError(f"tokens.source: '{shown}' contains a user name or a query; use the plain address")
-    if parts.scheme == "s3":
-        return s3_files(source, revision, column)
-    kind = common_kind((source,))
-    if source.startswith(HUB):
-        commit = pinned_commit(source, revision)
-        organisation, name, path = source.removeprefix(HUB).split("/", 2)
-        pinned = f"{HUB}{organisation}/{name}@{commit}/{path}"
-        return Files(kind, (pinned,), column, source, commit)
-    if not revision:
-        raise UserError(
-            f"tokens.revision: '{source}' may change without notice; give it your own label, such as "
-            "a date, and a new label when the files change"
-        )
-    return Files(kind, (source,), column, source, revision)

@@ -1,12 +1,11 @@
 """A text as pieces, which processes read apart: what every source of text offers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.text.columns import Batches, TextBatch, from_document
-from pipelines.text.retry import with_retries
+from pipelines.text.columns import Batches, TextBatch
 
 PIECE_BYTES = 64 << 20  # of text
 
@@ -19,6 +18,7 @@ class Piece:
     first: int = 0  # row group or byte
     end: int | None = None  # behind the last one; None: to the end of the file
     documents: int | None = None  # None: not known before it is read
+    bytes: int = 0  # of the text of row groups
 
 
 class Text(ABC):
@@ -48,27 +48,13 @@ class Text(ABC):
         """About the bytes of its text; None if only a server knows, or if it is packed."""
         return None
 
-    def state(self) -> Mapping[str, Hashable]:
-        """Its files by name, each with a state that changes when the file does; none for a pinned text."""
-        return {}
-
 
 def read_piece(text: Text, piece: Piece, start: int = 0) -> Batches:
-    """The documents of a piece from number `start` on; a server that is busy or unreachable is asked again."""
-    batches: Iterator[TextBatch] | None = None
-
-    def following() -> TextBatch | None:
-        nonlocal batches
-        batches = batches or from_document(text.read(piece), start)
-        try:
-            return next(batches, None)
-        except BaseException:
-            batches = None
-            raise
-
-    while (batch := with_retries(following)) is not None:
-        start += len(batch)
-        yield batch
+    """The documents of a piece from number `start` on."""
+    for batch in text.read(piece):
+        if start < len(batch):
+            yield TextBatch(batch.content[batch.bounds[start] :], batch.bounds[start:] - batch.bounds[start])
+        start = max(0, start - len(batch))
 
 
 def grouped(names: Iterable[tuple[str, int | None]], whole: bool) -> list[Piece]:
@@ -76,12 +62,10 @@ def grouped(names: Iterable[tuple[str, int | None]], whole: bool) -> list[Piece]
     pieces: list[Piece] = []
     group: list[str] = []
     total = 0
-    for name, size in names:
-        group.append(name)
-        total += PIECE_BYTES if size is None else size
-        if total >= PIECE_BYTES:
+    for name, size in [*names, ("", None)]:
+        if group and (total >= PIECE_BYTES or not name):
             pieces.append(Piece(tuple(group), documents=len(group) if whole else None))
             group, total = [], 0
-    if group:
-        pieces.append(Piece(tuple(group), documents=len(group) if whole else None))
+        group.append(name)
+        total += PIECE_BYTES if size is None else size
     return pieces

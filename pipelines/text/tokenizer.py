@@ -10,9 +10,12 @@ encoded with the ranks below r, it leaves these two. Ordered by rank, the pairs 
 """
 
 import functools
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +31,6 @@ Ranks = dict[bytes, int]
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"  # of a user's own tokenizer, below the tokens' artifact
-MOST_FILE_BYTES = 64_000_000  # 50,257 ids take 2.4 MB
 
 
 @functools.cache
@@ -87,7 +89,7 @@ def check_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
     if isinstance(own, str):
         return
     if store.get(f"{plan.prefix}/{TOKENIZER_FILE}") is None:
-        encoding = read_tokenizer(own)
+        encoding = own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.file}")
     else:
         encoding = tokenizer_of(recipe.tokens, store, plan.prefix)
     try:
@@ -111,11 +113,6 @@ def kept_tokenizer(config: TokensConfig, store: Store, prefix: str) -> list[File
     return [File(TOKENIZER_FILE, TOKENIZER_FILE, size.get(f"{prefix}/{TOKENIZER_FILE}", 0), config.tokenizer.sha256)]
 
 
-def read_tokenizer(own: TokenizerFile) -> "tiktoken.Encoding":
-    """The tokenizer of a file on this machine. UserError if it is missing, another one, or no tokenizer."""
-    return own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.file}")
-
-
 def tokenizer_file_bytes(own: TokenizerFile) -> bytes:
     """The content of a tokenizer's file. UserError if it is missing, or another one."""
     where = f"tokens.tokenizer: {own.file}"
@@ -126,14 +123,13 @@ def tokenizer_file_bytes(own: TokenizerFile) -> bytes:
 
 
 def content_of(path: Path, where: str) -> bytes:
-    """The content of a small file. UserError if it cannot be read."""
+    """The content of a tokenizer's file. UserError if it cannot be read."""
     try:
-        if path.is_file() and path.stat().st_size > MOST_FILE_BYTES:
-            raise UserError(f"{where}: {path.stat().st_size:,} bytes; a tokenizer has at most {MOST_FILE_BYTES:,}")
         return path.read_bytes()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{where}: cannot be read ({why}); `skytrain tokenizer train` makes such a file") from error
+    except OSError as error:
+        raise UserError(
+            f"{where}: cannot be read ({error.strerror}); `skytrain tokenizer train` makes such a file"
+        ) from error
 
 
 @functools.lru_cache(maxsize=2)
@@ -198,11 +194,10 @@ def vocabulary(encoding: "tiktoken.Encoding") -> Vocabulary:
     def visible(token: bytes) -> str:
         return "".join(symbols[byte] for byte in token)
 
-    by_id = {rank: visible(token) for token, rank in ranks.items()} | {
-        encoding.eot_token: encoding.decode([encoding.eot_token])
-    }
+    tokens = [visible(token) for token in ranks]
+    tokens.insert(encoding.eot_token, encoding.decode([encoding.eot_token]))
     merges = [f"{visible(left)} {visible(right)}" for left, right in merges_of(ranks)]
-    return Vocabulary([by_id[i] for i in range(encoding.n_vocab)], merges, encoding.eot_token)
+    return Vocabulary(tokens, merges, encoding.eot_token)
 
 
 def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dict[str, bytes]:
@@ -213,10 +208,9 @@ def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dic
     tools outside Python read the other files. `model_max_length` is in tokens.
     """
     found = vocabulary(encoding)
-    end_of_text = found.tokens[found.end_of_text]
     vocab = {token: i for i, token in enumerate(found.tokens)}
-    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end_of_text)
-    config = special | {
+    end_of_text = found.tokens[found.end_of_text]
+    config = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end_of_text) | {
         "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": model_max_length,
         "add_prefix_space": False,
@@ -225,28 +219,25 @@ def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dic
     return {
         "tokenizer.json": _json(_fast_tokenizer(vocab, found.merges, end_of_text)),
         "tokenizer_config.json": _json(config),
-        "special_tokens_map.json": _json(special),
         "vocab.json": _json(vocab),
         "merges.txt": "\n".join(["#version: 0.2", *found.merges, ""]).encode(),
     }
 
 
-def merges_of(ranks: Ranks) -> list[tuple[bytes, bytes]]:
-    """The pair that is merged into each token of at least two bytes, by ascending rank."""
-    by_rank = sorted((rank, token) for token, rank in ranks.items() if len(token) > 1)
-    return [_last_pair(token, rank, ranks) for rank, token in by_rank]
+def merges_of(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
+    """The pair that is merged into each token of at least two bytes, by ascending rank.
 
-
-def _last_pair(token: bytes, rank: int, ranks: Ranks) -> tuple[bytes, bytes]:
-    """Byte pair encoding of `token` with the ranks below its own, which leaves two parts."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        pairs = [ranks.get(parts[i] + parts[i + 1], rank) for i in range(len(parts) - 1)]
-        lowest = min(range(len(pairs)), key=pairs.__getitem__)
-        assert pairs[lowest] < rank, f"token {rank} {token!r} is not a merge of lower ones"
-        parts[lowest : lowest + 2] = [parts[lowest] + parts[lowest + 1]]
-    left, right = parts
-    return left, right
+    Byte pair encoding of a token with the ranks below its own leaves two parts.
+    """
+    for token, rank in sorted(ranks.items(), key=itemgetter(1)):
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            pairs = [ranks.get(left + right, rank) for left, right in itertools.pairwise(parts)]
+            lowest = min(range(len(pairs)), key=pairs.__getitem__)
+            assert pairs[lowest] < rank, f"token {rank} {token!r} is not a merge of lower ones"
+            parts[lowest : lowest + 2] = [parts[lowest] + parts[lowest + 1]]
+        if len(parts) == 2:
+            yield parts[0], parts[1]
 
 
 def byte_symbols() -> list[str]:
@@ -254,12 +245,9 @@ def byte_symbols() -> list[str]:
 
     A byte whose Latin-1 character is visible stands for itself; the 68 others take U+0100 upwards in turn.
     """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}  # 0xAD is the soft hyphen
     spare = iter(range(0x100, 0x200))
-    return [chr(byte if _is_visible(byte) else next(spare)) for byte in range(256)]
-
-
-def _is_visible(byte: int) -> bool:
-    return 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF  # 0xAD is the soft hyphen
+    return [chr(byte if byte in visible else next(spare)) for byte in range(256)]
 
 
 def _fast_tokenizer(vocab: dict[str, int], merges: list[str], end_of_text: str) -> dict[str, Any]:

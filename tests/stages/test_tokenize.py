@@ -95,7 +95,9 @@ def test_the_bar_of_own_files_moves_within_a_shard_and_ends_full(
         for number, text in enumerate(texts):
             (tmp_path / f"{number:02d}.txt").write_text(text)
     elif kind == "jsonl":
-        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (tmp_path / "a.jsonl").write_text(
+            "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+        )
     else:
         pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", use_dictionary=False)
     work = tiny_work(tmp_path, "tokenize")
