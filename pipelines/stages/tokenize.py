@@ -127,10 +127,10 @@ def adopt(work: Work) -> Built:
         vocabulary = (encoding.n_vocab, encoding.eot_token, recipe.row_tokens)
         found = adopted_shards(config, *vocabulary, work.store, work.folder, work.upload)
         with closing(found) as adopted:
-            for one in adopted:
+            for shard, begun in adopted:
                 work.check()
-                shards.append(one.shard)
-                documents, done = documents + one.documents, done + one.shard.file.size
+                shards.append(shard)
+                documents, done = documents + begun, done + shard.file.size
                 bar.update(done, f"{short_number(done)} bytes")
     for split in ("train", "val"):
         if not any(one.tokens > recipe.model.block_size for one in shards if one.file.name.startswith(split)):

@@ -32,15 +32,7 @@ class Found:
     name: str  # in the artifact: train_000000.bin …
     key: str
     size: int
-    etag: str | None = None  # None: a local file
-
-
-@dataclass(frozen=True)
-class Adopted:
-    """A shard that was read once."""
-
-    shard: SplitShard
-    documents: int
+    etag: str  # empty: a local file
 
 
 def is_remote(source: str) -> bool:
@@ -73,14 +65,13 @@ def shards_found(config: TokensConfig) -> list[Found]:
     """The shards of a place by split, in the order of their names. UserError unless both splits have some."""
     from trainer.data.shards import split_of
 
-    store, found = place_in(config), []
-    files: list[tuple[str, int, str | None]]
+    store, found = place_in(config), list[Found]()
     if isinstance(store, S3Store):
         objects: list[S3Object] = [one for one in store.objects("") if "/" not in one.key]
         files = [(one.key, one.size, one.etag.strip('"')) for one in objects]
     else:
         assert isinstance(store, LocalStore)
-        files = [(path.name, path.stat().st_size, None) for path in sorted(store.root.glob("*.bin")) if path.is_file()]
+        files = [(path.name, path.stat().st_size, "") for path in sorted(store.root.glob("*.bin")) if path.is_file()]
     for split in ("train", "val"):
         mine = [file for file in files if split_of(file[0]) == split]
         if not mine:
@@ -100,7 +91,7 @@ def identity_of_shards(config: TokensConfig) -> dict[str, Any]:
         with ThreadPoolExecutor() as pool:
             contents = list(pool.map(lambda one: sha256_of(root / one.key), found))
     else:
-        kind, contents = "etag", [str(one.etag) for one in found]
+        kind, contents = "etag", [one.etag for one in found]
     splits: dict[str, list[str]] = {"train": [], "val": []}
     for one, content in zip(found, contents, strict=True):
         splits[one.name.partition("_")[0]].append(content)
@@ -129,15 +120,16 @@ def adopted_shards(
     store: Store,
     folder: Path,
     upload: Callable[[Path, str], File],
-) -> Generator[Adopted, None, None]:
-    """Read each shard once. UserError for a file that is no shard, or that has an id outside the vocabulary.
+) -> Generator[tuple[SplitShard, int], None, None]:
+    """Read each shard once, and count its documents.
 
-    `row_tokens`: count the rows of packed training shards. `upload` copies a local file into the artifact if `store` is
-    not on this machine, and `folder` is scratch for objects of S3.
+    UserError for a file that is no shard, or that has an id outside the vocabulary. `row_tokens`: count the rows of
+    packed training shards. `upload` copies a local file into the artifact if `store` is not on this machine, and
+    `folder` is scratch for objects of S3.
     """
     place, found = place_in(config), shards_found(config)
 
-    def adopt(one: Found) -> Adopted:
+    def adopt(one: Found) -> tuple[SplitShard, int]:
         if isinstance(place, LocalStore):
             path = place.path_of(one.key)
         else:
@@ -151,7 +143,7 @@ def adopted_shards(
             else:
                 file = File(one.name, one.key, path.stat().st_size, sha256_of(path), place.uri)
             failpoint("tokenize")
-            return Adopted(SplitShard(file, *counts[:3]), counts[3])
+            return SplitShard(file, *counts[:3]), counts[3]
         finally:
             if not isinstance(place, LocalStore):
                 path.unlink(missing_ok=True)

@@ -71,20 +71,15 @@ def mixed_name(source: int, name: str) -> str:
     return f"{split}_s{source:02d}_{rest}"
 
 
-def mixed_file(source: int, prefix: str, file: File) -> File:
-    """A shard of the source whose tokens are under `prefix`, as a file of the mixture."""
-    name = mixed_name(source, file.name)
-    return replace(file, name=name) if file.at else replace(file, name=name, key=f"{prefix}/{file.key}", at=HERE)
-
-
 def mixed_files(sources: Sequence[Manifest]) -> list[File]:
     """The shards of all sources, where they lie in the store."""
-    return [
-        mixed_file(n, made.prefix, file)
-        for n, made in enumerate(sources)
-        for file in made.files
-        if file.name in made.fact("shards")
-    ]
+    files = []
+    for n, made in enumerate(sources):
+        for file in made.files:
+            if file.name in made.fact("shards"):
+                key, at = (file.key, file.at) if file.at else (f"{made.prefix}/{file.key}", HERE)
+                files.append(replace(file, name=mixed_name(n, file.name), key=key, at=at))
+    return files
 
 
 def mixed_facts(sources: Sequence[Manifest], names: Sequence[str]) -> dict[str, Any]:

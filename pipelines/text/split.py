@@ -41,39 +41,23 @@ def split_text(
 
     The shard in which the boundary lies becomes two; the others are only named.
     """
+    from trainer.data.shards import read_shard, write_shard
+
     total = sum(receipt.tokens for receipt in receipts)
     left = 0 if config.val_shards else min(config.held_out(total), total)
     shards: list[SplitShard] = []
     for index, receipt in enumerate(receipts):
         if 0 < left < receipt.tokens:
-            shards += cut(receipt, left, f"{index:06d}", fetch, save, folder, rows_of)
+            tokens = read_shard(fetch(receipt.file))
+            for name, piece in (("val", tokens[:left]), ("train", tokens[left:])):
+                path = folder / f"{name}_{index:06d}.bin"
+                write_shard(path, piece)
+                shards.append(SplitShard(save(path), len(piece), int(piece.max(initial=0)), rows_of(piece)))
+                path.unlink()
         else:
             file = receipt.file
             if index < config.val_undecided_shards:
                 file = replace(file, name=f"{'val' if left else 'train'}_{index:06d}.bin")
             shards.append(SplitShard(file, receipt.tokens, receipt.max_id, receipt.rows))
         left -= min(left, receipt.tokens)
-    return shards
-
-
-def cut(
-    receipt: ShardReceipt,
-    held_out: int,
-    number: str,
-    fetch: Callable[[File], Path],
-    save: Callable[[Path], File],
-    folder: Path,
-    rows_of: "Callable[[np.ndarray], int | None]",
-) -> list[SplitShard]:
-    """A shard's first `held_out` tokens as val_….bin, and the others as train_….bin."""
-    from trainer.data.shards import read_shard, write_shard
-
-    tokens = read_shard(fetch(receipt.file))
-    pieces = {f"val_{number}.bin": tokens[:held_out], f"train_{number}.bin": tokens[held_out:]}
-    shards = []
-    for name, piece in pieces.items():
-        path = folder / name
-        write_shard(path, piece)
-        shards.append(SplitShard(save(path), len(piece), int(piece.max(initial=0)), rows_of(piece)))
-        path.unlink()
     return shards
