@@ -8,6 +8,7 @@ before is hashed and stored. A later attempt resumes behind the last receipt.
 import itertools
 import json
 import sys
+from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -28,6 +29,9 @@ from trainer.store import Store
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+UPLOADS = 2  # at a time
 
 
 @dataclass
@@ -96,7 +100,8 @@ class ShardFile:
 def make_shards(job: ShardsJob) -> Generator[Progress, None, None]:
     """Make the missing shards. Yields the progress once each is stored.
 
-    While a shard fills, the last one is uploaded, so scratch holds two. Closed in between, it finishes the upload.
+    While a shard fills, UPLOADS others are hashed and stored: one thread would limit 16 cores. Closed in between, it
+    finishes the uploads.
     """
     receipts, complete = existing_receipts(job.store, job.plan, job.note)
     stored, new = sum(receipt.tokens for receipt in receipts), 0
@@ -104,17 +109,17 @@ def make_shards(job: ShardsJob) -> Generator[Progress, None, None]:
     if complete:
         return
     check_unchanged(job)
-    with ThreadPoolExecutor(1, "upload") as thread:
-        pending: Future[ShardReceipt] | None = None
+    with ThreadPoolExecutor(UPLOADS, "upload") as threads:
+        pending = deque[Future[ShardReceipt]]()
         with closing(encoded_shards(job, receipts)) as shards:
             for index, shard in itertools.chain(enumerate(shards, len(receipts)), [(0, None)]):
-                if pending:
-                    receipts.append(pending.result())
+                while len(pending) >= (UPLOADS if shard else 1):
+                    receipts.append(pending.popleft().result())
                     stored, new = stored + receipts[-1].tokens, new + receipts[-1].tokens
                     yield Progress(stored, new)
                 if shard:
                     check_unchanged(job)
-                    pending = thread.submit(store_shard, job, index, shard)
+                    pending.append(threads.submit(store_shard, job, index, shard, pending[-1] if pending else None))
     body = json.dumps([receipt.to_json() for receipt in receipts]).encode()
     job.store.create(finished_key(job.plan.prefix), body)
 
@@ -165,8 +170,8 @@ def encoded_shards(job: ShardsJob, receipts: list[ShardReceipt]) -> Generator[Sh
             file.path.unlink(missing_ok=True)
 
 
-def store_shard(job: ShardsJob, index: int, shard: ShardFile) -> ShardReceipt:
-    """Write a shard to the store, then its receipt."""
+def store_shard(job: ShardsJob, index: int, shard: ShardFile, before: Future[ShardReceipt] | None) -> ShardReceipt:
+    """Write a shard to the store, then its receipt, after that of the shard before."""
     from trainer.data.shards import read_shard
 
     encoding = tokenizer_of(job.config, job.store, job.plan.prefix)
@@ -175,6 +180,8 @@ def store_shard(job: ShardsJob, index: int, shard: ShardFile) -> ShardReceipt:
     file = job.upload(shard.path)
     shard.path.unlink()
     receipt = ShardReceipt(file, shard.tokens, shard.document, shard.offset, largest, rows, encoder_name(encoding))
+    if before:
+        before.result()
     if not job.store.create(receipt_key(job.plan.prefix, index), json.dumps(receipt.to_json()).encode()):
         job.check()  # another attempt made the same shard first; a newer attempt ends this one
     failpoint("tokenize")

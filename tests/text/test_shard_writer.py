@@ -172,11 +172,11 @@ def test_a_full_disk_is_one_line_and_with_room_again_the_shards_are_those_of_a_r
     files: FourFiles, tmp_path: Path
 ) -> None:
     (disk := tmp_path / "disk").mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12k", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
         small = files.job(tmp_path / "store", folder=disk)
-        (disk / "ballast").write_bytes(bytes(4096))  # one page is left: a shard takes 4,024 bytes, two are in scratch
+        (disk / "ballast").write_bytes(bytes(8192))  # one page is left: a shard takes 4,024 bytes, three are in scratch
         with pytest.raises(OSError, match="No space left on device"):
             list(make_shards(small))
         assert [path.name for path in disk.iterdir()] == ["ballast"]
