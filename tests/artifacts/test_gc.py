@@ -1,6 +1,5 @@
 """Garbage collection removes what nothing needs, and nothing else."""
 
-import fcntl
 import json
 import os
 import time
@@ -23,14 +22,13 @@ from run_records import (
     recorded,
 )
 
-from pipelines import gc
 from pipelines.artifacts.manifest import File, scratch
 from pipelines.gc import Leftover, collect
 from pipelines.tracking.ledger import Attempt, attempts, is_alive, this_process
 from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.verbs.gc import gc as verb_gc
 from trainer.errors import StaleAttempt
-from trainer.store import PARTIAL, LocalStore
+from trainer.store import LocalStore
 
 DAY = 86_400.0
 
@@ -131,19 +129,6 @@ def test_gc_deletes_nothing_of_an_attempt_that_may_be_alive(
     assert found(store, tmp_path, days=0.0) == []
 
 
-def test_an_artifact_with_a_damaged_manifest_is_skipped_and_named(store: LocalStore, tmp_path: Path) -> None:
-    tokens = PLANS["tokenize"].prefix
-    for prefix in (tokens, TRAIN):
-        put(store, f"{prefix}/a0001/superfluous")
-    for stage in ("tokenize", "train"):
-        attempted(store, stage)
-        finished(store, stage)
-    store.put(f"{tokens}/MANIFEST.json", b"{")
-    notes: list[str] = []
-    assert [e.key for e in leftovers(store, tmp_path, 0.0, notes.append)] == [f"{TRAIN}/a0001/superfluous"]
-    assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}/MANIFEST.json: damaged")
-
-
 def test_an_artifact_that_is_finished_during_gc_loses_nothing(tmp_path: Path) -> None:
     """The attempt commits between any two reads of the store by gc."""
     for number in range(6):
@@ -167,46 +152,6 @@ def test_an_artifact_that_is_finished_during_gc_loses_nothing(tmp_path: Path) ->
         fresh.get = partial(look, plain.get)  # type: ignore[method-assign]
         going = found(fresh, tmp_path, days=0.0)
         assert model not in going and f"{TRAIN}/MANIFEST.json" not in going, f"look {number}"
-
-
-def test_gc_deletes_half_written_files_once_no_process_can_be_writing_them(store: LocalStore, tmp_path: Path) -> None:
-    put(store, f"{TRAIN}/a0001/model.safetensors")
-    attempted(store, "train", state="interrupted")
-    old, young = (store.root / TRAIN / "a0001" / f"{PARTIAL}{name}" for name in ("old", "young"))
-    cached = tmp_path / "cache" / ("0" * 64) / f"{PARTIAL}old"
-    cached.parent.mkdir(parents=True)
-    for path in (old, young, cached):
-        path.write_bytes(b"123")
-    for path in (old, cached):
-        os.utime(path, (time.time() - 3700, time.time() - 3700))
-    going = list(leftovers(store, tmp_path, 7.0))
-    assert {leftover.path for leftover in going} == {old, cached} and all(x.size == 3 for x in going)
-    list(collect(store, tmp_path, 7.0))
-    assert young.exists() and not old.exists() and not cached.exists()
-    assert store.get(f"{TRAIN}/a0001/model.safetensors") == b"12345"
-
-
-def test_gc_deletes_scratch_once_its_attempt_is_over(store: LocalStore, tmp_path: Path) -> None:
-    def work_in(number: int, prefix: str = TRAIN, node: str = "") -> Path:
-        folder = scratch(tmp_path, store, prefix) / f"a{number:04d}{node}"
-        (folder / "checkpoint").mkdir(parents=True)
-        (folder / "checkpoint" / "train.log").write_bytes(b"1234")
-        return folder
-
-    attempted(store, "train", 1, state="interrupted")
-    attempted(store, "train", 2, state="running", process=GONE)
-    attempted(store, "train", 3, state="running", process=this_process())
-    interrupted, killed, alive = (work_in(number) for number in (1, 2, 3))
-    of_ended_worker, of_live_worker = work_in(1, node="-node1"), work_in(3, node="-node1")
-    unknown = work_in(1, PLANS["export"].prefix)  # the store was deleted and made again
-    of_another_store = scratch(tmp_path, LocalStore(tmp_path / "other"), TRAIN) / "a0001"
-    of_another_store.mkdir(parents=True)
-    going = list(leftovers(store, tmp_path, 7.0))
-    assert {leftover.path for leftover in going} == {interrupted, killed, unknown, of_ended_worker}
-    assert {leftover.size for leftover in going} == {4}
-    list(collect(store, tmp_path, 7.0))
-    assert [folder.exists() for folder in (interrupted, killed, unknown, alive)] == [False, False, False, True]
-    assert of_another_store.exists() and of_live_worker.exists() and not of_ended_worker.exists()
 
 
 def test_a_dry_run_lists_everything_and_deletes_nothing(
@@ -275,21 +220,6 @@ def test_a_run_that_begins_waits_until_gc_is_done(store: LocalStore, tmp_path: P
     assert list(leftovers(store, tmp_path, 0.0)) == []
 
 
-def test_gc_that_a_run_has_overtaken_removes_nothing_more(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gc, "HEARTBEAT_SECONDS", -1.0)  # as if it was frozen before each object
-    abandoned(store)
-    notes: list[str] = []
-    going = collect(store, tmp_path, 7.0, notes.append)
-    first = next(going)
-    tokens = PLANS["tokenize"].prefix
-    assert first.key.startswith(tokens)
-    attempted(store, "tokenize", 3, state="running", process=this_process())
-    assert not [one for one in going if one.key.startswith(tokens)]
-    assert notes == [f"{store.uri}/{tokens}: another process has begun to work on it"]
-
-
 def test_gc_of_everything_passes_over_records_of_a_newer_skytrain_and_names_them(
     store: LocalStore, tmp_path: Path
 ) -> None:
@@ -301,38 +231,3 @@ def test_gc_of_everything_passes_over_records_of_a_newer_skytrain_and_names_them
     going = {one.key for one in leftovers(store, tmp_path, 0.0, notes.append)}
     assert going == {key for record, files in named.items() for key in (record, *files) if key.startswith(TRAIN)}
     assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}") and "format 2" in notes[0]
-
-
-def test_gc_removes_cached_copies_that_nothing_has_used_for_long(store: LocalStore, tmp_path: Path) -> None:
-    cache, then = tmp_path / "cache", time.time() - 8 * DAY
-    paths = {
-        name: cache / name for name in (f"shards/{'0' * 64}.bin", f"shards/{'1' * 64}.bin", f"shards/{'2' * 64}.bin")
-    }
-    paths |= {name: cache / name for name in (f"{'3' * 64}/model.safetensors", f"{'4' * 64}/model.safetensors")}
-    paths["triton/key"] = cache / "triton/key"
-    (used_in_folder := cache / ("5" * 64) / "gguf/model.gguf").parent.mkdir(parents=True)
-    used_in_folder.touch()
-    (cache / ("6" * 64)).mkdir()  # of a download that begins
-    (lock := cache / "lock-0").touch()  # a fetch may hold it
-    os.utime(lock, (then, then))
-    for path in paths.values():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"12345")
-        os.utime(path, (then, then))
-    old, used, leased, file, used_file, kernels = paths.values()
-    for path in (used, used_file):
-        os.utime(path)
-    with leased.open("rb") as reader:
-        fcntl.flock(reader, fcntl.LOCK_SH)
-        removed = [leftover.path for leftover in collect(store, tmp_path, 7.0)]
-    assert removed == [file.parent, old]
-    assert [path.exists() for path in (old, used, leased, file, used_file, kernels)] == [
-        False,
-        True,
-        True,
-        False,
-        True,
-        True,
-    ]
-    assert lock.exists() and used_in_folder.exists() and (cache / ("6" * 64)).exists()
-    assert sorted(found(store, tmp_path, 0.0)) == [f"cache/shards/{'2' * 64}.bin"]  # within the hour, even with 0 days

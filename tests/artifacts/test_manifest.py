@@ -3,10 +3,7 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -25,7 +22,6 @@ from pipelines.artifacts.manifest import (
     File,
     Manifest,
     commit,
-    differences,
     fetch,
     find,
     fingerprint_of,
@@ -250,24 +246,6 @@ print(len(downloads), sha256(path.read_bytes()).hexdigest(), path)
 """
 
 
-@pytest.mark.slow  # five Python processes import boto3
-def test_processes_that_need_a_file_at_the_same_time_fetch_it_once(remote_store: Store, tmp_path: Path) -> None:
-    finished(remote_store, tmp_path)
-    command = [sys.executable, "-c", CHILD, remote_store.uri, PLAN.prefix, str(tmp_path / "cache"), str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    children = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("ready-*"))) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    (tmp_path / "go").touch()
-    outputs = [child.communicate(timeout=60)[0].split(" ", 2) for child in children]
-    assert [child.returncode for child in children] == [0] * 4
-    assert sum(int(downloads) for downloads, _, _ in outputs) == 1
-    assert {digest for _, digest, _ in outputs} == {sha256(BODY).hexdigest()}
-    assert len({path for _, _, path in outputs}) == 1
-
-
 def test_a_file_that_was_half_downloaded_when_its_process_was_killed_is_never_used(
     remote_store: Store, tmp_path: Path
 ) -> None:
@@ -291,20 +269,6 @@ def test_a_file_that_was_half_downloaded_when_its_process_was_killed_is_never_us
     assert [p for p in cache.rglob("*") if p.is_file() and p.stat().st_size] == [path]
 
 
-@pytest.mark.parametrize("name", ["a/lock", "weights.bin.arriving"])
-def test_a_file_of_any_name_is_fetched_and_verified(remote_store: Store, tmp_path: Path, name: str) -> None:
-    (tmp_path / "weights.bin").write_bytes(BODY)
-    files = [upload(remote_store, PLAN.prefix, 1, tmp_path / "weights.bin", each) for each in ("weights.bin", name)]
-    commit(remote_store, manifest_of(PLAN, tuple(files)))
-    cache = tmp_path / "cache"
-    for file in files:
-        assert fetch(remote_store, PLAN.prefix, file, cache).read_bytes() == BODY
-    rotten = replace(files[1], sha256="0" * 64)
-    for _ in range(2):
-        with pytest.raises(DamagedArtifact, match="sha256 differs"):
-            fetch(remote_store, PLAN.prefix, rotten, cache)
-
-
 # --- identities
 
 VALUES = st.recursive(
@@ -321,14 +285,3 @@ def test_a_fingerprint_depends_neither_on_order_nor_on_being_stored(identity: di
     assert len(fingerprint) == 64 and int(fingerprint, 16) >= 0
     assert fingerprint_of(dict(reversed(identity.items()))) == fingerprint
     assert fingerprint_of(json.loads(json.dumps(identity))) == fingerprint
-
-
-def test_differences_name_the_fields_and_both_values() -> None:
-    here = {"train": {"lr": 1e-3, "steps": 5, "clip": None}, "model": {"n": 1}, "list": [1, 2]}
-    there = {"train": {"lr": 2e-3, "steps": 5}, "model": {"n": 1, "m": 2}, "list": [1, 3], "new": "x"}
-    assert differences(here, there) == {
-        "train.lr": (1e-3, 2e-3),
-        "list": ([1, 2], [1, 3]),
-        "model.m": (None, 2),
-        "new": (None, "x"),
-    }

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest
-from pipelines.artifacts.shard_cache import SHARDS, ShardCache, shards_in
+from pipelines.artifacts.shard_cache import SHARDS, ShardCache
 from trainer.data.batches import TokenData
 from trainer.data.shard_maps import MOST_MAPPED
 from trainer.data.shards import Shard, read_shard, write_shard
@@ -140,29 +139,6 @@ def test_files_bytes_and_maps_stay_within_the_budget_over_epochs_and_resumes(tmp
             assert len(held) <= 6 and sum(path.stat().st_size for path in held) <= 6 * text.shard_bytes
             assert maps_of(cache.folder) <= MOST_MAPPED and files_open_in(cache.folder) <= MOST_MAPPED
     assert len(list(cache.folder.iterdir())) <= 6 + 17  # the shards, and a fixed number of locks
-
-
-def test_one_epoch_downloads_each_shard_once_with_room_for_three(tmp_path: Path) -> None:
-    text = Text(tmp_path, shards=50, windows=10)
-    data = text.data(text.cache(shards=3))
-    for step in range(50):
-        text.read(data, 10 * step, 10, upcoming=10 if step < 48 else 0)
-    settled(data)
-    assert sorted(set(text.bucket.downloads())) == [text.key(shard) for shard in range(50)]
-    assert len(text.bucket.downloads()) <= 52  # perhaps the first two of the next epoch
-
-
-def test_what_is_read_and_what_comes_next_stays_even_without_a_budget(tmp_path: Path) -> None:
-    text = Text(tmp_path, shards=10, windows=10)
-    cache = text.cache(shards=0)
-    data = text.data(cache)
-    text.read(data, 0, 5)
-    settled(data)
-    now, then = (text.manifest.files[data.order[sequence][0]].sha256 for sequence in (0, 10))
-    assert {path.stem for path in cached(cache)} == {now, then}
-    text.read(data, 10, 5)
-    settled(data)
-    assert now not in {path.stem for path in cached(cache)}  # it is behind the read position
 
 
 # --- one cache a node
@@ -297,24 +273,6 @@ def test_files_of_a_local_store_are_read_in_place_and_never_removed(tmp_path: Pa
     settled(data)
     assert all(text.bucket.stored.path_of(text.key(shard)).exists() for shard in range(12))
     assert not text.home.exists() and not text.bucket.downloads()
-
-
-@pytest.mark.parametrize(
-    ("facts", "named"),
-    [
-        ({"train_000000.bin": 80}, "train_000000.bin has 80 tokens in its facts and 1186 bytes in its files"),
-        ({"train_000001.bin": 81}, "train_000001.bin has 81 tokens in its facts and no bytes in its files"),
-        (None, "shards has None tokens"),
-    ],
-)
-def test_shards_that_their_manifest_does_not_hold_are_refused_before_any_is_fetched(
-    tmp_path: Path, facts: object, named: str
-) -> None:
-    text = Text(tmp_path, shards=1, windows=10)
-    good = replace(text.manifest, facts={"shards": {"train_000000.bin": 81}})
-    assert shards_in(good, "train") == text.shards and shards_in(good, "val") == []
-    with pytest.raises(DamagedArtifact, match=f"tokens/text-ffffffff/MANIFEST.json: damaged: {named}"):
-        shards_in(replace(good, facts={"shards": facts}), "train")
 
 
 @pytest.mark.parametrize("damage", [None, b"", b"x"])

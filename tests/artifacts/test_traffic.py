@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from servers import S3Account
 
 from pipelines.artifacts.store import PART_BYTES, S3Store
@@ -33,15 +32,6 @@ def test_the_bytes_of_processes_that_are_killed_stay_in_the_sum() -> None:
         assert traffic_here() == Traffic(sent=112, received=1003)
         folder = Path(os.environ[FOLDER])
     assert not folder.exists() and FOLDER not in os.environ
-
-
-def test_a_process_without_a_place_for_its_file_counts_for_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "missing"))
-    before = traffic_here()
-    count(Traffic(sent=5))
-    assert traffic_here() - before == Traffic(sent=5)
 
 
 def test_every_body_to_and_from_a_bucket_counts_shown_on_motos_imitation(

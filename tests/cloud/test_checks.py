@@ -107,14 +107,6 @@ def test_what_only_this_machine_has_is_refused_for_rented_machines(tmp_path: Pat
     assert "store" not in cluster
 
 
-def test_what_the_image_cannot_do_is_refused(tmp_path: Path) -> None:
-    changes = ("export.formats=[gguf, llmc]",)
-    found = problems(LocalStore(tmp_path), changes=changes, infra="slurm/here", image="a/b@sha256:1")["export"]
-    assert found.state == "broken" and found.seen == "the image has no packages for gguf"
-    assert "--image none" in found.remedy
-    assert "export" not in problems(LocalStore(tmp_path), changes=changes, infra="slurm/here")
-
-
 def test_gpus_that_cannot_train_the_recipe_are_refused(tmp_path: Path) -> None:
     def found(gpus: str, *changes: str, nodes: int = 1) -> Finding | None:
         where: dict[str, Any] = {"infra": "slurm/here", "gpus": gpus, "nodes": nodes}
@@ -174,11 +166,6 @@ def test_a_password_in_an_address_is_not_taken_either(monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI: the value holds a secret") as refused:
         variables_from_shell()
     assert "hunter2" not in str(refused.value)
-
-
-def test_a_secret_that_is_not_set_is_named() -> None:
-    with pytest.raises(UserError, match="--secret HF_TOKEN: not set in this shell"):
-        secrets_from_shell(["HF_TOKEN"])
 
 
 # This machine: `skytrain doctor`

@@ -19,7 +19,6 @@ from pipelines.cloud.planner import (
     billed_per_useful_hour,
     cloud_plan,
     estimate_stage,
-    parse_hours,
 )
 from pipelines.recipe import load_recipe, shipped
 from pipelines.show.cloud_plan import print_cloud_plan
@@ -55,13 +54,6 @@ def test_the_expected_time_is_the_mean_of_many_simulations(
             up, billed = start, billed + start
     assert work * billed_per_useful_hour(between, segment, start, stall) == pytest.approx(billed / times, rel=0.03)
     assert billed_per_useful_hour(1e7, segment, start, stall) == pytest.approx(1 + stall / segment)
-
-
-def test_a_deadline_is_a_duration() -> None:
-    assert [parse_hours(text) for text in ("36h", "2d", "90m", "1d12h", "0.5h")] == [36, 48, 1.5, 36, 0.5]
-    for text in ("36", "-2h", "2w", "1.2.3h"):
-        with pytest.raises(UserError, match="write 36h, 2d, 90m or 1d12h"):
-            parse_hours(text)
 
 
 # All of it, with stand-ins for the catalog

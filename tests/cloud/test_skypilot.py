@@ -20,11 +20,9 @@ from cloud_support import KEYS, closed_port
 from pipeline_runs import TINY, write_texts
 from sky_catalog import ROWS, Row, sky_environment, write_catalog
 
-from pipelines.cloud.catalog import parse_node
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import ManagedJob, in_trial_order, managed_job
 from pipelines.stage import STAGES
-from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SKY = ROOT / "sky"
@@ -349,13 +347,6 @@ def test_a_job_has_the_price_of_every_machine_that_it_may_run_on(answers: dict[s
     assert only_task(answers["tokenize"])["instance"] == "m6id.4xlarge"
 
 
-def test_an_own_cluster_has_the_price_of_skypilots_configuration(answers: dict[str, Any]) -> None:
-    (train,) = rows(answers["prices on slurm"])
-    assert (train["cloud"], train["region"], train["usd_per_hour"]) == ("slurm", "local", 28.0)
-    (tokenize,) = rows(answers["prices on slurm"], "tokenize")
-    assert tokenize["usd_per_hour"] == 0.16 and "accelerators" not in tokenize
-
-
 def test_an_unknown_price_is_refused_with_a_budget(answers: dict[str, Any]) -> None:
     refused = answers["a budget on an unpriced cluster"]["error"]
     assert "--budget: can't be promised where a price is unknown" in refused
@@ -389,20 +380,6 @@ def test_with_a_deadline_spot_comes_first_and_a_small_machine_waits_for_it(
 ) -> None:
     assert place(answers[market]) == expected
     assert only_task(answers[market])["recovery"]["recover_on_exit_codes"] == [75]
-
-
-def test_limits_that_no_machine_meets_are_refused(answers: dict[str, Any]) -> None:
-    for asked, reason in {
-        "a budget that is spent": "--budget 20: the run has already cost $25.00; raise the budget to continue",
-        "a deadline without a price list": "--deadline: needs a price list of train's machines, ",
-    }.items():
-        assert reason in answers[asked]["error"]
-
-
-@pytest.mark.parametrize("node", ["H100", "H100:0", "H 100:8", "cpus:4,memory:"])
-def test_a_node_is_a_gpu_and_how_many(node: str) -> None:
-    with pytest.raises(UserError, match="not a node; write"):
-        parse_node(node)
 
 
 def test_offers_are_the_catalogs_prices_by_region(answers: dict[str, Any]) -> None:

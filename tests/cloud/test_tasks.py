@@ -11,11 +11,9 @@ import pytest
 import yaml
 from cloud_support import KEYS
 
-from pipelines.bench.throughput import trains_on_a_small_gpu
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import MachineRequest, Task, in_trial_order, managed_job
 from pipelines.job.deadline import DEADLINE
-from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
 from trainer.errors import UserError
 
@@ -50,34 +48,6 @@ def test_the_meter_starts_once_and_not_before_the_machine_is_rented(tmp_path: Pa
 
 
 # A launch's tasks
-
-
-def tasks_of(stages: tuple[str, ...] = STAGES, **options: Any) -> dict[str, Task]:
-    request = LaunchRequest("tiny-12345678", "s3://bucket/prefix", **options)
-    return {task.name: task for task in managed_job(request, stages).tasks}
-
-
-def test_a_small_training_gets_one_small_gpu_on_every_cloud() -> None:
-    assert trains_on_a_small_gpu(load_recipe("smoke")) and not trains_on_a_small_gpu(load_recipe("gpt2-124m"))
-
-    def gpus(**options: Any) -> set[tuple[str, str | None]]:
-        request = LaunchRequest("tiny-12345678", "s3://bucket/prefix", **options)
-        (train,) = managed_job(request, ("train",), small=True).tasks
-        return {(machine.cloud, machine.accelerators) for machine in train.machines}
-
-    assert gpus() == {("aws", "L4:1"), ("gcp", "L4:1"), ("lambda", "A10:1")}
-    assert gpus(infra="lambda") == {("lambda", "A10:1")}
-    assert gpus(infra="slurm/here") == {("slurm", "H100:1")}
-    assert gpus(infra="aws", gpus="T4:2") == {("aws", "T4:2")}
-
-
-def test_an_own_cluster_has_no_prices_and_one_kind_of_gpu() -> None:
-    tasks = tasks_of(infra="slurm/here", gpus="H100:4", nodes=2)
-    for task in tasks.values():
-        assert not {"max_hourly_cost", "autostop", "disk_size"} & set(task.to_yaml()["resources"])
-        assert [machine.infra for machine in task.machines] == ["slurm/here"]
-    assert [task.machines[0].accelerators for task in tasks.values()] == [None, "H100:4", "H100:1", None]
-    assert [task.num_nodes for task in tasks.values()] == [1, 2, 1, 1]
 
 
 def test_a_dry_run_shows_every_line_but_no_secret() -> None:

@@ -8,12 +8,10 @@ from pipelines.bench.measurements import Speed, measurements
 from pipelines.bench.throughput import (
     RUN_SHARE,
     OwnSpeed,
-    check_gpus,
     speed_on,
 )
 from pipelines.recipe import load_recipe
 from trainer.config import RuntimeConfig
-from trainer.errors import UserError
 from trainer.metrics import mfu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,20 +47,3 @@ def test_a_runs_own_speed_is_used_on_such_machines_only() -> None:
     assert (there.tokens_per_second, there.kind, there.source) == (2e6, "measured", "attempt 3 of this run")
     assert elsewhere == speed_on(SMALL.model, COMPILED, "H100:8", 2)
     assert speed_on(SMALL.model, COMPILED, "RTX 4090:1", own=own).kind == "measured"
-
-
-def test_the_plan_knows_how_fast_a_precision_is_and_where_it_can_be_had() -> None:
-    def speed(gpus: str, precision: str) -> float:
-        return speed_on(LARGE.model, RuntimeConfig(), gpus, precision=precision).tokens_per_second
-
-    head, blocks, bf16, fp16 = (speed("H100:8", precision) for precision in ("fp8_head", "fp8", "auto", "fp16"))
-    assert min(head, blocks) > bf16 > fp16
-    assert speed("A100:8", "bf16") == speed("A100:8", "auto")
-    for precision in ("fp8", "fp8_head"):
-        train = SMALL.train.model_copy(update={"precision": precision})
-        check_gpus(SMALL.model, train, SMALL.runtime, "H100-MEGA-80GB:8", 1)
-        with pytest.raises(UserError, match=f"train.precision: {precision} needs one of these GPUs: H100, H200"):
-            check_gpus(SMALL.model, train, SMALL.runtime, "A100:8", 1)
-    muon = SMALL.train.model_copy(update={"optimizer": "muon"})
-    with pytest.raises(UserError, match="^train.optimizer: muon computes in bf16, which V100 does not have"):
-        check_gpus(SMALL.model, muon, SMALL.runtime, "V100:8", 1)

@@ -13,7 +13,6 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-TOKEN = "header.payload.signature"
 
 
 def scripts_of(workflow: Path) -> dict[str, str]:

@@ -17,7 +17,6 @@ from pipelines.job.budget import (
     TEARDOWN_SECONDS,
     Budget,
     seconds_until_ask,
-    spent_by_others,
     stopping_seconds,
 )
 from pipelines.recipe import load_recipe
@@ -91,16 +90,6 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
-
-
-def test_all_attempts_of_all_stages_are_on_the_bill_and_none_of_another_run(bench: Bench) -> None:
-    bench.attempt("tokenize", 1, 100, 36.0)  # $1
-    bench.attempt("train", 1, 100, 72.0, nodes=3)  # $6
-    bench.attempt("train", 2, 50, None)  # of unknown price: as if it had been here, at $3600/h
-    mine = bench.attempt("train", 3, 10, 3600.0)
-    assert spent_by_others(bench.store, bench.run, None, 3600.0) == pytest.approx(1 + 6 + 50 + 10)
-    assert spent_by_others(bench.store, bench.run, mine.latest, 3600.0) == pytest.approx(1 + 6 + 50)
-    assert spent_by_others(bench.store, "another-12345678", None, 3600.0) == 0.0
 
 
 def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(bench: Bench) -> None:

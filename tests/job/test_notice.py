@@ -10,11 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
-from metadata_servers import END, Cloud, Ec2Cloud, Everything, GceCloud, Handler
+from metadata_servers import Cloud, Ec2Cloud, Everything, GceCloud, Handler
 from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, TINY, Project
 
 from pipelines.job import notice
-from pipelines.job.notice import Metadata, utc_time, watching
+from pipelines.job.notice import Metadata, watching
 from pipelines.show.console import TerminalScreen
 from trainer.errors import UserError
 from trainer.process import StopSignal
@@ -90,17 +90,6 @@ def test_a_notice_stops_the_run_with_its_reason(start, watched, kind, named: boo
         cloud.preempt()
         until(lambda: stop.asked)
     assert stop.reason == kind.why
-
-
-def test_every_end_of_a_spot_machine_and_of_a_gpu_host_is_a_notice(start) -> None:
-    ec2, gce = start(Ec2Cloud()), start(GceCloud())
-    for action in ("stop", "hibernate"):
-        ec2.items["spot/instance-action"] = json.dumps({"action": action})  # no time: the notice still counts
-        assert notice.Ec2(Metadata(ec2.endpoint)).notice() == f"EC2 spot: {action} at once"
-    gce.items["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
-    assert notice.Gce(Metadata(gce.endpoint)).notice() == "GCE: host maintenance will stop this machine"
-    assert utc_time(END) == utc_time("2026-11-20T12:02:00+02:00") == "2026-11-20 10:02:00 UTC"
-    assert utc_time("soon\x1b[31m") == utc_time(None) == "once"
 
 
 def test_an_expired_token_is_renewed(start) -> None:

@@ -18,7 +18,6 @@ from pipelines.job.prices import billing_here, prices_json
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.ledger import traffic_seconds
 from pipelines.tracking.records import Heartbeat, Machine, Progress
-from trainer.errors import UserError
 
 GPUS_HERE = prices.gpus_here  # the tests below have no GPU
 
@@ -151,33 +150,6 @@ def test_a_single_possible_price_needs_no_metadata_service_and_of_several_the_de
     billing = billing_here(None)
     assert billing.price_per_hour == 4.29 and "the dearest of 2" in billing.price_source
     assert cloud.requests == []
-
-
-def test_a_price_that_is_not_in_the_table_is_unknown_with_a_reason(
-    job: Callable[..., None], metadata: Callable[[Cloud], Cloud], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def source() -> str:
-        billing = billing_here(None)
-        assert billing.price_per_hour is None
-        return billing.price_source
-
-    metadata(ec2(spot=True, instance="p5en.48xlarge"))
-    job("AWS", "us-east-1")
-    assert source() == "unknown: aws/us-east-1/p5en.48xlarge/spot is not in SKYTRAIN_PRICES"
-    job("Slurm", "local", table=[])
-    assert source() == "unknown: neither SKYTRAIN_PRICES nor --price-per-hour is given"
-    assert billing_here(3.0).price_per_hour == 3.0  # the user's value wins
-    job("Slurm", "local", gpus=4, table=[{"cloud": "slurm", "usd_per_hour": 4.5, "accelerators": "H100:4"}])
-    monkeypatch.setenv("SKYPILOT_NUM_NODES", "3")
-    billing = billing_here(None)
-    assert (billing.price_per_hour, billing.nodes, billing.machine.accelerators) == (4.5, 3, "H100:4")
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", '[{"cloud": "aws"}]', '[{"usd_per_hour": -1}]', '[{"a": 1}]'])
-def test_an_invalid_table_is_a_user_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYTRAIN_PRICES", text)
-    with pytest.raises(UserError, match="^SKYTRAIN_PRICES: "):
-        billing_here(None)
 
 
 # Traffic

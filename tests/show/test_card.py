@@ -59,20 +59,6 @@ def test_the_run_card_shows_artifacts_costs_and_commands(
     assert f"{program('mlflow')} ui --backend-store-uri 'sqlite:///some folder/mlflow.db'" in lines
 
 
-@pytest.mark.parametrize("columns", [80, 100])
-def test_the_card_has_neither_blank_nor_broken_lines(
-    finished_pipeline: Pipeline, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    finished_pipeline.made["evaluate"].facts["sample"] = "import x\n\n\n    \nimport " + "y" * 120
-    print_card(finished_pipeline, [])
-    lines = capsys.readouterr().out.splitlines()
-    assert all(line == line.rstrip() and line for line in lines)
-    for line in lines:
-        assert len(line) <= columns or max(map(len, line.split())) > 40, line  # only a path may be longer
-    assert any(line.startswith("by phase    ") for line in lines) and any("│ import x" in line for line in lines)
-
-
 def test_the_card_does_not_print_the_address_of_a_tracking_server(
     finished_pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,6 @@ from pipelines.show.console import (
     JobLog,
     TerminalScreen,
     console,
-    duration,
     printable,
     say,
 )
@@ -28,14 +27,6 @@ from trainer.store import LocalStore
 
 HOSTILE = "\x1b[31m\x1b]0;title\x07\x9b2J\r\u202e[link=https://evil]here[/link]"
 CONTROLS = "\x1b\x07\x9b\r\u202e"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0.0 s"), (7.44, "7.4 s"), (59.9, "59.9 s"), (60, "1 min 00 s"), (192, "3 min 12 s"), (7500, "2 h 05 min")],
-)
-def test_durations_have_two_readable_units(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_generated_text_cannot_control_a_terminal() -> None:

@@ -148,14 +148,6 @@ def test_a_page_shows_the_data_of_the_store(store: LocalStore) -> None:
     assert receipt["seed"] == "1337" and receipt["hardware"].startswith("1 x cpu, fp32; ")
 
 
-def test_the_receipt_names_the_parent_of_a_branch(store: LocalStore) -> None:
-    branch = f"train.branch_from=run:wsd-1a2b3c4d@50@sha256:{'d' * 64}"
-    made = run_in(store, changes=[branch])
-    receipt = dict(run_data(Run(store, made))["receipt"])
-    assert receipt["began with"] == "the whole state of run:wsd-1a2b3c4d@50 (sha256 dddddddddddd)"
-    assert receipt["artifacts"] == ", ".join(made.prefixes.values())
-
-
 def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logged(store: LocalStore) -> None:
     line = run_data(Run(store, run_in(store)))["series"]["val/loss"]["line"]
     bill = dict(zip(line["step"], zip(line["hours"], line["usd"], strict=True), strict=True))
@@ -175,12 +167,6 @@ def test_a_passed_target_is_told_with_its_tokens_hours_and_dollars(store: LocalS
     assert (first["what"], first["met"]) == (f"passed {passed_text(run.passed)}", True)
     never = Run(store, run_in(store, "never", changes=["train.stop_at={val_loss: 1.0}"]))
     assert never.passed is None and page_data([never])["runs"][0]["targets"][0]["met"] is None
-
-
-def test_an_unfinished_run_has_a_page_too(store: LocalStore) -> None:
-    data = run_data(Run(store, run_in(store, steps=300, finished=False)))
-    assert data["targets"] == [{"what": "steps", "target": 400, "got": 300, "met": None}]
-    assert data["sample"] is None
 
 
 def test_targets_are_met_missed_or_not_yet_measured() -> None:
@@ -287,11 +273,6 @@ def test_no_text_of_a_run_becomes_markup(store: LocalStore) -> None:
     assert parts.all("img") == [] and "window.broken" in page  # as text, escaped
     data = json.loads("".join(parts.texts["script"][:1]))
     assert data["runs"][0]["sample"] == HOSTILE and data["overlays"][0]["name"] == HOSTILE
-
-
-def test_data_that_looks_like_the_template_is_not_substituted() -> None:
-    page = bind({"runs": [{"name": "{{script}}{{style}}{{data}}"}]})
-    assert page.count('"use strict"') == 1 and '"name":"{{script}}{{style}}{{data}}"' in page
 
 
 def test_the_policy_admits_the_pages_own_style_and_script_and_nothing_else(store: LocalStore) -> None:

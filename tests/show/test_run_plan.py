@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import pytest
-from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, finished, recipe_with
+from run_records import PLANS, RECIPE, RUN, TRAIN, finished, recipe_with
 
 from pipelines.plan import plan_of
 from pipelines.recipe import load_recipe
 from pipelines.show.plan import print_plan
 from pipelines.stage import STAGES
-from pipelines.tracking.records import Progress
 from trainer.store import LocalStore
 
 
@@ -34,12 +33,6 @@ def test_a_plan_names_the_fields_that_differ_from_the_nearest_sibling(store: Loc
     assert (far.stages["train"].why or "").endswith(" and 1 more fields")
 
 
-def test_a_plan_shows_the_progress_of_an_unfinished_stage(store: LocalStore) -> None:
-    attempted(store, "train", 3, state="interrupted", progress=Progress(step=12_000))
-    why = plan_of(RECIPE, store).stages["train"].why
-    assert why == "attempt 3 is interrupted, step 12,000; run resumes from its last commit"
-
-
 def test_a_plan_changes_nothing(store: LocalStore) -> None:
     plan_of(RECIPE, store)
     assert not store.root.exists()
@@ -60,12 +53,3 @@ def test_a_plan_shows_tokens_epochs_and_the_share_of_validation(
     counted = plan_of(RECIPE, store).text
     assert counted and (counted.tokens, counted.val_tokens, counted.estimated) == (8_000_000, 2_000_000, False)
     assert counted.warning is None
-
-
-def test_a_plan_counts_the_evaluations_while_training(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluating = ["evaluate.hellaswag=hf://datasets/Rowan/hellaswag", "evaluate.every=250", "train.max_steps=600"]
-    plan = plan_of(load_recipe("smoke", evaluating), store)
-    assert (plan.evaluations, plan.evaluation_tokens) == (3, 4_016_800)
-    assert plan.evaluation_share == pytest.approx(3 * 4_016_800 / 3 / plan.tokens)
-    print_plan(plan)
-    assert "3 evaluations while training, of about 4,016,800 tokens: about" in " ".join(capsys.readouterr().out.split())

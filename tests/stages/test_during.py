@@ -98,16 +98,6 @@ def test_ranks_that_evaluate_leave_when_the_command_is_asked_to_stop(finished: P
     assert project.result()["state"] == "done"
 
 
-@pytest.mark.usefixtures("items")
-def test_only_a_target_makes_the_evaluation_part_of_the_training(tmp_path: Path) -> None:
-    plain = planned(tmp_path, TINY)
-    assert planned(tmp_path, evaluating())["train"] == plain["train"]
-    aimed = planned(tmp_path, evaluating(stop_at={"hellaswag": 0.3}))
-    more_often = evaluating(stop_at={"hellaswag": 0.3})
-    more_often["evaluate"] = more_often["evaluate"] | {"every": 5}
-    assert len({plain["train"], aimed["train"], planned(tmp_path, more_often)["train"]}) == 3
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

@@ -80,17 +80,6 @@ def exported(tmp_path: Path) -> tuple[Work, Built, Path]:
 # --- hf
 
 
-def test_the_checkpoint_has_the_bytes_of_safetensors_own_writer(
-    trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path
-) -> None:
-    _, weights = trained(small_encoding(), n_layer=11)  # h.10 comes before h.2
-    hf.write(weights, tmp_path, "bfloat16")
-    hf.verify(weights, tmp_path, "bfloat16")
-    again = tmp_path / "again.safetensors"
-    save_file(load_file(tmp_path / hf.FILE), again, metadata={"format": "pt"})
-    assert again.read_bytes() == (tmp_path / hf.FILE).read_bytes()
-
-
 def test_a_pipeline_of_transformers_generates_from_the_folder(exported: tuple[Work, Built, Path]) -> None:
     import transformers
 
@@ -174,19 +163,6 @@ def test_llama_cpp_says_the_same_text_from_the_gguf(
     assert text.startswith(said)
     assert first == pytest.approx({token: float(ours[token]) for token in first}, abs=0.15)
     assert paths["q8_0"].stat().st_size < paths["f16"].stat().st_size
-
-
-def test_a_gguf_has_an_id_for_every_row_of_the_embedding(
-    trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path
-) -> None:
-    encoding = small_encoding()
-    model, weights = trained(encoding, vocab_size=300, n_embd=48)  # 48: q8_0 does not divide such rows
-    ids = encoding.encode_ordinary(TEXT)
-    path = gguf.write(weights, tmp_path)[1]
-    gguf.verify(weights, tmp_path)
-    (wanted,) = greedy(model, ids, 1)
-    _, first, _ = LlamaCpp(path).complete(ids, 1)
-    assert max(first, key=first.__getitem__) == wanted
 
 
 def change_a_weight(path: Path) -> None:

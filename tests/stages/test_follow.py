@@ -23,7 +23,6 @@ from trainer.events import (
     Checkpointed,
     CheckpointFailed,
     PhaseChanged,
-    Started,
     event_to_json,
 )
 
@@ -35,18 +34,6 @@ def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[s
         Follower(train_work, None).handle(CheckpointFailed(1200, "OSError(28)"), bar)  # type: ignore[arg-type]
     assert recorder.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
     assert train_work.attempt.latest.progress.checkpoint_failed == 1200
-
-
-START = Started(
-    step=0,
-    parameters=7,
-    world_size=1,
-    device="cpu",
-    precision="fp32",
-    engine="eager, on cpu; no CUDA device was found",
-    micro_batch_size=1,
-    micro_batch_why="micro-batches of 1, as configured",
-)
 
 
 def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:

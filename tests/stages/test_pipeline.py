@@ -110,12 +110,6 @@ def test_the_card_shows_artifacts_and_commands_that_work(
         assert finished.run(*command[1:]).stdout
 
 
-def test_a_folder_of_finished_runs_can_move(undisturbed: Callable[[int], Project], tmp_path: Path) -> None:
-    moved = undisturbed(1).copy(tmp_path / "elsewhere")
-    made = moved.result("--set", "evaluate.val_tokens=1024")
-    assert [a["skipped"] for a in made["artifacts"].values()] == [True, True, False, True]
-
-
 def test_an_audit_detects_a_step_that_read_other_text(undisturbed: Callable[[int], Project], tmp_path: Path) -> None:
     forged = undisturbed(1).copy(tmp_path / "forged")
     segment = max(forged.found("train/*/metrics/*.jsonl"), key=lambda path: path.stat().st_size)

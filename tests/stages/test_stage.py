@@ -3,8 +3,6 @@
 The stages here are small stand-ins; store, ledger, manifests and processes are the real ones.
 """
 
-import json
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +15,6 @@ import pytest
 import pipelines.pipeline
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
 from pipelines.pipeline import Pipeline
-from pipelines.provenance import provenance
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import STAGES, Built, Work
@@ -352,12 +349,3 @@ def test_a_rented_machine_that_only_waits_for_another_one_is_released(
     assert type(ended.value) is ending
     assert "attempt 1 on other works on tokenize, so this rented machine is released" in (waiting.stop.reason or "")
     assert stages.built == [] and states(store) == ["running"]
-
-
-def test_provenance_has_the_code_and_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYTRAIN_IMAGE", "registry/skytrain@sha256:1234")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-for-anyone")
-    known = provenance()
-    assert known["image"] == "registry/skytrain@sha256:1234"
-    assert known["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert "not-for-anyone" not in json.dumps(known)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from servers import free_ports
 from texts import ODD_TEXTS
 
 from pipelines.recipe import VOCAB_SIZES
-from pipelines.text.retry import with_retries
 from pipelines.text.sources import open_source, source_identity
 from pipelines.text.text import Text, read_piece
 from pipelines.text.tokenizer import (
@@ -117,13 +115,6 @@ def test_documents_from_number_n_on_are_the_rest_of_all_documents(rows: Path) ->
             assert read(source, start) == everything[start:], (source, start)
 
 
-def test_json_lines_may_be_blank_differ_in_fields_and_start_with_a_byte_order_mark(tmp_path: Path) -> None:
-    path = tmp_path / "l.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "a\\nb"}\r\n\n{"id": [1], "text": "\\u00e9"}\n  \n{"text": "\xc3\xa9"}')
-    assert read(path) == ["a\nb", "é", "é"]
-    assert read(path, 1) == ["é", "é"]
-
-
 def test_bytes_that_are_not_utf8_become_the_replacement_character(tmp_path: Path) -> None:
     damaged = [b"sound", b"\xff\xe2\x82 cut", None, b"caf\xc3\xa9", b"\xed\xa0\x80"]
     expected = ["sound", "\ufffd\ufffd cut", "", "café", "\ufffd\ufffd\ufffd"]
@@ -204,18 +195,6 @@ def test_an_invalid_source_is_refused_before_it_is_opened(
         with pytest.raises(UserError, match=message) as caught:
             ask(source, subset, revision, "text")
         assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_mixed_and_unknown_kinds_of_files_are_refused(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(rows)
-    write_lines(rows / "part-9.jsonl", {"text": "x"})
-    with pytest.raises(UserError, match=r"several kinds \(jsonl, parquet\)"):
-        identity("part-*")
-    (rows / "a.csv").write_text("x")
-    (rows / "a.parquet.gz").write_text("x")
-    for name in ("a.csv", "a.parquet.gz"):
-        with pytest.raises(UserError, match=rf"{name}': unknown kind of file; use .parquet, .jsonl or .txt"):
-            identity(name)
 
 
 def test_a_wrong_column_is_refused_with_the_existing_ones(rows: Path, tmp_path: Path) -> None:
@@ -373,25 +352,6 @@ def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: str, tm
     assert lines == [f"line {name}.{n}" for name in range(3) for n in range(2)]
 
 
-def test_a_busy_or_unreachable_server_is_asked_again_until_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
-    busy = OSError("busy")
-    busy.response = types.SimpleNamespace(status_code=429)  # type: ignore[attr-defined]
-    answers = iter([busy, ConnectionError("refused"), busy, "found"])
-
-    def request() -> Any:
-        answer = next(answers)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    assert with_retries(request) == "found"
-    for wrong in (ConnectionError("refused"), FileNotFoundError("no such file")):
-        answers = iter([wrong, wrong])
-        with pytest.raises(OSError, match=str(wrong)):
-            with_retries(request, seconds=0.0)
-
-
 # Tokenizer files
 
 
@@ -400,13 +360,6 @@ def load_in_transformers(encoding: tiktoken.Encoding, folder: Path) -> Any:
     for name, content in tokenizer_files(encoding, model_max_length=1024).items():
         (folder / name).write_bytes(content)
     return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-def test_merges_and_vocabulary_recovered_from_ranks_equal_openais(gpt2: tiktoken.Encoding, shared_data: Path) -> None:
-    files = tokenizer_files(gpt2, model_max_length=1024)
-    originals = [path.read_bytes() for path in (shared_data / "tiktoken").iterdir()]
-    assert files["merges.txt"] in originals
-    assert json.loads(files["vocab.json"]) in [json.loads(it) for it in originals if it.startswith(b"{")]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])

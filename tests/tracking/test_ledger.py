@@ -17,20 +17,16 @@ import pytest
 
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import (
-    STEADY_SECONDS_BETWEEN_FAILURES,
     Attempt,
     attempts,
     claim,
     is_alive,
     is_dead,
-    prior_seconds_between_failures,
     process_began,
     process_exists,
-    seconds_between_failures,
     this_process,
 )
 from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, StoreUnavailable, UserError
 from trainer.store import LocalStore
 
@@ -294,29 +290,3 @@ def test_a_kill_between_a_heartbeat_and_the_meter_bills_nothing_twice(tmp_path: 
     meter.write_text(f"{up}")  # as if the claim had failed
     second = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 2, Billing(), earlier=[first.latest])
     assert second is not None and second.latest.started == pytest.approx(first.latest.time)
-
-
-@pytest.mark.parametrize("content", ["", "soon", "\n", "nan", "inf train", "-1"])
-def test_a_meter_without_a_time_is_a_user_error(tmp_path: Path, meter: Path, content: str) -> None:
-    meter.write_text(content)
-    with pytest.raises(UserError, match="SKYTRAIN_METER: .* holds no unix seconds"):
-        claimed(LocalStore(tmp_path / "store"), 1)
-
-
-def test_own_and_on_demand_machines_are_expected_to_last_longer_than_spot_and_unknown_ones() -> None:
-    steady = [prior_seconds_between_failures(machine) for machine in (Machine(), Machine(cloud="aws", spot=False))]
-    assert steady == [STEADY_SECONDS_BETWEEN_FAILURES] * 2
-    for market in (Machine(cloud="aws", spot=True), Machine(cloud="slurm")):
-        assert prior_seconds_between_failures(market) == PRIOR_SECONDS_BETWEEN_FAILURES < min(steady)
-        assert prior_seconds_between_failures(market, nodes=2) == PRIOR_SECONDS_BETWEEN_FAILURES / 2
-
-
-def test_silent_deaths_shorten_the_expected_time_until_the_next() -> None:
-    def beat(state: str, hours: float) -> Heartbeat:
-        return Heartbeat("run", "train", 1, state, 0.0, 3600 * hours, 0.0)
-
-    prior = 4 * 3600.0
-    assert seconds_between_failures([], prior) == prior
-    assert seconds_between_failures([beat("interrupted", 4), beat("failed", 1)], prior) == 9 * 3600
-    died = [beat("running", 0.5)] * 3
-    assert seconds_between_failures(died, prior) == pytest.approx((4 + 1.5) / 4 * 3600)

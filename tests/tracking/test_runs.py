@@ -10,24 +10,21 @@ import pytest
 from run_records import (
     ELSEWHERE,
     GONE,
-    PLANS,
     RECIPE,
     RUN,
     TRAIN,
     attempted,
     done_run,
-    recipe_with,
     recorded,
 )
 
-from pipelines.stage import STAGES, planned, plans_of
+from pipelines.stage import STAGES, planned
 from pipelines.tracking.ledger import this_process
 from pipelines.tracking.records import Progress
 from pipelines.tracking.runs import (
     Run,
     full_names,
     read_run,
-    record,
 )
 from trainer.errors import UserError
 from trainer.models.model_config import REMOVED_FIELDS
@@ -90,13 +87,6 @@ def test_the_progress_of_an_unfinished_run_is_in_its_heartbeats(store: LocalStor
     assert (summary.train_loss, summary.val_loss) == (2.9, 3.1)
 
 
-def test_work_of_another_run_for_a_shared_artifact_is_on_that_runs_bill(store: LocalStore) -> None:
-    attempted(store, "tokenize", 1, hours=100.0, price_per_hour=10.0, run="other-12345678")
-    attempted(store, "tokenize", 2, hours=0.5, price_per_hour=10.0)
-    summary = Run(store, recorded(store)).summary
-    assert (summary.attempts, summary.usd) == (1, pytest.approx(5.0))
-
-
 def test_a_run_is_found_by_the_beginning_of_its_name(store: LocalStore) -> None:
     for run in ("smoke-1a2b3c4d", "smoke-1a2b3c4e", "gpt2-124m-99999999"):
         store.put(f"runs/{run}.json", b"")
@@ -119,22 +109,6 @@ def test_a_run_recorded_with_fields_of_recipes_that_were_removed_is_planned_and_
     assert loaded == RECIPE and {name: plan.prefix for name, plan in plans.items()} == made.prefixes
 
 
-def test_an_evaluation_with_other_settings_stays_on_the_bill(store: LocalStore) -> None:
-    before = done_run(store)
-    other = recipe_with("evaluate.val_tokens=4096")
-    plans = plans_of(other)
-    assert plans["evaluate"].prefix != PLANS["evaluate"].prefix
-    for _ in range(2):
-        now = record(store, RUN, other, plans, "export")
-    assert now.earlier["evaluate"] == [before.prefixes["evaluate"]] and now.earlier["train"] == []
-    bill = Run(store, now).account
-    assert bill.total.usd == pytest.approx(20.0) and bill.by_stage["evaluate"].usd == pytest.approx(5.0)
-    assert Run(store, now).summary.attempts == 1
-    again = record(store, RUN, RECIPE, PLANS, "export")  # and back
-    assert again.earlier["evaluate"] == [plans["evaluate"].prefix]
-    assert Run(store, again).account.total.usd == pytest.approx(20.0)
-
-
 def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: LocalStore) -> None:
     made = done_run(store)
     key = f"{TRAIN}/attempts/0001/heartbeat.json"
@@ -152,10 +126,3 @@ def test_running_its_recipe_mends_a_damaged_record_as_its_message_says(store: Lo
         read_run(store, RUN)
     recorded(store)
     assert replace(read_run(store, RUN).record, updated=made.updated) == made
-
-
-def test_a_start_up_to_an_earlier_stage_forgets_no_artifact(store: LocalStore) -> None:
-    record(store, RUN, RECIPE, PLANS | {"export": replace(PLANS["export"], identity={"older": "export"})}, "export")
-    made = record(store, RUN, RECIPE, PLANS, "export")
-    assert len(made.earlier["export"]) == 1
-    assert record(store, RUN, RECIPE, PLANS, "train").earlier == made.earlier

@@ -10,8 +10,6 @@ from pydantic import ValidationError
 from trainer.__main__ import TrainerConfig
 from trainer.amounts import (
     check_shares,
-    micro_batch_count,
-    micro_batch_of,
     sequences_per_step,
     val_share,
     val_tokens,
@@ -155,16 +153,6 @@ def test_a_batch_must_be_whole_sequences(batch_tokens: int, nearest: int) -> Non
     assert str(mistake.value) == (
         f"train.batch_tokens: {batch_tokens} is not a multiple of model.block_size 16; {nearest} would be"
     )
-
-
-@pytest.mark.parametrize(
-    ("share", "most", "count", "largest"),
-    [(12, 1, 12, 1), (12, 4, 3, 4), (12, 5, 3, 4), (7, 8, 1, 7), (73, 64, 2, 37), (10, 4, 3, 4), (1, 4, 1, 1)],
-)
-def test_a_share_takes_the_fewest_micro_batches_of_about_equal_size(
-    share: int, most: int, count: int, largest: int
-) -> None:
-    assert (micro_batch_count(share, most), micro_batch_of(share, most)) == (count, largest)
 
 
 def test_a_batch_with_fewer_sequences_than_processes_is_refused_with_numbers_that_work() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -287,24 +286,3 @@ def test_the_secret_key_is_in_no_output_and_no_object(
     left = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     assert "tiny-" in output and any(b"git_commit" in body for body in objects)
     assert SECRET not in output and not any(SECRET.encode() in body for body in [*objects, *left])
-
-
-def test_neither_a_narrow_terminal_nor_a_pipe_cuts_a_name(folder: Path) -> None:
-    plan = ["plan", "gpt2-124m", "--set", f"name={'a' * 63}"]
-    result = json.loads(skytrain(folder, *plan, "--json").stdout)
-    names = [result["run"], *(stage["artifact"] for stage in result["stages"].values())]
-    for columns in ({"COLUMNS": "30"}, {}):
-        shown = skytrain(folder, *plan, **columns).stdout
-        assert all(name in shown for name in names) and "…" not in shown
-        shown = skytrain(folder, "recipes", **columns).stdout
-        assert "gpt2-1558m" in shown and "1,557.6M" in shown and "…" not in shown
-
-
-def test_a_command_whose_output_nobody_reads_ends_quietly_like_other_programs(folder: Path) -> None:
-    process = subprocess.Popen(
-        [*SKYTRAIN, "recipes"], cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout
-    process.stdout.close()
-    assert process.communicate()[1] == b""
-    assert process.returncode == 128 + signal.SIGPIPE
