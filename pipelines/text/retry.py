@@ -23,6 +23,14 @@ def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
     """
     import tenacity
 
+    def send() -> T:
+        try:
+            return request()
+        except RuntimeError as error:
+            if CLOSED not in str(error):
+                raise
+            raise ConnectionError("the server cannot be reached") from error
+
     def stop(state: tenacity.RetryCallState) -> bool:
         busy = TOO_MANY_REQUESTS in map(status_of, causes(state.outcome.exception() if state.outcome else None))
         limit = BUSY_SECONDS if busy else RETRY_SECONDS
@@ -30,7 +38,7 @@ def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
 
     wait = tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_WAIT_SECONDS)
     attempts = tenacity.Retrying(retry=tenacity.retry_if_exception(is_transient), wait=wait, stop=stop, reraise=True)
-    return attempts(request)
+    return attempts(send)
 
 
 def is_transient(error: BaseException | None) -> bool:
@@ -40,7 +48,7 @@ def is_transient(error: BaseException | None) -> bool:
         if OFFLINE in names:
             return False
         status = status_of(one) or 0
-        if names & TRANSIENT_ERRORS or CLOSED in str(one) or status in (408, TOO_MANY_REQUESTS) or status >= 500:
+        if names & TRANSIENT_ERRORS or status in (408, TOO_MANY_REQUESTS) or status >= 500:
             return True
     return False
 

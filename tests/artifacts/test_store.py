@@ -443,7 +443,8 @@ class TestS3StoreAndAServerThatFails:
         source.write_bytes(os.urandom(size))
         proxy.fail(Fault(damage=True), method="PUT")
         behind_proxy.upload(source, "a")
-        assert len([method for method, _ in proxy.requests if method == "PUT"]) == (2 if size == 1000 else 3)
+        parts = 1 if size == 1000 else 2
+        assert len([method for method, _ in proxy.requests if method == "PUT"]) > parts
         assert behind_proxy.get("a") == source.read_bytes()
 
 

@@ -34,6 +34,9 @@ RIGHTS = {
     "list_objects_v2": "s3:ListBucket",
     "head_bucket": "s3:ListBucket",
 }
+# What s3transfer calls for us.
+TRANSFERS = {"head_object", "create_multipart_upload", "upload_part"}
+TRANSFERS |= {"complete_multipart_upload", "abort_multipart_upload"}
 
 
 class Stack:
@@ -114,6 +117,7 @@ def test_a_job_may_do_exactly_what_the_store_does(policies: dict[str, Any]) -> N
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in methods
     }
+    used |= TRANSFERS
     assert used == set(RIGHTS)
     needed = {RIGHTS[method] for method in used} - {"s3:ListBucket"}
     assert rights_on_objects(policies["JobPolicy"], PREFIX) == needed
