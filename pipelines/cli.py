@@ -17,7 +17,7 @@ from importlib import metadata
 from typing import IO, Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from pipelines.show.outage import show_outages
 from pipelines.verbs.bench import bench
@@ -27,7 +27,7 @@ from pipelines.verbs.gc import gc
 from pipelines.verbs.init import init
 from pipelines.verbs.launch import launch
 from pipelines.verbs.logs import logs
-from pipelines.verbs.options import WholeHelp, home
+from pipelines.verbs.options import home
 from pipelines.verbs.plan import plan
 from pipelines.verbs.pull import pull
 from pipelines.verbs.recipes import recipes
@@ -43,6 +43,7 @@ from pipelines.verbs.tokenizer import tokenizer_app
 from trainer.errors import EXIT_MISTAKE, Ending, ending_of, is_full
 
 PROGRAM = "skytrain"
+WHOLE = 1_000  # characters of a verb's description in --help
 PROJECT_FILE = "skytrain.yaml"
 EXIT_UNREAD = 128 + signal.SIGPIPE  # as the shell reports a program that SIGPIPE ended
 GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
@@ -78,7 +79,7 @@ class Verb(TyperCommand):
 UsageError: Any = typer.BadParameter.__base__
 
 
-class Verbs(WholeHelp):
+class Verbs(TyperGroup):
     """Shows the verbs in groups, with whole descriptions. Handles four exceptions before typer does: Ctrl-C and a
     closed output have their own exit codes, EOFError keeps its traceback like any other bug, and a wrong option takes
     one line like any other mistake."""
@@ -87,7 +88,7 @@ class Verbs(WholeHelp):
         for group, verbs in GROUPS.items():
             with formatter.section(group):
                 names = (str(verb.info.name) if isinstance(verb, typer.Typer) else verb.__name__ for verb in verbs)
-                self.list_verbs(ctx, formatter, names)
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(WHOLE)) for name in names])
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with quiet_if_unread(), usage_in_a_line(PROGRAM):

@@ -33,18 +33,17 @@ REMOVED_FORMATS = {
     "nanogpt": "hf has the same weights, and nanoGPT's GPT.from_pretrained shows how to read them",
     "onnx": "run `optimum-cli export onnx` on the files of hf",
 }
+SHIPPED = (
+    *("smoke", "smoke-modern", "gpt2-124m", "llama-124m", "modern-124m", "gpt3-125m"),
+    *("gpt2-350m", "gpt2-774m", "modern-d24", "gpt2-1558m"),
+)
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
 GOOD_EPOCHS = 4
 HELLASWAG_TOKENS = 10_042 * 400  # of all items: an item is four endings of about 100 tokens
 # Computed of all prompts of CORE with their examples, for a synthetic bundle of the same lengths.
 CORE_TOKENS = 190_000_000
-# Of the harness's tasks without examples: all choices of all items.
-HARNESS_TOKENS = {
-    **{"hellaswag": 3_300_000, "lambada_openai": 440_000, "piqa": 130_000, "arc_easy": 280_000},
-    **{"arc_challenge": 160_000, "winogrande": 60_000, "openbookqa": 30_000, "boolq": 900_000, "mmlu": 6_200_000},
-}
-OTHER_TASK_TOKENS = 1_000_000
+HARNESS_TASK_TOKENS = 1_000_000  # of a task of the harness, all choices of all items
 
 
 class TokenizerFile(Section):
@@ -74,52 +73,42 @@ class TokensConfig(Section):
     source: str = Field(
         default="",
         max_length=1000,
-        description="python-stdlib, hf://datasets/ORG/NAME, or a path, glob or s3:// URL of .parquet, "
-        ".jsonl or .txt files; llmc://FOLDER or llmc://s3://BUCKET/PREFIX adopts shards of skytrain, llm.c or nanoGPT "
-        "where they lie, with their own split",
+        description="python-stdlib, hf://datasets/ORG/NAME, or a path, glob or s3:// URL of .parquet, .jsonl or .txt "
+        "files; llmc://FOLDER or llmc://s3://BUCKET/PREFIX adopts shards where they lie, with their own split",
     )
     sources: list[SourceConfig] | None = Field(
         default=None,
         min_length=1,
         max_length=100,
-        description="Instead of source: a mixture, a list of {source, weight, subset, revision, text_column, "
-        "max_tokens}. Each source is tokenized and split as if it were alone; training draws from them by weight",
+        description="Instead of source: a mixture, a list of {source, weight, …}. Each source is tokenized and split "
+        "as if it were alone; training draws from them by weight",
     )
     subset: str | None = Field(default=None, description="Configuration of a Hugging Face data set; null: its default")
     revision: str | None = Field(
-        default=None,
-        description="Version of a text on the Hub: the 40 hex digits of a commit; null for local text and s3://, "
-        "which are identified by their contents",
+        default=None, description="Version of a text on the Hub: the 40 hex digits of a commit; null for other text"
     )
     text_column: str = Field(default="text", description="Column of parquet, or key of jsonl, that holds the text")
     tokenizer: Literal["gpt2", "bytes"] | TokenizerFile = Field(
         default="gpt2",
-        description="gpt2: tiktoken's BPE, 50,257 ids; bytes: one id a byte, 257 ids; or a file of "
-        "`skytrain tokenizer train`, with its sha256",
+        description="gpt2: tiktoken's BPE, 50,257 ids; bytes: 257 ids; or a file of `skytrain tokenizer train`",
     )
     packing: Literal["stream", "documents"] = Field(
         default="stream",
         description="Sequences of the training split. stream: every window of the text; documents: each sequence "
-        "begins with a document, and the ends of documents that do not fit are cropped (best fit, as nanochat). The "
-        "fingerprint of the tokens then contains model.block_size",
+        "begins with a document, and the ends of documents that do not fit are cropped (best fit, as nanochat)",
     )
     shard_tokens: int = Field(
-        default=100_000_000,
-        ge=1024,
-        lt=2**31,
-        description="Size of a shard; the default is 200 MB of uint16, the header counts in int32 [tokens]",
+        default=100_000_000, ge=1024, lt=2**31, description="Size of a shard; the default is 200 MB [tokens]"
     )
     max_tokens: int | None = Field(default=None, ge=1, description="End of the text; null: all of it [tokens]")
     val_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Size of the validation split, which is the start of the text; null: val_shards, or without it 1% "
-        "of the text and at most one shard [tokens]",
+        description="Size of the validation split, the start of the text; null: val_shards, else 1% of the text and at "
+        "most one shard [tokens]",
     )
     val_shards: int | None = Field(
-        default=None,
-        ge=1,
-        description="Instead of val_tokens: the first shards are held out whole, as in build-nanogpt and llm.c",
+        default=None, ge=1, description="Instead of val_tokens: hold out the first shards whole, as llm.c does"
     )
 
     @field_validator("tokenizer", mode="before")
@@ -143,7 +132,7 @@ class TokensConfig(Section):
         return {"sha256": self.tokenizer.sha256} if isinstance(self.tokenizer, TokenizerFile) else self.tokenizer
 
     @model_validator(mode="after")
-    def _one_text(self) -> Self:
+    def _one_text_and_one_split(self) -> Self:
         if bool(self.source) == (self.sources is not None):
             raise ValueError(
                 "source and sources are both given; remove one" if self.source else "source: missing; name the text"
@@ -151,6 +140,8 @@ class TokensConfig(Section):
         for field in ("subset", "revision", "max_tokens") if self.sources else ():
             if getattr(self, field) is not None:
                 raise ValueError(f"{field} belongs to one source: move it into sources")
+        if self.val_tokens is not None and self.val_shards is not None:
+            raise ValueError("val_tokens and val_shards are both given; remove one")
         return self
 
     def each(self) -> list["TokensConfig"]:
@@ -173,12 +164,6 @@ class TokensConfig(Section):
     def weights(self) -> tuple[float, ...]:
         """Of the sources of a mixture; none of a single text."""
         return tuple(one.weight for one in self.sources or ())
-
-    @model_validator(mode="after")
-    def _one_split(self) -> Self:
-        if self.val_tokens is not None and self.val_shards is not None:
-            raise ValueError("val_tokens and val_shards are both given; remove one")
-        return self
 
     @property
     def val_undecided_shards(self) -> int:
@@ -214,25 +199,22 @@ class EvaluateConfig(Section):
         default=10_485_760, ge=1, description="Size of the validation, at most the held-out shards [tokens]"
     )
     hellaswag: str | None = Field(
-        default=None,
-        description="hf://datasets/Rowan/hellaswag, with @COMMIT if wanted, or a jsonl file; null: skip it",
+        default=None, description="hf://datasets/Rowan/hellaswag, or with @COMMIT, or a jsonl file; null: skip it"
     )
     core: str | None = Field(
         default=None,
-        description="CORE, DCLM's 22 tasks: the folder of a bundle (core.yaml, eval_meta_data.csv, eval_data/), or "
-        "hf://datasets/ORG/NAME@COMMIT; null: skip it",
+        description="CORE, DCLM's 22 tasks: the folder of a bundle, or hf://datasets/ORG/NAME@COMMIT; null: skip it",
     )
     lm_eval: list[str] | None = Field(
         default=None,
         min_length=1,
-        description="Tasks of EleutherAI's lm-evaluation-harness (lambada_openai, piqa, …), for the trained model; "
-        "needs the extra `eval`; null: skip it",
+        description="Tasks of EleutherAI's lm-evaluation-harness (piqa, …), of the extra `eval`; null: skip it",
     )
     every: int | None = Field(
         default=None,
         ge=1,
-        description="Also evaluate while training: HellaSwag, CORE and a few samples of text every so many steps, and "
-        "after the last one; null: only the trained model [optimizer steps]",
+        description="Also evaluate while training, on HellaSwag, CORE and a few samples of text; null: only the "
+        "trained model [optimizer steps]",
     )
 
 
@@ -316,24 +298,16 @@ class Recipe(Section):
                 raise ValueError(f"export.formats: {name} cannot hold model.family {family}, only {held}; remove it")
 
     def _target_is_measured(self) -> None:
-        evaluate, stop_at = self.evaluate, self.train.stop_at
-        if stop_at is None:
-            return
-        if stop_at.hellaswag is not None and evaluate.hellaswag is None:
-            raise ValueError(
-                "train.stop_at.hellaswag needs HellaSwag, and evaluate.hellaswag is null; "
-                "set it to hf://datasets/Rowan/hellaswag or a jsonl file"
-            )
-        if stop_at.core is not None and evaluate.core is None:
-            raise ValueError(
-                "train.stop_at.core needs CORE, and evaluate.core is null; set it to the folder of a bundle"
-            )
-        scored = [name for name in ("hellaswag", "core") if getattr(stop_at, name) is not None]
-        if scored and evaluate.every is None:
-            raise ValueError(
-                f"train.stop_at.{scored[0]} needs an evaluation while training, and evaluate.every is null; "
-                f"set it to {self.train.val_every or 250}"
-            )
+        for name in ("hellaswag", "core"):
+            if self.train.stop_at is None or getattr(self.train.stop_at, name) is None:
+                continue
+            if getattr(self.evaluate, name) is None:
+                raise ValueError(f"train.stop_at.{name} needs evaluate.{name}, which is null; name its items there")
+            if self.evaluate.every is None:
+                raise ValueError(
+                    f"train.stop_at.{name} needs an evaluation while training, and evaluate.every is null; "
+                    f"set it to {self.train.val_every or 250}"
+                )
 
     def _splits_hold_a_sequence(self) -> None:
         sequence = self.model.block_size + 1
@@ -381,7 +355,7 @@ class Recipe(Section):
     @property
     def harness_tokens(self) -> int:
         """Tokens that EleutherAI's harness reads, an estimate."""
-        return sum(HARNESS_TOKENS.get(task, OTHER_TASK_TOKENS) for task in self.evaluate.lm_eval or ())
+        return HARNESS_TASK_TOKENS * len(self.evaluate.lm_eval or ())
 
     def evaluations(self, steps: int) -> int:
         """The number of evaluations while the last `steps` steps train: one at the end."""
@@ -410,11 +384,7 @@ class Recipe(Section):
 
 def shipped() -> dict[str, Path]:
     """The recipes that come with skytrain, by name, smallest first."""
-    folder = Path(str(resources.files("pipelines"))) / "recipes"
-    small = ["smoke", "smoke-modern", "gpt2-124m", "llama-124m", "modern-124m", "gpt3-125m"]
-    order = [*small, "gpt2-350m", "gpt2-774m", "modern-d24", "gpt2-1558m"]
-    paths = {path.stem: path for path in folder.glob("*.yaml")}
-    return {name: paths[name] for name in sorted(paths, key=lambda n: (order + [n]).index(n))}
+    return {name: Path(str(resources.files("pipelines"))) / "recipes" / f"{name}.yaml" for name in SHIPPED}
 
 
 def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:

@@ -21,7 +21,7 @@ import yaml
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
-from pipelines.show.card import TARGET_NAMES, passed_text
+from pipelines.show.card import passed_text
 from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.tracking.account import (
@@ -34,7 +34,7 @@ from pipelines.tracking.account import (
     merge_waits,
 )
 from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.runs import Run
+from pipelines.tracking.runs import Passed, Run
 from trainer.amounts import batch_stages
 from trainer.errors import UserError
 from trainer.metrics import MFU_FORMULA
@@ -100,18 +100,15 @@ def write_page(path: Path, store: Store, runs: Sequence[Run], overlays: Iterable
 
 def render(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> str:
     """The page of some runs, with the curves of other trainers' logs."""
-    return bind(page_data(runs, overlays))
-
-
-def page_data(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> dict[str, Any]:
-    """The data of the page, as its scripts read it."""
-    return {
-        "made": time.time(),
-        "runs": [run_data(run) for run in runs],
-        "overlays": [overlay_data(overlay) for overlay in overlays],
-        "references": REFERENCES,
-        "mfu": MFU_FORMULA,
-    }
+    return bind(
+        {
+            "made": time.time(),
+            "runs": [run_data(run) for run in runs],
+            "overlays": [overlay_data(overlay) for overlay in overlays],
+            "references": REFERENCES,
+            "mfu": MFU_FORMULA,
+        }
+    )
 
 
 def bind(data: dict[str, Any]) -> str:
@@ -150,33 +147,31 @@ def run_data(run: Run) -> dict[str, Any]:
     size = next((size for size, shape in SHAPES.items() if ("gpt2", *shape) == shape_of(recipe)), None)
     evaluated = made.get("evaluate")
     speeds, shares = ([row[k] for row in rows if k in row] for k in ("perf/tokens_per_second", "perf/mfu"))
-    return {
+    return asdict(summary) | {
         "name": record.run,
-        "state": summary.state,
         "size": size,
         "batches": batch_stages(recipe.train),
         "max_steps": run.last_step,
-        "steps": summary.steps,
-        "tokens": summary.tokens,
         "parameters": recipe.model.parameters,
         "text": text_name(recipe),
         "fineweb": is_fineweb(recipe),
         "tokenizer": str(recipe.tokens.tokenizer),
-        "train_loss": summary.train_loss,
-        "val_loss": summary.val_loss,
         "final": {metric: evaluated.facts.get(metric) if evaluated else None for metric in REFERENCES},
-        "bits_per_byte": summary.bits_per_byte,
-        "hellaswag": summary.hellaswag_acc_norm,
-        "core": summary.core,
         "tokens_per_second": median(speeds) if speeds else None,
         "mfu": median(shares) if shares else None,
         "starts": summary.attempts,
-        "account": account_data(account),
-        "faults": summary.faults,
-        "attempts": [attempt_data(number, one, account) for number, one in merge_waits(account.attempts)],
+        "account": asdict(account) | {"attempts": (), "late_data": late_share(summary.phases)},
+        "attempts": [
+            asdict(one)
+            | {
+                "number": number,
+                "machine": machine_name(one),
+                "billed_before": asdict(cost_until(account, one.started)),
+            }
+            for number, one in merge_waits(account.attempts)
+        ],
         "series": series_data(rows, account),
-        "targets": [*stop_targets(run), *targets_of(run, size)],
-        "receipt": receipt(recipe, made, account, run.attempts.get("train", [])),
+        "receipt": receipt(recipe, made, run.passed, account, run.attempts.get("train", [])),
         "recipe": yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
         "sample": evaluated.facts.get("sample") if evaluated else None,
         "samples": [(row["step"], row["samples"]) for row in rows if "samples" in row][-MOST_SAMPLES:],
@@ -193,7 +188,7 @@ def overlay_data(overlay: Overlay) -> dict[str, Any]:
         "steps": max(points[-1][0] for points in series.values()),
         "val_loss": last.get("val/loss"),
         "train_loss": last.get("train/loss"),
-        "hellaswag": last.get("eval/hellaswag_acc_norm"),
+        "hellaswag_acc_norm": last.get("eval/hellaswag_acc_norm"),
         "series": {m: curve(m, [step for step, _ in points], [y for _, y in points]) for m, points in series.items()},
     }
 
@@ -265,44 +260,7 @@ def smoothed(values: Sequence[float], reach: int) -> list[float]:
     return means
 
 
-# --- the account, the receipt
-
-
-def account_data(account: Account) -> dict[str, Any]:
-    return {
-        "total": asdict(account.total),
-        "by_phase": {phase: asdict(cost) for phase, cost in account.by_phase.items()},
-        "by_market": {market: asdict(cost) for market, cost in account.by_market.items()},
-        "goodput": account.goodput,
-        "late_data": late_share({phase: cost.hours for phase, cost in account.by_phase.items()}),
-        "usd_per_billion_tokens": account.usd_per_billion_tokens,
-        "interruptions": asdict(account.interruptions),
-        "savings_usd": account.savings_usd,
-        "deaths": account.deaths,
-        "unseen_seconds": account.unseen_seconds,
-        "unseen_usd": account.unseen_usd,
-    }
-
-
-def attempt_data(number: str, one: AttemptAccount, account: Account) -> dict[str, Any]:
-    return {
-        "stage": one.stage,
-        "number": number,
-        "state": one.state,
-        "waited": one.waited,
-        "started": one.started,
-        "ended": one.ended,
-        "machine": machine_name(one),
-        "nodes": one.nodes,
-        "price_per_hour": one.price_per_hour,
-        "price_source": one.price_source,
-        "bill": asdict(one.bill),
-        "billed_before": asdict(cost_until(account, one.started)),
-        "phases": one.phases,
-        "from": one.resumed_from,
-        "to": one.step,
-        "notice": one.notice,
-    }
+# --- the receipt
 
 
 def machine_name(one: AttemptAccount) -> str:
@@ -312,62 +270,12 @@ def machine_name(one: AttemptAccount) -> str:
     return ", ".join([market_of(machine), *(part for part in parts if part)]) if machine.cloud else one.host
 
 
-def targets(
-    recipe: Recipe,
-    size: str | None,
-    steps: int,
-    val_loss: float | None,
-    hellaswag: float | None,
-    core: float | None = None,
-) -> list[dict[str, Any]]:
-    """The run's targets and results: its steps, and the results of OpenAI's weights of the same size.
-
-    Their loss is a target on FineWeb alone: losses of different texts do not compare.
-    """
-    max_steps = recipe.train.max_steps
-    rows: list[dict[str, Any]] = [
-        {"what": "steps", "target": max_steps, "got": steps, "met": steps >= max_steps or None}
-    ]
-    if size and recipe.tokens.tokenizer == "gpt2":
-        gpt2 = {
-            metric: {s: value for name, s, value in known if "GPT-2" in name} for metric, known in REFERENCES.items()
-        }
-        if is_fineweb(recipe):
-            loss = gpt2["val/loss"][size]
-            met = None if val_loss is None else val_loss <= loss
-            rows.append({"what": f"val loss at most GPT-2 {size}'s", "target": loss, "got": val_loss, "met": met})
-        for name, metric, got in (("HellaSwag", "eval/hellaswag_acc_norm", hellaswag), ("CORE", "eval/core", core)):
-            score = gpt2[metric][size]
-            if got is not None or recipe.evaluate.core or name == "HellaSwag":
-                met = None if got is None else got >= score
-                rows.append({"what": f"{name} at least GPT-2 {size}'s", "target": score, "got": got, "met": met})
-    return rows
-
-
-def targets_of(run: Run, size: str | None) -> list[dict[str, Any]]:
-    """The targets of `targets`; a training that a target has ended has no number of steps to reach."""
-    summary = run.summary
-    scores = summary.val_loss, summary.hellaswag_acc_norm, summary.core
-    rows = targets(run.recipe, size, summary.steps, *scores)
-    return [row for row in rows if not (run.passed and row["what"] == "steps")]
-
-
-def stop_targets(run: Run) -> list[dict[str, Any]]:
-    """The targets of train.stop_at, and the value that passed one of them."""
-    stop_at, passed = run.recipe.train.stop_at, run.passed
-    rows = []
-    for name, target in stop_at.targets.items() if stop_at else ():
-        bound = "at most" if name == "val_loss" else "at least"
-        got = passed.value if passed and passed.name == name else None
-        what = f"{TARGET_NAMES[name]} {bound} {target:g}, which ends the training"
-        if passed and got is not None:
-            what = f"passed {passed_text(passed)}"
-        rows.append({"what": what, "target": target, "got": got, "met": True if got is not None else None})
-    return rows
-
-
 def receipt(
-    recipe: Recipe, made: dict[str, Manifest | None], account: Account, beats: Sequence[Heartbeat]
+    recipe: Recipe,
+    made: dict[str, Manifest | None],
+    passed: Passed | None,
+    account: Account,
+    beats: Sequence[Heartbeat],
 ) -> list[tuple[str, str]]:
     """The facts for a repetition of the run."""
     train = made.get("train")
@@ -390,6 +298,7 @@ def receipt(
         "text": " at ".join(filter(None, (text_name(recipe), recipe.tokens.revision))),
         "began with": recipe.first_weights or "",
         "artifacts": ", ".join(manifest.prefix for manifest in made.values() if manifest),
+        "ended by": passed_text(passed) if passed else "",
         "seed": str(recipe.train.seed),
         "commit": commit + (" with uncommitted changes" if commit and origin.get("git_dirty") else ""),
         "image": origin.get("image") or ("none: the run used no container" if origin else ""),
@@ -397,7 +306,6 @@ def receipt(
         "versions": ", ".join(filter(None, (f"Python {origin.get('python')}" if origin else "", versions))),
         "platform": origin.get("platform", ""),
         "skipped updates": str(train.facts.get("skipped_updates", "")) if train else "",
-        "rollbacks": str(len(train.facts.get("rollbacks", ()))) if train else "",
     }
     return [(label, value) for label, value in facts.items() if value]
 

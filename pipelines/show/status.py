@@ -13,8 +13,6 @@ from pipelines.tracking.forecast import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat
 
-# Units of a forecast: the seconds of one, and the largest number of them that a person still likes to read.
-UNITS = ((1.0, 90.0, "second"), (60.0, 90.0, "minute"), (3600.0, 48.0, "hour"), (86_400.0, math.inf, "day"))
 STEPLESS_SECONDS = 120.0  # without a row, before `status` says so
 ENDED = ("failed", "interrupted", "lost", "stopped")  # states in which nobody trains
 ENDLESS = "endless"  # instead of an infinite number
@@ -87,15 +85,14 @@ def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None, l
 
 
 def to_go(rest: Forecast) -> str:
-    """ "4 minutes and $0.31 to go (80%: 3 to 6 minutes, $0.25 to $0.44)"."""
+    """ "4 min 10 s and $0.31 to go (80%: 3 min 05 s to 6 min 00 s, $0.25 to $0.44)"."""
     if not math.isfinite(rest.hours.middle):
         return "no end in sight: at this rate of interruptions the training makes no progress"
-    size, unit = unit_of(3600 * rest.hours.middle)
-    low, middle, high = (amount(3600 * hours / size) for hours in (rest.hours.low, rest.hours.middle, rest.hours.high))
-    text, spans = several(middle, unit), [several(span(low, high), unit)]
+    text, low, high = (time_of(hours) for hours in (rest.hours.middle, rest.hours.low, rest.hours.high))
+    spans = [f"{low} to {high}"]
     if rest.usd:
         text += f" and {dollars(rest.usd.middle)}"
-        spans.append(span(dollars(rest.usd.low), dollars(rest.usd.high)))
+        spans.append(f"{dollars(rest.usd.low)} to {dollars(rest.usd.high)}")
     return f"{text} to go (80%: {', '.join(spans)})"
 
 
@@ -105,21 +102,8 @@ def expected_end(run: Status, rest: Forecast) -> str:
     return f"trained about {end}{total}"
 
 
-def unit_of(seconds: float) -> tuple[float, str]:
-    """The unit in which a person would state a time: its seconds, and its name."""
-    return next((size, name) for size, most, name in UNITS if seconds < most * size)
-
-
-def span(low: str, high: str) -> str:
-    """ "3 to 6", "4" if both ends read the same, "at least 3" without an end."""
-    return f"at least {low}" if high == ENDLESS else low if low == high else f"{low} to {high}"
-
-
-def amount(number: float) -> str:
-    """A number of units: one decimal below ten, unless it is whole."""
-    if not math.isfinite(number):
-        return ENDLESS
-    return f"{number:.1f}".removesuffix(".0") if number < 10 else f"{number:,.0f}"
+def time_of(hours: float) -> str:
+    return duration(3600 * hours) if math.isfinite(hours) else ENDLESS
 
 
 def dollars(usd: float) -> str:

@@ -4,7 +4,8 @@ The card has the state of the moment when export ran: after evaluate, and with t
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +14,7 @@ import yaml
 from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
 from pipelines.text.hub import HUB
-from pipelines.tracking.account import Account, market_of, nothing_priced
+from pipelines.tracking.account import Account, nothing_priced
 from pipelines.tracking.runs import Run
 
 CARD = "README.md"
@@ -33,25 +34,33 @@ LIMITS = (
 
 def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) -> str:
     """The card of an export. `made` has the artifacts by stage; without `run` the card names no cost."""
-    model, train = recipe.model, made["train"]
+    model, train, facts = recipe.model, recipe.train, made["train"].facts
     evaluated = made["evaluate"].facts if "evaluate" in made else {}
     scores = {name: value for name, value in evaluated.items() if "/" in name and isinstance(value, int | float)}
-    texts = " and ".join(_code(public(one.source)) for one in recipe.tokens.each())
-    others = ", ".join(recipe.export.other_formats)
+    texts = " and ".join(f"{code(one.source)} {one.revision or ''}".strip() for one in recipe.tokens.each())
+    training = {
+        "text": f"{texts}; its licence: see its page",
+        "tokenizer": f"{recipe.tokens.tokenizer}, {model.vocab_size:,} ids",
+        "tokens trained on": f"{facts.get('tokens', recipe.train_tokens):,} in {train.max_steps:,} steps of "
+        f"{train.batch_tokens:,}",
+        "first weights": public(recipe.first_weights or f"random, from the seed {train.seed}"),
+        "optimizer": f"{train.optimizer}, learning rate {train.learning_rate:g}, {train.schedule}",
+        "precision": f"{facts.get('precision') or train.precision}; these weights: {recipe.export.dtype}",
+        "cost": cost(run.account) if run else "no record",
+    }
+    measured = {SCORES.get(name, name): f"{value:.4f}" for name, value in scores.items()}
     sections = [
         f"# {recipe.name}\n\nA {model.title} language model with {model.parameters:,} parameters, trained on {texts}: "
         f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, {model.details}, context "
-        f"{model.block_size} tokens, {model.vocab_size:,} token ids. In transformers it is a "
-        f"{model.hf_config()['architectures'][0]}.",
+        f"{model.block_size} tokens, {model.vocab_size:,} token ids.",
         "## Use\n\n```python\nfrom transformers import pipeline\n\n"
         'generate = pipeline("text-generation", "PATH OF THIS FOLDER")\n'
         'print(generate("<|endoftext|>Once", max_new_tokens=50)[0]["generated_text"])\n```\n\n'
-        "In training, every document begins with `<|endoftext|>`."
-        + (f"\n\nOther formats in this folder: {others}." if others else ""),
-        "## Training\n\n" + table(training_facts(recipe, made)),
-        "## Evaluation\n\n" + evaluation(scores),
-        "## Cost\n\n" + table(cost_facts(run.account if run else None)),
-        "## Reproduce\n\n" + reproduction(recipe, train),
+        "In training, every document begins with `<|endoftext|>`. Formats in this folder: "
+        f"{', '.join(['hf', *recipe.export.other_formats])}.",
+        "## Training\n\n" + table(training.items()),
+        "## Evaluation\n\n" + table(measured.items() or [("scores", "none when this export was made")]),
+        "## Reproduce\n\n" + reproduction(recipe, made["train"]),
         "## Intended use and limits\n\n" + LIMITS,
     ]
     # The metadata of the Hub. The licence of the weights is left to their owner.
@@ -63,73 +72,24 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
     if datasets := [one.source.removeprefix(HUB) for one in recipe.tokens.each() if one.source.startswith(HUB)]:
         metadata["datasets"] = datasets
     if scores:
-        results = [
-            {
-                "task": {"type": "text-generation"},
-                "dataset": {"type": name.partition("/")[0], "name": name.partition("/")[0]},
-                "metrics": [{"type": name.partition("/")[2], "value": value, "name": SCORES.get(name, name)}],
-            }
-            for name, value in scores.items()
-        ]
+        results = []
+        for name, value in scores.items():
+            of, _, metric = name.partition("/")
+            metrics = [{"type": metric, "value": value, "name": SCORES.get(name, name)}]
+            task = {"type": "text-generation"}
+            results.append({"task": task, "dataset": {"type": of, "name": of}, "metrics": metrics})
         metadata["model-index"] = [{"name": recipe.name, "results": results}]
     head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     return f"---\n{head}---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def training_facts(recipe: Recipe, made: Mapping[str, Manifest]) -> list[tuple[str, str]]:
-    """The rows of the table of the training."""
-    text, train, facts = recipe.tokens, recipe.train, made["train"].facts
-    seen = facts.get("tokens", recipe.train_tokens)
-    return [
-        ("text", " and ".join(f"{_code(public(one.source))} {one.revision or ''}".strip() for one in text.each())),
-        ("licence of the text", "see the page of the text"),
-        ("tokenizer", f"{text.tokenizer}, {recipe.model.vocab_size:,} ids"),
-        ("tokens trained on", f"{seen:,} in {train.max_steps:,} steps of {train.batch_tokens:,}"),
-        ("first weights", first_weights(recipe, made["train"])),
-        ("optimizer", train.optimizer),
-        ("learning rate", f"{train.learning_rate:g}, {train.schedule}"),
-        ("precision of the training", facts.get("precision") or train.precision),
-        ("number format of these weights", recipe.export.dtype),
-    ]
-
-
-def first_weights(recipe: Recipe, train: Manifest) -> str:
-    """The weights that the training began with, in words."""
-    began = train.facts.get("began") or {}
-    source = began.get("source") or recipe.train.branch_from or recipe.train.init_from
-    if source is None:
-        return f"random, from the seed {recipe.train.seed}"
-    name, _, content = source.partition("@sha256:")
-    at = _code(name) + (f" (sha256 {content[:12]})" if content else "")
-    return f"the whole state of {at}" if recipe.train.branch_from else f"those of {at}"
-
-
-def evaluation(scores: Mapping[str, float]) -> str:
-    """The table of scores."""
-    if not scores:
-        return "The run was not evaluated when this export was made."
-    return table((SCORES.get(name, name), f"{value:.4f}") for name, value in scores.items())
-
-
-def cost_facts(account: Account | None) -> list[tuple[str, str]]:
-    """Machines, hours and dollars of all attempts, up to this export."""
-    if account is None:
-        return [("cost", "no record")]
-    machines = dict.fromkeys(
-        f"{attempt.nodes} x {attempt.machine.accelerators or attempt.machine.instance or 'own machine'}"
-        + (f" ({market_of(attempt.machine)})" if attempt.machine.cloud else "")
-        for attempt in account.attempts
-        if attempt.stage == "train" and not attempt.waited
-    )
+def cost(account: Account) -> str:
+    """Hours and dollars of all attempts of all stages, up to this export."""
     total = account.total
-    dollars = "unknown: this machine has no price" if nothing_priced(account) else f"{total.usd:,.2f}"
+    dollars = "dollars unknown" if nothing_priced(account) else f"{total.usd:,.2f} dollars"
     if total.unpriced_hours and not nothing_priced(account):
         dollars += f", and {total.unpriced_hours:.2f} hours without a price"
-    return [
-        ("machines of the training", ", ".join(machines) or "unknown"),
-        ("machine hours", f"{total.hours:,.2f}, in {len(account.attempts)} attempts of all stages"),
-        ("dollars", dollars),
-    ]
+    return f"{total.hours:,.2f} machine hours in {len(account.attempts)} attempts; {dollars}"
 
 
 def reproduction(recipe: Recipe, train: Manifest) -> str:
@@ -138,29 +98,35 @@ def reproduction(recipe: Recipe, train: Manifest) -> str:
     commit = origin.get("git_commit") or "unknown"
     changed = ", with local changes" if origin.get("git_dirty") else ""
     versions = ", ".join(f"{name} {version}" for name, version in (origin.get("versions") or {}).items() if version)
-    values = recipe.model_dump()
-    for one in values["tokens"]["sources"] or [values["tokens"]]:
-        one["source"] = public(one["source"])
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(publish(recipe.model_dump()), sort_keys=False, allow_unicode=True)
     return (
         f"skytrain at commit `{commit}`{changed} ({versions}), with this recipe as `recipe.yaml`:\n\n"
         f"```\nskytrain run recipe.yaml\n```\n\n```yaml\n{text}```"
     )
 
 
-def table(rows: Iterable[tuple[str, ...]], heads: Sequence[str] = ("", "")) -> str:
-    lines = [heads, ["---" for _ in heads], *rows]
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    lines = [("", ""), ("---", "---"), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |" for cells in lines)
 
 
-def public(source: str) -> str:
-    """A source without what may be a secret: the user, the password and the query of a URL."""
-    parts = urlsplit(source) if "://" in source else None
-    if parts is None or parts.scheme not in ("http", "https"):
-        return source
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+def publish(value: Any) -> Any:
+    """Values of a recipe, each text of them `public`."""
+    if isinstance(value, dict):
+        return {name: publish(one) for name, one in value.items()}
+    return [publish(one) for one in value] if isinstance(value, list) else public(value)
 
 
-def _code(text: str) -> str:
-    """A text of the user in Markdown's code, on one line."""
-    return f"`{json.dumps(text, ensure_ascii=False)[1:-1].replace('`', ' ')}`"
+def public(value: Any) -> Any:
+    """A text without what is nobody's business: the user, password and query of a URL, the folders of this machine."""
+    if not isinstance(value, str):
+        return value
+    parts = urlsplit(value) if value.startswith(("http://", "https://")) else None
+    if parts:
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+    return re.sub(r"(^|://| )/.*/(?=[^/])", r"\1", value)
+
+
+def code(text: str) -> str:
+    """A public text of the user in Markdown's code, on one line."""
+    return f"`{json.dumps(public(text), ensure_ascii=False)[1:-1].replace('`', ' ')}`"

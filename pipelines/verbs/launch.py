@@ -17,10 +17,10 @@ from pipelines.verbs.options import (
     RecipeName,
     StoreUri,
     Tags,
+    check_home,
     one_of,
     set_tracking_options,
     store_uri,
-    writable_home,
 )
 from trainer.errors import UserError
 
@@ -182,7 +182,7 @@ def run_here(prepared: "Launch", until: str) -> None:
     from pipelines.verbs.run import pipeline_here
     from trainer.process import StopSignal
 
-    writable_home()
+    check_home()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         stop = StopSignal()

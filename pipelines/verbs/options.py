@@ -2,48 +2,22 @@
 
 import os
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from pipelines.sample import TextModel
 
-WHOLE = 1_000  # characters of a verb's description in --help
-
-
-def shipped_names(start: str) -> list[str]:
-    """The shipped recipes whose names start like this, for a shell's completion; without one it offers files."""
-    from pipelines.recipe import shipped
-
-    return [name for name in shipped() if name.startswith(start)]
-
-
-def names_of_runs(start: str) -> list[str]:
-    """The runs of a local store whose names start like this, for a shell's completion. A bucket would take seconds."""
-    kind, _, folder = store_uri(None).rpartition("://")
-    runs = Path(folder).glob("runs/*.json") if kind in ("", "file") else ()
-    return sorted(path.stem for path in runs if path.stem.startswith(start))
-
 
 RecipeName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="A shipped recipe, a recipe file, or run:NAME for a recorded run.",
-        autocompletion=shipped_names,
-    ),
+    str, typer.Argument(metavar="RECIPE", help="A shipped recipe, a recipe file, or run:NAME for a recorded run.")
 ]
 RunNames = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="RUN", help="Names of runs, or their first letters [all]", autocompletion=names_of_runs),
+    list[str] | None, typer.Argument(metavar="RUN", help="Names of runs, or their first letters [all]")
 ]
-RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run, or its first letters.", autocompletion=names_of_runs)
-]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or its first letters.")]
 LastStage = Annotated[str, typer.Option("--stage", help="Stop after this stage: tokenize, train, evaluate or export.")]
 Changes = Annotated[
     list[str] | None,
@@ -82,50 +56,16 @@ Precision = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
-class WholeHelp(TyperGroup):
-    """A group of verbs whose --help cuts no description."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            self.list_verbs(ctx, formatter, self.list_commands(ctx))
-
-    def list_verbs(self, ctx: Any, formatter: Any, names: Iterable[str]) -> None:
-        """Write verbs with their descriptions, wrapped at the terminal's width."""
-        commands = [(name, self.get_command(ctx, name)) for name in names]
-        formatter.write_dl([(name, command.get_short_help_str(WHOLE)) for name, command in commands if command])
-
-
 def home() -> Path:
-    """The folder of this machine for scratch, caches and the default store: SKYTRAIN_HOME or ./.skytrain.
-
-    UserError for a path that nothing can have.
-    """
-    from trainer.errors import UserError
-
-    folder = Path(os.environ.get("SKYTRAIN_HOME") or ".skytrain").absolute()
-    try:
-        folder.exists()
-    except OSError as error:
-        raise UserError(f"SKYTRAIN_HOME: {str(folder)[:80]}: not a usable path ({error.strerror})") from error
-    return folder
+    """The folder of this machine for scratch, caches and the default store: SKYTRAIN_HOME or ./.skytrain."""
+    return Path(os.environ.get("SKYTRAIN_HOME") or ".skytrain").absolute()
 
 
-def writable_home() -> Path:
-    """`home`, which exists afterwards. UserError if nothing can be written there."""
-    from trainer.errors import UserError, is_full
-
-    folder = home()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        if is_full(error):
-            raise
-        raise UserError(
-            f"SKYTRAIN_HOME: {str(folder)[:80]} is not writable ({error.strerror}); choose a writable folder"
-        ) from error
-    return folder
+def check_home() -> None:
+    """Make `home`. OSError, which names it, if nothing can be written there."""
+    home().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=home()):
+        pass
 
 
 def store_uri(option: str | None) -> str:

@@ -4,7 +4,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,18 +17,17 @@ from pipelines.verbs.options import (
     RecipeName,
     StoreUri,
     Tags,
+    check_home,
     default_tracking_uri,
     home,
     one_of,
     set_tracking_options,
     store_uri,
-    writable_home,
 )
 from trainer.errors import EXIT_DONE, Interrupted, Stopped, StoreUnavailable, UserError
 
 if TYPE_CHECKING:
     from pipelines.artifacts.manifest import ArtifactPlan
-    from pipelines.nodes.address import NodeAddress
     from pipelines.pipeline import Pipeline
     from pipelines.recipe import Recipe
     from pipelines.screen import Screen
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from trainer.store import Store
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # to stop; a death by one is no crash
+RESULT = ("run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss")  # of the summary, in --json
 
 
 def run(
@@ -73,7 +73,8 @@ def run(
     from pipelines.nodes.address import let_workers_exit_first, this_node
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
-    from pipelines.stage import STAGES, check_export, missing, run_name
+    from pipelines.stage import STAGES, check_export, missing, planned, run_name
+    from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
     from trainer.process import StopSignal
 
     if exited is not None and not 128 < exited <= 192:
@@ -82,15 +83,21 @@ def run(
     set_tracking_options(experiment, tag)
     node, stop, screen = this_node(), StopSignal(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
-    loaded, plans = load(recipe, set_ or [], opened, unless_stopped and exited is None)
+    try:
+        loaded, plans = planned(recipe, set_ or [], opened)
+    except StoreUnavailable as error:
+        if unless_stopped and exited is None:  # otherwise the job would rent such a machine again and again
+            raise UserError(f"{error}; this machine has never reached it") from error
+        raise
     check_export(loaded, stage)
     if exited:
-        if node.rank:
-            exit_worker_after(exited - 128, opened, plans, node)
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
-    writable_home()
+    check_home()
     refuse_what_ends_late(loaded, lambda: missing(opened, plans, stage), launched=unless_stopped or bool(node.rank))
-    apply_stop_request(opened, run_name(plans), unless_stopped)
+    if not unless_stopped:
+        clear_stop_request(opened, run_name(plans))
+    elif request := read_stop_request(opened, run_name(plans)):
+        raise Stopped(str(request))
     if node.rank:
         from pipelines.nodes.worker import run_worker
 
@@ -116,20 +123,6 @@ def run(
         print_card(pipeline, next_commands(pipeline))
 
 
-def load(
-    recipe: str, changes: Iterable[str], store: "Store", unless_stopped: bool
-) -> "tuple[Recipe, dict[str, ArtifactPlan]]":
-    """The recipe and its plans. UserError if a managed job (`unless_stopped`) can't reach the store."""
-    from pipelines.stage import planned
-
-    try:
-        return planned(recipe, changes, store)
-    except StoreUnavailable as error:
-        if unless_stopped:  # otherwise the job would rent such a machine again and again
-            raise UserError(f"{error}; this machine has never reached it") from error
-        raise
-
-
 def refuse_what_ends_late(recipe: "Recipe", missing: Callable[[], list[str]], launched: bool) -> None:
     """UserError, before hours of training, for an input or a package that evaluate or export would refuse after it.
     `launch` has checked the inputs before it rented a machine."""
@@ -145,17 +138,6 @@ def refuse_what_ends_late(recipe: "Recipe", missing: Callable[[], list[str]], la
         check_inputs(recipe, home() / "cache")
 
 
-def exit_worker_after(number: int, store: "Store", plans: "dict[str, ArtifactPlan]", node: "NodeAddress") -> None:
-    """Exit, or raise Interrupted, on a worker whose command a signal has ended."""
-    from pipelines.nodes.torchrun import signal_name
-    from pipelines.nodes.worker import record_crash
-
-    cause = f"the command of node {node.rank} was killed by {signal_name(number)}"
-    if number not in REQUESTS and record_crash(store, plans["train"].prefix, node, cause):
-        sys.exit(EXIT_DONE)  # the exit code of node 0 counts
-    raise Interrupted(cause)
-
-
 def after_signal(
     number: int,
     store: "Store",
@@ -163,33 +145,29 @@ def after_signal(
     until: str,
     price_per_hour: float | None,
     unless_stopped: bool,
-) -> Exception:
+) -> BaseException:
     """The exception that ends a run on this node after a signal has ended its command. Recorded in the store."""
     from pipelines.job.prices import billing_here
+    from pipelines.nodes import worker
     from pipelines.nodes.address import let_workers_exit_first, this_node
     from pipelines.nodes.torchrun import signal_name
     from pipelines.pipeline import record_crash
     from pipelines.stage import run_name
     from pipelines.tracking.stop_request import read_stop_request
 
-    cause = f"the run's command was killed by {signal_name(number)}"
+    node = this_node()
+    whose = f"the command of node {node.rank}" if node.rank else "the run's command"
+    cause = f"{whose} was killed by {signal_name(number)}"
     if number in REQUESTS:
         return Interrupted(cause)
+    if node.rank:
+        recorded = worker.record_crash(store, plans["train"].prefix, node, cause)
+        return SystemExit(EXIT_DONE) if recorded else Interrupted(cause)  # the exit code of node 0 counts
     ending = record_crash(store, plans, until, billing_here(price_per_hour), cause)
-    let_workers_exit_first(this_node())
+    let_workers_exit_first(node)
     if unless_stopped and (request := read_stop_request(store, run_name(plans))):
         return Stopped(str(request))
     return ending
-
-
-def apply_stop_request(store: "Store", run: str, unless_stopped: bool) -> None:
-    """Withdraw the request to stop a run; with `unless_stopped` raise Stopped for it."""
-    from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
-
-    if not unless_stopped:
-        clear_stop_request(store, run)
-    elif request := read_stop_request(store, run):
-        raise Stopped(str(request))
 
 
 def pipeline_here(
@@ -229,23 +207,15 @@ def pipeline_here(
 def result(pipeline: "Pipeline") -> dict[str, Any]:
     """The object that `run --json` prints, after success and after an interruption."""
     summary = pipeline.snapshot().summary
-    return {
-        "run": pipeline.run,
-        "state": summary.state,
-        "attempts": summary.attempts,
-        "usd": summary.usd,
-        "billed_hours": summary.billed_hours,
-        "unpriced_hours": summary.unpriced_hours,
-        "val_loss": summary.val_loss,
-        "artifacts": {
-            stage: {
-                "uri": f"{pipeline.store.uri}/{manifest.prefix}",
-                "fingerprint": manifest.fingerprint,
-                "skipped": pipeline.skipped[stage],
-            }
-            for stage, manifest in pipeline.made.items()
-        },
+    artifacts = {
+        stage: {
+            "uri": f"{pipeline.store.uri}/{manifest.prefix}",
+            "fingerprint": manifest.fingerprint,
+            "skipped": pipeline.skipped[stage],
+        }
+        for stage, manifest in pipeline.made.items()
     }
+    return {field: getattr(summary, field) for field in RESULT} | {"artifacts": artifacts}
 
 
 def next_commands(pipeline: "Pipeline") -> list[str]:
@@ -254,28 +224,19 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
     On a rented node, only those that work on the user's machine, too.
     """
     from pipelines.show.console import program
-    from trainer.store import LocalStore
 
-    skytrain = program("skytrain")
+    skytrain, name = program("skytrain"), pipeline.run
     is_default = pipeline.store.uri == f"file://{pipeline.home / 'store'}"
     option = "" if is_default else f" --store {shlex.quote(pipeline.store.uri)}"
-    commands = [f"{skytrain} report{option}"]
+    commands = [f"{skytrain} report {name}{option}"]
     if "train" in pipeline.made:
-        commands += [
-            f"{skytrain} report {pipeline.run} --series{option}",
-            f"{skytrain} report {pipeline.run} --html report.html{option}",
-            f'{skytrain} sample {pipeline.run} --prompt "def "{option}',
-        ]
+        commands.append(f"{skytrain} report {name} --html report.html{option}")
+        commands.append(f'{skytrain} sample {name} --prompt "def "{option}')
     if pipeline.billing.machine.cluster:
         return commands
-    if any(stage not in pipeline.made for stage in pipeline.plans):
-        commands.append(f"{skytrain} run run:{pipeline.run}{option}")
-    if not pipeline.mirror.off and pipeline.mirror.uri.startswith("sqlite:"):  # a server's URI may hold a password
+    # The URI of a server may hold a password.
+    if not pipeline.mirror.off and pipeline.mirror.uri.startswith("sqlite:"):
         commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(pipeline.mirror.uri)}")
-    export = pipeline.made.get("export")
-    if export and isinstance(pipeline.store, LocalStore):
-        folder = pipeline.store.path_of(f"{export.prefix}/{export.files[0].key}").parent
-        commands.append(f"transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
-    elif export:
-        commands.append(f"{skytrain} pull {pipeline.run} {shlex.quote(pipeline.recipe.name)}{option}")
-    return commands
+    finished = "export" in pipeline.made
+    rest = f"pull {name} {shlex.quote(pipeline.recipe.name)}" if finished else f"run run:{name}"
+    return [*commands, f"{skytrain} {rest}{option}"]

@@ -5,11 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pipelines.verbs.options import WholeHelp
-
-shards_app = typer.Typer(
-    name="shards", cls=WholeHelp, help="Verify token shards in llm.c's format.", no_args_is_help=True
-)
+shards_app = typer.Typer(name="shards", help="Verify token shards in llm.c's format.", no_args_is_help=True)
 
 
 @shards_app.callback()

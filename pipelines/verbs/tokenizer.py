@@ -5,11 +5,9 @@ from typing import Annotated
 
 import typer
 
-from pipelines.verbs.options import Changes, RecipeName, WholeHelp
+from pipelines.verbs.options import Changes, RecipeName
 
-tokenizer_app = typer.Typer(
-    name="tokenizer", cls=WholeHelp, help="Train a tokenizer of your own.", no_args_is_help=True
-)
+tokenizer_app = typer.Typer(name="tokenizer", help="Train a tokenizer of your own.", no_args_is_help=True)
 
 
 @tokenizer_app.callback()

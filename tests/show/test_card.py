@@ -55,7 +55,7 @@ def test_the_run_card_shows_artifacts_costs_and_commands(
     ):
         assert fact in lines
     assert "def [bold]f(x):" in card and "\x1b" not in card  # generated text is neither markup nor a command
-    assert f"{program('skytrain')} report {RUN} --series" in lines
+    assert f"{program('skytrain')} pull {RUN} {RECIPE.name}" in [line.partition(" --store")[0] for line in lines]
     assert f"{program('mlflow')} ui --backend-store-uri 'sqlite:///some folder/mlflow.db'" in lines
 
 

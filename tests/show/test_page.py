@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.artifacts.manifest import File, Manifest, key_of
-from pipelines.recipe import SourceConfig, load_recipe
+from pipelines.recipe import load_recipe
 from pipelines.show.card import passed_text
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.show.page import (
@@ -27,10 +27,8 @@ from pipelines.show.page import (
     SHAPES,
     bind,
     overlay_data,
-    page_data,
     render,
     run_data,
-    targets,
     thin,
 )
 from pipelines.stage import plans_of, run_name
@@ -140,7 +138,10 @@ def test_a_page_shows_the_data_of_the_store(store: LocalStore) -> None:
     assert (data["state"], data["steps"], data["starts"]) == ("done", 400, 2)
     assert data["account"]["total"] == asdict(account.total)
     assert account.total.usd == pytest.approx(36.0 * (250 + 210) / 3600)
-    assert [(a["state"], a["from"], a["to"]) for a in data["attempts"]] == [("lost", 0, 250), ("done", 200, 400)]
+    assert [(a["state"], a["resumed_from"], a["step"]) for a in data["attempts"]] == [
+        ("lost", 0, 250),
+        ("done", 200, 400),
+    ]
     assert data["attempts"][1]["billed_before"]["usd"] == pytest.approx(2.5)
     assert data["series"]["train/loss"]["raw"]["step"] == list(range(1, 401))
     receipt = dict(data["receipt"])
@@ -163,33 +164,9 @@ def test_a_passed_target_is_told_with_its_tokens_hours_and_dollars(store: LocalS
     assert run.passed == Passed("val_loss", 3.0, ANY, 200, 200 * 2048, ANY)
     assert run.passed.value == pytest.approx(2.7767, abs=1e-4)
     assert passed_text(run.passed) == "val loss 3 after 409,600 tokens (step 200), 3 min 30 s, $2.10"
-    first = page_data([run])["runs"][0]["targets"][0]
-    assert (first["what"], first["met"]) == (f"passed {passed_text(run.passed)}", True)
+    assert dict(run_data(run)["receipt"])["ended by"] == passed_text(run.passed)
     never = Run(store, run_in(store, "never", changes=["train.stop_at={val_loss: 1.0}"]))
-    assert never.passed is None and page_data([never])["runs"][0]["targets"][0]["met"] is None
-
-
-def test_targets_are_met_missed_or_not_yet_measured() -> None:
-    recipe = load_recipe("gpt2-124m")
-    verdicts = [row["met"] for row in targets(recipe, "124M", recipe.train.max_steps, 3.5, 0.30)]
-    assert verdicts == [True, False, True]
-    assert [row["met"] for row in targets(recipe, "124M", 5, None, None)] == [None, None, None]
-    measured = load_recipe("gpt2-124m", ["evaluate.core=bundle"])
-    assert [row["met"] for row in targets(measured, "124M", 5, None, None)] == [None] * 4
-    assert [row["met"] for row in targets(measured, "124M", 5, None, None, 0.12)][3] is True
-    assert [row["met"] for row in targets(recipe, "350M", 5, None, None, 0.12)][3] is False
-    assert len(targets(load_recipe("smoke"), None, 600, 1.0, None)) == 1  # OpenAI has no weights of that size
-
-
-def test_the_loss_of_gpt2_is_no_target_on_another_text() -> None:
-    code = load_recipe("gpt2-124m", ["tokens.source=code/*.txt"])
-    rows = targets(code, "124M", code.train.max_steps, 1.2, 0.25)
-    assert [(row["what"], row["met"]) for row in rows] == [("steps", True), ("HellaSwag at least GPT-2 124M's", False)]
-    web, other = (SourceConfig(source=name, weight=1) for name in ("hf://datasets/HuggingFaceFW/fineweb", "code/*.txt"))
-    for sources, compares in (([web, web], True), ([web, other], False)):
-        tokens = code.tokens.model_copy(update={"source": "", "sources": sources})
-        mixture = code.model_copy(update={"tokens": tokens})
-        assert any("val loss" in row["what"] for row in targets(mixture, "124M", 5, 1.2, None)) is compares
+    assert never.passed is None and "ended by" not in dict(run_data(never)["receipt"])
 
 
 @pytest.mark.parametrize("size", SHAPES)

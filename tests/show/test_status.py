@@ -6,17 +6,10 @@ import pytest
 from run_records import RUN, done_run
 
 from pipelines.show.status import print_stopped
-from pipelines.tracking.forecast import Forecast, Range
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.verbs.status import status
 from trainer.errors import UserError
 from trainer.store import LocalStore
-
-HOUR = Range(1.0, 1.0, 1.0)
-
-
-def rest(hours: tuple[float, float, float], usd: tuple[float, float, float] | None = None) -> Forecast:
-    return Forecast(Range(*hours), HOUR, Range(*usd) if usd else None, HOUR)
 
 
 def test_a_stopped_run_says_how_to_continue(capsys: pytest.CaptureFixture[str]) -> None:

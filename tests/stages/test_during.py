@@ -103,8 +103,7 @@ def test_ranks_that_evaluate_leave_when_the_command_is_asked_to_stop(finished: P
     [
         (
             ["train.stop_at={hellaswag: 0.3}", "evaluate.every=10"],
-            "tiny.yaml: train.stop_at.hellaswag needs HellaSwag, and evaluate.hellaswag is null; "
-            "set it to hf://datasets/Rowan/hellaswag or a jsonl file",
+            "tiny.yaml: train.stop_at.hellaswag needs evaluate.hellaswag, which is null; name its items there",
         ),
         (
             ["train.stop_at={val_loss: 3.2}", "train.val_every=null"],

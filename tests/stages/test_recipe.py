@@ -386,7 +386,7 @@ def test_a_core_that_ends_the_training_counts_for_its_fingerprint(tmp_path: Path
         return fingerprints(load_recipe("gpt2-124m", changes))["train"]
 
     assert len({trained(0, 0.1), trained(1, 0.1), trained(0, 0.2)}) == 3
-    with pytest.raises(UserError, match=r"train\.stop_at\.core needs CORE, and evaluate\.core is null"):
+    with pytest.raises(UserError, match=r"train\.stop_at\.core needs evaluate\.core, which is null"):
         load_recipe("gpt2-124m", ["evaluate.every=250", "train.stop_at={core: 0.1}"])
 
 

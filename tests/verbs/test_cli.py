@@ -236,16 +236,8 @@ def test_short_help_version_and_completion_answer(folder: Path) -> None:
     for option in ("--stage", "--store", "--set", "--price-per-hour", "--json", "-h, --help"):
         assert option in helped.stdout
     assert skytrain(folder, "--version").stdout.startswith(f"skytrain {metadata.version('skytrain')}")
-    (folder / ".skytrain/store/runs").mkdir(parents=True)
-    (folder / ".skytrain/store/runs/smoke-12345678.json").write_text("{}")
-    for words, expected in (
-        ("re", ["recipes", "report", "resume"]),
-        ("run gpt3", ["gpt3-125m"]),
-        ("sample smo", ["smoke-12345678"]),
-    ):
-        number = str(len(words.split()))
-        asked = {"_SKYTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": f"skytrain {words}", "COMP_CWORD": number}
-        assert skytrain(folder, **asked).stdout.split() == expected
+    asked = {"_SKYTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": "skytrain re", "COMP_CWORD": "1"}
+    assert skytrain(folder, **asked).stdout.split() == ["recipes", "report", "resume"]
 
 
 # --- output

@@ -71,7 +71,7 @@ function timeline(run) {
       [el("span", { class: `chip s-${stateOf(a)}` }, `${mark} ${text}`), a.notice && `: ${a.notice}`],
       dateTime(a.started),
       seconds(Object.values(a.phases).reduce((sum, s) => sum + s, 0)),
-      has(a.from) ? `${full(a.from)} → ${full(a.to ?? a.from)}` : "",
+      has(a.resumed_from) ? `${full(a.resumed_from)} → ${full(a.step ?? a.resumed_from)}` : "",
       [a.nodes > 1 && `${a.nodes} x `, a.machine, el("span", { class: "soft" }, ` ${price} (${a.price_source})`)],
       paid(a.bill),
     ];

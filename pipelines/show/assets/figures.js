@@ -164,8 +164,9 @@ function drawCurves(layer, { box, X, Y, curves }) {
 // A tick on the axis for each later attempt at training.
 function resumptions(source, X, box) {
   const [, ...later] = (source.attempts ?? []).filter((a) => a.stage === "train");
-  const place = ({ from, billed_before: { hours, usd } }) => along(source, { step: [from], hours: [hours], usd: [usd], y: [0] });
-  const at = later.filter((a) => a.from > 0).map(place).filter(Boolean).map((point) => X(point.x[0]));
+  const place = ({ resumed_from, billed_before: { hours, usd } }) =>
+    along(source, { step: [resumed_from], hours: [hours], usd: [usd], y: [0] });
+  const at = later.filter((a) => a.resumed_from > 0).map(place).filter(Boolean).map((point) => X(point.x[0]));
   return at.filter((x) => x >= box.left).map((x) => line("tick", x, box.bottom - 9, x, box.bottom, { color: source.key }));
 }
 

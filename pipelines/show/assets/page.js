@@ -24,7 +24,7 @@ function tiles(run) {
       has(run.bits_per_byte) && `${score(run.bits_per_byte)} bits per byte`,
       has(run.train_loss) && `train ${score(run.train_loss)}`,
     ].filter(Boolean).join(", ")],
-    has(run.hellaswag) && ["HellaSwag", score(run.hellaswag), "acc_norm"],
+    has(run.hellaswag_acc_norm) && ["HellaSwag", score(run.hellaswag_acc_norm), "acc_norm"],
     has(run.core) && ["CORE", score(run.core), "22 tasks, centred"],
     ["tokens", short(run.tokens), plural(run.steps, "step")],
     has(run.tokens_per_second) &&
@@ -40,7 +40,7 @@ function tiles(run) {
 function overview() {
   const heads = ["run", "state", "model", "tokens", "val loss", "HellaSwag"];
   const more = ["tokens/s", "starts", "billed", "dollars", "goodput"];
-  const scores = (source) => [score(source.val_loss), score(source.hellaswag)];
+  const scores = (source) => [score(source.val_loss), score(source.hellaswag_acc_norm)];
   const name = (source) => [swatch(source.key, "box"), source.name];
   function row(source) {
     const tokens = short(source.overlay ? tokensBefore(source, source.steps) : source.tokens);
@@ -85,7 +85,7 @@ function controls() {
 function training() {
   const any = (...metrics) => metrics.some((m) => sources.some((source) => source.series[m] || has(source.final?.[m])));
   if (!sources.some((source) => Object.keys(source.series).length)) return soft("No step was committed yet.");
-  const resumed = page.runs.some((run) => run.attempts.some((a) => a.stage === "train" && a.from));
+  const resumed = page.runs.some((run) => run.attempts.some((a) => a.stage === "train" && a.resumed_from));
   const caption = () => {
     const absent = visible().filter((source) => Object.keys(source.series).length && !isOn(source, view.axis));
     return [
@@ -129,13 +129,8 @@ function samples(run) {
 }
 
 function receipt(run) {
-  const verdict = { true: ["good", "✓ met"], false: ["bad", "✕ missed"], null: ["soft", "not yet"] };
-  const amount = (n) => (Number.isInteger(n) ? full(n) : score(n));
-  const chip = ([color, text]) => el("span", { class: "chip", color }, text);
   return [
     el("dl", { class: "receipt" }, run.receipt.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
-    table(["target", "value", "result", ""], run.targets.map(({ what, target, got, met }) =>
-      [what, amount(target), amount(got), chip(verdict[met])])),
     el("details", {}, el("summary", {}, "The recipe, with every default"), el("pre", {}, run.recipe)),
   ];
 }
@@ -161,7 +156,7 @@ fill(document.getElementById("page"), {}, [
     el("h2", {}, "Samples"), soft("Texts without a prompt, always with the same seeds."), each(samples, sampled),
   ],
   el("h2", {}, "Receipt"),
-  soft("The facts for a repetition of the run, and its targets."), each(receipt),
+  soft("The facts for a repetition of the run."), each(receipt),
   el("footer", {}, "Long curves are thinned to 2,000 points that include the extremes; means are computed before. ",
     "Times and dollars come from the attempts' heartbeats. This page makes no network request."),
 ]);
