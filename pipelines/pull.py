@@ -1,6 +1,5 @@
 """The export of a run on this machine, verified."""
 
-import difflib
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -36,15 +35,15 @@ def pull_run(store: Store, run: str, folder: Path, format: str | None) -> Iterat
         raise UserError(f"{record.run}: the run has no export yet; `skytrain run run:{record.run}` finishes it")
     files = files_of(manifest, format, record.run)
     present = {file.name for file in files if is_present(folder / file.name, file)}
-    return _pull(store, manifest, files, present, folder)
 
+    def pulled() -> Iterator[Pulled]:
+        for file in files:
+            path = folder / file.name
+            if file.name not in present:
+                fetch_to(store, manifest, file, path)
+            yield Pulled(path, file.size, file.name in present)
 
-def _pull(store: Store, manifest: Manifest, files: list[File], present: set[str], folder: Path) -> Iterator[Pulled]:
-    for file in files:
-        path = folder / file.name
-        if file.name not in present:
-            fetch_to(store, manifest, file, path)
-        yield Pulled(path, file.size, file.name in present)
+    return pulled()
 
 
 def files_of(manifest: Manifest, format: str | None, run: str) -> list[File]:
@@ -55,15 +54,12 @@ def files_of(manifest: Manifest, format: str | None, run: str) -> list[File]:
         by_format.setdefault(top if slash else HF, []).append(file)
     if format is None:
         return list(manifest.files)
-    if format in by_format:
-        return by_format[format]
-    there = f"the export of {run} has {', '.join(by_format)}"
-    if format in OTHER_FORMATS:
-        raise UserError(
-            f"--format {format}: {there}; `skytrain run RECIPE --set 'export.formats=[{format}]'` makes it too"
+    if format not in by_format:
+        more = (
+            f"; `skytrain run RECIPE --set 'export.formats=[{format}]'` makes it too" if format in OTHER_FORMATS else ""
         )
-    near = difflib.get_close_matches(format.lower(), by_format, 1)
-    raise UserError(f"--format {cut(format)}: unknown; {there}" + (f"; did you mean '{near[0]}'?" if near else ""))
+        raise UserError(f"--format {cut(format)}: the export of {run} has {', '.join(by_format)}{more}")
+    return by_format[format]
 
 
 def is_present(path: Path, file: File) -> bool:
@@ -85,12 +81,11 @@ def fetch_to(store: Store, manifest: Manifest, file: File, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         download_verified(store, key, file, arriving)
         arriving.rename(path)
-    except (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another folder") from error
     except OSError as error:
         if is_full(error):
             error.filename = str(path.parent)
-        raise
+            raise
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another folder") from error
     finally:
         with suppress(OSError):
             arriving.unlink()

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from pipelines.pipeline import Pipeline
 
 LABEL = 12  # columns of a fact's label
-PHASES_FIRST = (
-    *("provision", "setup", "download", "tokenize", "compile", "data", "train", "redone", "evaluate", "export"),
-    *("checkpoint", "upload", "idle", "lost"),
-)
 
 
 def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
@@ -94,8 +90,7 @@ def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = N
         facts.append(("CORE", f"{summary.core:.4f} (centred accuracy, 22 tasks)"))
     if passed:
         facts.append(("passed", passed_text(passed)))
-    order = {phase: i for i, phase in enumerate(PHASES_FIRST)}
-    phases = sorted(summary.phases.items(), key=lambda item: order.get(item[0], len(order)))
+    phases = sorted(summary.phases.items(), key=lambda item: -item[1])
     if (late := late_share(summary.phases)) >= LATE_SHARE:
         facts.append(("data", f"was late: {late:.1%} of the time of training ({pipeline.store.uri})"))
     facts += [

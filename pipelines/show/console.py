@@ -121,31 +121,22 @@ def say(text: str, on_stderr: bool = False) -> None:
 
 
 def columns() -> int:
-    """The width for text that has a choice: the terminal's, and at most 100."""
-    return min(CARD_COLUMNS, terminal_width())
-
-
-def terminal_width() -> int:
-    """The width for tables, which drop columns; without a terminal they keep all."""
-    return shutil.get_terminal_size((240, 24)).columns
+    """The width for text that has a choice: the terminal's, and at most 100; 100 without a terminal."""
+    return min(CARD_COLUMNS, shutil.get_terminal_size((CARD_COLUMNS, 24)).columns)
 
 
 def wrapped(text: str, indent: str = "  ") -> str:
-    """Text at the terminal's width, at most 100, escaped as markup, its further lines indented. No word is broken.
+    """Text at the terminal's width, at most 100, escaped as markup, its further lines indented."""
+    return escape(broken(text, indent, CARD_COLUMNS))
+
+
+def broken(text: str, indent: str, most: int = 10_000) -> str:
+    """Plain text at the terminal's width, at most `most`, its further lines indented. No word is broken.
 
     In a pipe or a file the text stays one line, so that `grep` finds it.
     """
-    width = shutil.get_terminal_size((0, 0)).columns
-    return escape(broken(text, min(CARD_COLUMNS, width), indent) if width else text)
-
-
-def hanging(text: str, indent: str) -> str:
-    """Plain text at the terminal's width, its further lines indented; as it is where there is no terminal."""
-    width = shutil.get_terminal_size((0, 0)).columns
-    return broken(text, width, indent) if width else text
-
-
-def broken(text: str, width: int, indent: str) -> str:
+    if not (width := min(most, shutil.get_terminal_size((0, 0)).columns)):
+        return text
     lines = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 

@@ -2,8 +2,7 @@
 
 import os
 
-from pipelines.verbs.options import RunName, StoreUri
-from pipelines.verbs.runs import named_run
+from pipelines.verbs.options import RunName, StoreUri, named_run
 
 
 def down(run: RunName, store: StoreUri = None) -> None:
@@ -13,7 +12,7 @@ def down(run: RunName, store: StoreUri = None) -> None:
     from pipelines.cloud.request import last_launch
     from pipelines.cloud.skypilot import reach_api_server
     from pipelines.show.console import say
-    from pipelines.show.findings import print_note, print_note_on_stderr
+    from pipelines.show.findings import print_note_on_stderr
     from trainer.errors import UserError
 
     failure = None
@@ -26,6 +25,6 @@ def down(run: RunName, store: StoreUri = None) -> None:
         failure = error
         print_note_on_stderr(f"{error}; asking SkyPilot for machines of {run}")
     reach_api_server(print_note_on_stderr)
-    if not control.down(run, print_note) and failure:
+    if not control.down(run, say) and failure:
         raise UserError(f"down: SkyPilot has no job and no cluster of {run}; give the run's whole name")
     say(f"{run}: no job and no cluster of it is left")

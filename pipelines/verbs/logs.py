@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pipelines.verbs.options import RunName, StoreUri
-from pipelines.verbs.runs import named_run
+from pipelines.verbs.options import RunName, StoreUri, named_run
 
 
 def logs(

@@ -9,6 +9,8 @@ import typer
 
 if TYPE_CHECKING:
     from pipelines.sample import TextModel
+    from pipelines.tracking.runs import RunRecord
+    from trainer.store import Store
 
 
 RecipeName = Annotated[
@@ -88,6 +90,16 @@ def set_tracking_options(experiment: str | None, tags: list[str] | None) -> None
     both = own_tags() | parse_tags(tags or [], "--tag ")
     if both:
         os.environ["SKYTRAIN_TAGS"] = ",".join(f"{name}={value}" for name, value in both.items())
+
+
+def named_run(run: str, store: str | None) -> "tuple[RunRecord, Store]":
+    """The run with this name or beginning of a name, and its store. UserError if there is no such run, or several."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.tracking.runs import read_records
+
+    opened = open_store(store_uri(store))
+    (record,) = read_records(opened, [run])
+    return record, opened
 
 
 def open_text_model(uri: str, cache: Path, run: str, at: int | None, precision: str | None) -> "TextModel":

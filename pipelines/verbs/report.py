@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,6 @@ from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.tracking.runs import Run
-    from trainer.store import Store
 
 TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
@@ -53,13 +52,21 @@ def report(
 ) -> None:
     """Show state, attempts, tokens, val loss, hours and dollars of runs."""
     from pipelines.artifacts.store import open_store
+    from pipelines.show.bill import print_bill
+    from pipelines.show.console import say
+    from pipelines.show.findings import print_note_on_stderr
+    from pipelines.show.runs import print_runs, print_series
     from pipelines.tracking.runs import usable_runs
 
     if overlay and not html:
         raise UserError("--overlay: the page shows it; add --html FILE")
     opened = open_store(store_uri(store))
     asked = rebuild_mlflow or series or audit_ or as_json
-    found = usable_runs(opened, runs or [], read_all if html or series or audit_ else read_summary, warn)
+
+    def read(run: "Run") -> object:  # all that is shown, so that a record of another version is left out
+        return run.summary, run.account, *([run.recipe, run.series] if html or series or audit_ else [])
+
+    found = usable_runs(opened, runs or [], read, print_note_on_stderr)
     if html:
         from pipelines.show.page import write_page
 
@@ -67,49 +74,17 @@ def report(
     if rebuild_mlflow:
         rebuild_tracking(found, to)
     elif series:
-        from pipelines.show.runs import print_series
-
         for run in found:
             print_series(run.name, run.series, as_json, alone=len(found) == 1)
     elif audit_:
         audit_runs(found, as_json)
     elif as_json:
-        print(json.dumps([as_object(run) for run in found]))
+        print(json.dumps([asdict(run.summary) | {"account": run.account.to_json()} for run in found]))
     elif not html:
-        show_runs(opened, found, with_bill=bool(runs))
-
-
-def as_object(run: "Run") -> dict[str, Any]:
-    """A run for `--json`: its summary and its account."""
-    return asdict(run.summary) | {"account": run.account.to_json()}
-
-
-def read_summary(run: "Run") -> None:
-    """Read what the table shows. Raises what the records of another version raise."""
-    _ = run.summary, run.account
-
-
-def read_all(run: "Run") -> None:
-    """Read what a page and a series show. Raises what the records of another version raise."""
-    _ = run.summary, run.account, run.recipe, run.series
-
-
-def warn(message: str) -> None:
-    from pipelines.show.console import say
-
-    say(message, on_stderr=True)
-
-
-def show_runs(store: "Store", runs: "list[Run]", with_bill: bool) -> None:
-    """Print the table of runs; `with_bill`: also the bill, if it is one run."""
-    from pipelines.show.bill import print_bill
-    from pipelines.show.console import say
-    from pipelines.show.runs import print_runs
-
-    print_runs([run.summary for run in runs], store.uri)
-    if with_bill and len(runs) == 1:
-        say("")
-        print_bill(runs[0].account)
+        print_runs([run.summary for run in found], opened.uri)
+        if runs and len(found) == 1:
+            say("")
+            print_bill(found[0].account)
 
 
 def audit_runs(runs: "list[Run]", as_json: bool) -> None:

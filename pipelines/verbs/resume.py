@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from pipelines.verbs.launch import Yes, submit_after_checks
-from pipelines.verbs.options import RunName, StoreUri
-from pipelines.verbs.runs import named_run
+from pipelines.verbs.options import RunName, StoreUri, named_run
 
 
 def resume(

@@ -43,10 +43,6 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, max=LAST_SEED, help="Set the seed; equal seeds give equal text.")] = 0,
     at: Step = None,
     precision: Precision = None,
-    stream: Annotated[
-        bool | None,
-        typer.Option("--stream/--no-stream", help="Print each token at once [on a terminal]", show_default=False),
-    ] = None,
     store: StoreUri = None,
     as_json: Json = False,
 ) -> None:
@@ -67,7 +63,7 @@ def sample(
                 f"--prompt: {size - 1:,} tokens, and {model.run} takes {model.context - 1:,} (block_size "
                 f"{model.context}, of which the start of the document is one); shorten {text[:40]!r}"
             )
-    at_once = not as_json and (sys.stdout.isatty() if stream is None else stream)
+    at_once = not as_json and sys.stdout.isatty()
     batch = 1 if at_once else BATCH
     made: list[Sample] = []
     for text, first in product(asked, range(0, number, batch)):

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pipelines.verbs.options import RunName, StoreUri
-from pipelines.verbs.runs import named_run
+from pipelines.verbs.options import RunName, StoreUri, named_run
 
 
 def stop(
@@ -23,12 +22,12 @@ def stop(
     """Stop a run on any machine: it commits and exits."""
     from pipelines.cloud import control
     from pipelines.cloud.request import last_launch
-    from pipelines.show.findings import print_note
+    from pipelines.show.console import say
     from pipelines.show.status import print_stopped
     from pipelines.tracking.runs import Run
 
     record, opened = named_run(run, store)
     before = control.running_attempt(Run(opened, record))
-    after = control.stop(opened, record, reason, wait, print_note)
+    after = control.stop(opened, record, reason, wait, say)
     print_stopped(record.run, before, after, last_launch(opened, record.run) is not None)
     sys.exit(bool(after and after.state == "running"))
