@@ -13,8 +13,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +29,10 @@ from pipelines.tracking.ledger import (
     claim,
     is_alive,
     is_dead,
+    latest_number,
 )
 from pipelines.tracking.records import Billing
-from pipelines.tracking.runs import UNREADABLE, key_of, read_record
+from pipelines.tracking.runs import UNREADABLE, full_names, key_of, read_record
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import StaleAttempt
@@ -69,66 +70,46 @@ def collect(
     shards that a process reads stay in any case. An artifact with an unreadable manifest or heartbeat, damaged or of a
     newer format, stays as it is; `on_damage` gets the error. A dry run removes nothing.
     """
-    kept_commits = _kept_commits(store, on_damage)
+    commits_to_keep = _commits_to_keep(store, on_damage)
 
-    def look(prefix: str, own: int | None = None) -> tuple[list[Leftover], int | None]:
-        found, attempt = _of_artifact(store, prefix, older_than_days, own)
-        kept = kept_commits(prefix) if found else ()
-        return sorted((x for x in found if not x.key.startswith(kept)), key=_is_file), attempt
+    def look(prefix: str, own: int | None = None) -> list[Leftover]:
+        found = _of_artifact(store, prefix, older_than_days, own)
+        keep = commits_to_keep(prefix) if found else ()
+        return sorted((x for x in found if not x.key.startswith(keep)), key=_is_file)
 
     for prefix in artifacts(store):
         try:
-            found, attempt = look(prefix)
-        except UNREADABLE as error:
-            on_damage(_named(f"{store.uri}/{prefix}", error))
-            continue
-        if not found or attempt is None or dry_run:
-            yield from _removed(store, found, dry_run)
-        else:
-            with closing(_remove_fenced(store, prefix, attempt, look, on_damage)) as removed:
-                yield from removed
-    for folder in [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]:
-        yield from _removed(store, _half_written(folder), dry_run)
-    yield from _removed(store, _cached(home / "cache", max(86_400 * older_than_days, PARTIAL_SECONDS)), dry_run)
-    yield from _removed(store, _scratch(store, home, on_damage), dry_run)
-
-
-def _removed(store: Store, found: Iterable[Leftover], dry_run: bool) -> Iterator[Leftover]:
-    for leftover in list(found):
+            yield from look(prefix) if dry_run else _removed(store, prefix, look)
+        except (StaleAttempt, *UNREADABLE) as error:
+            on_damage(f"{store.uri}/{prefix}: {error}")
+    folders = [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]
+    for leftover in (
+        *(one for folder in folders for one in _half_written(folder)),
+        *_cached(home / "cache", max(86_400 * older_than_days, PARTIAL_SECONDS)),
+        *_scratch(store, home, on_damage),
+    ):
         if not dry_run:
             remove(store, leftover)
         yield leftover
 
 
-def _remove_fenced(
-    store: Store,
-    prefix: str,
-    number: int,
-    look: Callable[[str, int], tuple[list[Leftover], int | None]],
-    on_damage: Callable[[str], None],
-) -> Generator[Leftover, None, None]:
-    """Remove the leftovers of an unfinished artifact as its attempt `number`, unless it is finished or worked on by
-    now."""
-    stage = next(stage for stage, folder in FOLDERS.items() if prefix.startswith(f"{folder}/"))
-    attempt = claim(store, prefix, GC, stage, number, Billing(0.0), meter=Meter(None))
-    if attempt is None:
-        return on_damage(f"{store.uri}/{prefix}: another process has begun to work on it")
-    with attempt:
-        try:
-            found, unfinished = look(prefix, number)
-            checked = -math.inf
-            for leftover in found if unfinished else ():
-                if time.monotonic() - checked > HEARTBEAT_SECONDS:  # so also after this process was frozen
-                    attempt.check()
-                    checked = time.monotonic()
-                remove(store, leftover)
-                yield leftover
-        except StaleAttempt:
-            on_damage(f"{store.uri}/{prefix}: another process has begun to work on it")
-        except UNREADABLE as error:
-            on_damage(_named(f"{store.uri}/{prefix}", error))
-        finally:
-            attempt.update(state="interrupted")
+def _removed(store: Store, prefix: str, look: Callable[..., list[Leftover]]) -> Iterator[Leftover]:
+    """Remove the leftovers of an artifact; of an unfinished one as its next attempt, which looks at it once more.
+    StaleAttempt once another process works on it."""
+    number, finished = latest_number(store, prefix) + 1, read_manifest(store, prefix) is not None
+    found, attempt = look(prefix), None
+    if found and not finished:
+        attempt = claim(store, prefix, GC, GC, number, Billing(), meter=Meter(None))
+        if attempt is None:
+            raise StaleAttempt("another process has begun to work on it")
+    with attempt or nullcontext():
+        checked = -math.inf
+        for leftover in look(prefix, number) if attempt else found:
+            if attempt and time.monotonic() - checked > HEARTBEAT_SECONDS:  # so also after this process was frozen
+                attempt.check()
+                checked = time.monotonic()
+            remove(store, leftover)
+            yield leftover
 
 
 def remove(store: Store, leftover: Leftover) -> None:
@@ -149,16 +130,8 @@ def artifacts(store: Store) -> list[str]:
     return sorted({"/".join(parts[:2]) for parts in keys if len(parts) > 2})
 
 
-def _named(where: str, error: Exception) -> str:
-    """The error of an unreadable record, with its place."""
-    return str(error) if where in str(error) else f"{where}: unreadable ({type(error).__name__}: {error})"
-
-
-def _of_artifact(
-    store: Store, prefix: str, older_than_days: float, own: int | None
-) -> tuple[list[Leftover], int | None]:
-    """The leftovers of an artifact, and of an unfinished one the attempt that may remove them: `own`, which the caller
-    has taken, or the next."""
+def _of_artifact(store: Store, prefix: str, older_than_days: float, own: int | None) -> list[Leftover]:
+    """The leftovers of an artifact. `own`: the attempt of the caller, which does not count."""
     # In this order: of an attempt that commits meanwhile, either its heartbeat is alive or its manifest exists.
     fence = f"{prefix}/attempts/{own or 0:04d}/"
     everything = [entry for entry in store.entries(f"{prefix}/") if not entry.key.startswith(fence)]
@@ -166,59 +139,53 @@ def _of_artifact(
     manifest = read_manifest(store, prefix)
     entries = [e for e in everything if not e.key.startswith(f"{prefix}/attempts/")]
     if manifest:
-        return list(_unnamed(manifest, entries)), None
+        return list(_unnamed(manifest, entries))
     if beats and not is_dead(store, beats[-1], max((e.modified for e in everything), default=0.0)):
-        return [], None
+        return []
     of_gc = tuple(f"{prefix}/attempts/{beat.attempt:04d}/" for beat in beats if beat.run == GC)
     worked = max((e.modified for e in everything if not e.key.startswith(of_gc)), default=0.0)
     age_days = (store.clock() - worked) / 86_400
     finishing = any(beat.progress.finishing and is_alive(beat) is not False for beat in beats)
-    attempt = own or (beats[-1].attempt + 1 if beats else 1)
     if age_days < older_than_days or finishing:
-        return list(_uncommitted(entries)), attempt
+        return list(_uncommitted(entries))
     why = f"unfinished, and no attempt has worked on it for {age_days:.1f} days"
-    return [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")], attempt
+    return [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")]
 
 
-def _kept_commits(store: Store, on_damage: Callable[[str], None]) -> Callable[[str], tuple[str, ...]]:
+def _commits_to_keep(store: Store, on_damage: Callable[[str], None]) -> Callable[[str], tuple[str, ...]]:
     """The folders, by artifact, of the commits that stay: those that its runs keep for good
     (`runtime.keep_every_steps`), and those that a run begins with which has not trained yet. Where a run's record
     cannot be read, every commit stays."""
-    every: dict[str, set[int]] = {}  # by artifact: intervals in steps
-    begun_with: set[tuple[str, int]] = set()  # run and step
-    prefixes: dict[str, str] = {}  # of trainings, by run
-    of_all: set[int] = set()
-    for entry in store.entries("runs/"):
-        run = entry.key.removeprefix("runs/").removesuffix(".json")
+    intervals: list[tuple[str, int]] = []  # artifact, and steps
+    starts: list[tuple[str, int]] = []  # run, and step
+    trainings: dict[str, str] = {}  # artifacts, by run
+    keep_all = False
+    for run in full_names(store):
         try:
             record = read_record(store, run)
             if record is None or "train" not in record.prefixes:
                 continue
-            prefixes[run] = record.prefixes["train"]
+            trainings[run] = record.prefixes["train"]
             if steps := record.recipe["runtime"].get("keep_every_steps"):
-                for prefix in record.all_prefixes("train"):
-                    every.setdefault(prefix, set()).add(int(steps))
-            sources = [record.recipe["train"].get(field) for field in ("branch_from", "init_from")]
-            named = [match for source in sources if source and (match := RUN_COMMIT.fullmatch(source))]
-            if named and read_manifest(store, record.prefixes["train"]) is None:
-                begun_with |= {(match["run"], int(match["step"])) for match in named}
+                intervals += [(prefix, int(steps)) for prefix in record.all_prefixes("train")]
+            sources = (record.recipe["train"].get(field) or "" for field in ("branch_from", "init_from"))
+            if read_manifest(store, trainings[run]) is None:
+                named = filter(None, map(RUN_COMMIT.fullmatch, sources))
+                starts += [(match["run"], int(match["step"])) for match in named]
         except UNREADABLE as error:
-            of_all = {1}
+            keep_all = True
             on_damage(f"the commits of all runs, because {store.uri}/{key_of(run)} cannot be read: {error}")
 
-    def kept(prefix: str) -> tuple[str, ...]:
-        intervals = every.get(prefix, set()) | of_all
-        starts = {step for run, step in begun_with if prefixes.get(run) == prefix}
-        if not intervals and not starts:
-            return ()
-        folders = committed_folders(store, prefix)
-        return tuple(
-            f"{folder}/"
-            for folder in folders
-            if (step := step_of(folder)) in starts or any(step % steps == 0 for steps in intervals)
-        )
+    def stays(prefix: str, step: int) -> bool:
+        begins = any(step == first and trainings.get(run) == prefix for run, first in starts)
+        return keep_all or begins or any(step % steps == 0 for of, steps in intervals if of == prefix)
 
-    return kept
+    def folders(prefix: str) -> tuple[str, ...]:
+        if not (keep_all or starts or any(of == prefix for of, _ in intervals)):
+            return ()
+        return tuple(f"{folder}/" for folder in committed_folders(store, prefix) if stays(prefix, step_of(folder)))
+
+    return folders
 
 
 def _unnamed(manifest: Manifest, entries: list[Entry]) -> Iterator[Leftover]:
@@ -274,7 +241,7 @@ def _scratch(store: Store, home: Path, on_damage: Callable[[str], None]) -> Iter
         try:
             beats = {f"a{beat.attempt:04d}": beat for beat in attempts(store, prefix)}
         except UNREADABLE as error:
-            on_damage(f"{folder}, because of its attempts: {_named(f'{store.uri}/{prefix}', error)}")
+            on_damage(f"{folder}, because of its attempts: {error}")
             continue
         stored = max((entry.modified for _, entry in attempt_entries(store, prefix)), default=0.0)
         attempt, _, _ = folder.name.partition("-node")  # a worker node has its own folder

@@ -15,24 +15,27 @@ from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.bench.throughput import trains_on_a_small_gpu
 from pipelines.cloud.catalog import place_of
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.claims import claim_launch, name_jobs, refuse_second_launch
 from pipelines.cloud.preflight import preflight, text_is_only_here
 from pipelines.cloud.pricing import Report, with_prices, within_limits
-from pipelines.cloud.request import LaunchRecord, LaunchRequest, write_launch
+from pipelines.cloud.request import LaunchRecord, LaunchRequest, key_of, last_launch, write_launch
 from pipelines.cloud.skypilot import (
     api_server_is_up,
     ask_optimizer,
     check_places,
     dag_of,
     enabled_clouds,
+    managed_tasks,
     reach_api_server,
+    server_name,
     submit_job,
 )
 from pipelines.cloud.tasks import CLUSTERS, MachineRequest, ManagedJob, managed_job
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, check_export, missing
 from pipelines.text.tokenizer import keep_tokenizer
-from pipelines.tracking.runs import record
+from pipelines.tracking.ledger import Attempt, Meter, claim, latest_number, working_attempt
+from pipelines.tracking.records import Billing
+from pipelines.tracking.runs import find_run, record
 from pipelines.tracking.stop_request import clear_stop_request
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store
@@ -40,6 +43,7 @@ from trainer.store import LocalStore, Store
 if TYPE_CHECKING:
     from sky import Dag
 
+OVER_FOR_GOOD = ("stopped", "failed")  # states of an attempt after which SkyPilot restarts no task
 NOTHING = LocalStore(Path("no such folder"))  # a store without anything; nobody writes to it
 
 
@@ -178,15 +182,60 @@ def submit(launch: Launch, dags: "Iterable[Dag]") -> LaunchRecord:
     UserError if another launch of the run is not over.
     """
     request, store = launch.request, launch.store
-    claim = claim_launch(store, request.run)
-    record(store, request.run, launch.recipe, launch.plans, request.until)
-    keep_tokenizer(launch.recipe, launch.plans["tokenize"], store)
-    clear_stop_request(store, request.run)  # otherwise the job would end at once
-    launched = LaunchRecord(request, launch.stages, [], sorted(launch.secrets), time.time())
-    # Written before the submission too: if this machine fails during it, `status` and `down` still know the run's job.
-    write_launch(store, launched)
-    for dag in dags:
-        launched = replace(launched, jobs=[*launched.jobs, *submit_job(dag, request.run)])
-        name_jobs(store, claim, launched.jobs)
+    with claim_launch(store, request.run):
+        record(store, request.run, launch.recipe, launch.plans, request.until)
+        keep_tokenizer(launch.recipe, launch.plans["tokenize"], store)
+        clear_stop_request(store, request.run)  # otherwise the job would end at once
+        launched = LaunchRecord(request, launch.stages, [], sorted(launch.secrets), time.time(), server_name())
+        # Written before the submission too: if this machine fails during it, `status` and `down` still know the job.
         write_launch(store, launched)
-    return launched
+        for dag in dags:
+            launched = replace(launched, jobs=[*launched.jobs, *submit_job(dag, request.run)])
+            write_launch(store, launched)
+        return launched
+
+
+def claim_launch(store: Store, run: str) -> Attempt:
+    """Claim the next launch of a run, as an attempt of the ledger. UserError if another launch is not over."""
+    number = latest_number(store, claims_of(run)) + 1
+    refuse_second_launch(store, run)
+    attempt = claim(store, claims_of(run), run, "launch", number, Billing(), meter=Meter(None))
+    if attempt is None:
+        raise UserError(f"launch: another launch of {run} started first; see `skytrain status {run}`")
+    return attempt
+
+
+def claims_of(run: str) -> str:
+    return f"control/{run}"
+
+
+def refuse_second_launch(store: Store, run: str) -> None:
+    """UserError if a launch of the run is not over. SkyPilot's API server has to be up.
+
+    Only the API server that has a job knows whether it is over. For a job of another server the store has to show it:
+    the run is done, or its last attempt has ended for good.
+    """
+    see = f"see `skytrain status {run}`"
+    if jobs := [task.job for task in managed_tasks(run) if not task.over]:
+        raise UserError(
+            f"launch: {run} has job {max(jobs)}, still running; {see}, or end it with `skytrain stop {run}`"
+        )
+    if launching := working_attempt(store, claims_of(run)):
+        raise UserError(f"launch: {run} is being launched on {launching.process.host}; {see}")
+    before = last_launch(store, run)
+    if before and before.server not in ("", server_name()) and not has_ended_for_good(store, run):
+        job = f"job {before.jobs[-1]}" if before.jobs else "a job"
+        raise UserError(
+            f"launch: {run} has {job} on SkyPilot's server {before.server}; {see}; "
+            f"if that job is over, remove {store.uri}/{key_of(run)}"
+        )
+
+
+def has_ended_for_good(store: Store, run: str) -> bool:
+    """Whether the run has ended since its last launch, so that nothing restarts it."""
+    (launched,) = store.entries(key_of(run))
+    found = find_run(store, run)
+    newest = max(found.heartbeats, key=lambda one: one.stored or 0.0, default=None) if found else None
+    if found is None or newest is None or (newest.stored or 0.0) < launched.modified:
+        return False
+    return found.state == "done" or newest.beat.state in OVER_FOR_GOOD

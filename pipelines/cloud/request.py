@@ -41,6 +41,7 @@ class LaunchRecord(Stored):
     jobs: list[Count]  # SkyPilot's ids of managed jobs
     secrets: list[str]  # their names
     time: UnixSeconds
+    server: str = ""  # SkyPilot's API server that has the jobs; unknown in records of version 0.1
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()

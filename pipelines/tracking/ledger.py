@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pipelines.artifacts.traffic import GB, Traffic, traffic_here
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
@@ -333,17 +333,16 @@ def is_dead(store: Store, heartbeat: Heartbeat, stored: float) -> bool:
     return not alive if alive is not None else store.clock() - stored > LONG_AGO_SECONDS
 
 
-class Claim(Protocol):
-    """What a process holds by a numbered object of the store: an attempt, or a launch."""
+def working_attempt(store: Store, prefix: str) -> Heartbeat | None:
+    """The newest attempt of an artifact; None if it is over, or there is none. DamagedRecord, or NewerRecord."""
+    newest = newest_attempt(store, prefix)
+    stored = max((entry.modified for _, entry in attempt_entries(store, prefix)), default=0.0)
+    return None if newest is None or is_dead(store, newest, stored) else newest
 
-    @property
-    def process(self) -> ProcessId: ...
 
-
-def process_exists(claim: Claim) -> bool | None:
-    """Whether the process that holds a claim, or one that it started, still exists; None if this machine cannot
-    know."""
-    here, process = this_process(), claim.process
+def process_exists(heartbeat: Heartbeat) -> bool | None:
+    """Whether the process of an attempt, or one that it started, still exists; None if this machine cannot know."""
+    here, process = this_process(), heartbeat.process
     if here.machine == process.machine:
         starts = ((one.pid, one.started) for one in (process, *process.children))
         return any(pid is not None and process_started(pid) == started for pid, started in starts)

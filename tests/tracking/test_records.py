@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pipelines.artifacts.manifest import Manifest
-from pipelines.cloud.claims import LaunchClaim
 from pipelines.cloud.request import LaunchRecord
 from pipelines.text.receipts import ShardReceipt
 from pipelines.tracking.records import Heartbeat
@@ -85,15 +84,6 @@ MANIFEST = {
     "stage": "train",
 }
 STOP = {"time": 1.5, "by": "me@laptop", "reason": "enough"}
-LAUNCH_CLAIM = {
-    "run": "a-1",
-    "number": 1,
-    "by": "me@laptop",
-    "server": "http://localhost",
-    "time": 1.5,
-    "process": CLAIM["process"],
-    "jobs": [7],
-}
 SHARD = {"file": FILE, "tokens": 2_000_000, "document": 233, "offset": 28063}
 SHARD |= {"max_id": None, "rows": None, "encoder": None, "invalid": 0}
 CHECKPOINT_FILE = {"name": "rank-00000-of-00001.safetensors", "size": 9, "sha256": "ab" * 32}
@@ -131,7 +121,7 @@ LAUNCH = {
         (Heartbeat, STANDBY),
         (RunRecord, RUN | LATER),
         (Manifest, MANIFEST),
-        (LaunchRecord, LAUNCH),
+        (LaunchRecord, LAUNCH | {"server": "here/me"}),
     ],
 )
 def test_a_record_of_the_store_is_written_as_it_was_read(kind: Any, values: dict[str, Any]) -> None:
@@ -146,7 +136,6 @@ RECORDS: dict[str, tuple[Callable[[bytes], Any], dict[str, Any]]] = {
     "manifest": (Manifest.from_json, MANIFEST),
     "launch": (LaunchRecord.from_json, LAUNCH),
     "stop request": (StopRequest.from_json, STOP),
-    "launch claim": (LaunchClaim.from_json, LAUNCH_CLAIM),
     "receipt of a shard": (lambda body: ShardReceipt.from_json(decoded(body, "shard")), SHARD),
     "receipt of a checkpoint": (lambda body: record_in(FileReceipt, body, "receipt"), CHECKPOINT_FILE),
 }
@@ -226,7 +215,6 @@ def test_no_name_of_a_record_leads_outside_its_folder(name: str) -> None:
         ("run", ("earlier", "train", 0)),
         ("run", ("run",)),
         ("launch", ("request", "run")),
-        ("launch claim", ("run",)),
     ):
         read, values = RECORDS[record]
         with pytest.raises(DamagedRecord):
