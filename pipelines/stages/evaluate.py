@@ -111,12 +111,13 @@ def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, An
     torchrun = start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, NodeAddress())
     stopping = False
     with held(work, torchrun):
-        for event in follow_events(work.folder / EVENTS_FILE, torchrun):
-            match event:
-                case PhaseChanged(phases, phase):
-                    work.rank_phases = phases, phase
-                case Row():
-                    work.report(event.metrics)
+        for events in follow_events(work.folder / EVENTS_FILE, torchrun):
+            for event in events:
+                match event:
+                    case PhaseChanged(phases, phase):
+                        work.rank_phases = phases, phase
+                    case Row():
+                        work.report(event.metrics)
             stopping = stopping or pass_on_stop(work, torchrun, nothing_to_lose=True)
         exit_code = torchrun.wait()
         if exit_code < 0:

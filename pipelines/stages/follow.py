@@ -19,7 +19,6 @@ from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, U
 from pipelines.nodes.workers import Workers
 from pipelines.screen import Bar
 from pipelines.stage import Work
-from pipelines.tracking.account import late_share
 from pipelines.tracking.crashes import after_crash
 from pipelines.tracking.ledger import process_started
 from pipelines.tracking.records import ProcessId
@@ -42,18 +41,21 @@ from trainer.events import (
 POLL_SECONDS = 0.1
 UNSAVED_SECONDS = 1800.0  # from the first failed checkpoint until the run leaves
 FULL_BYTES = 1 << 16  # more than an error message, less than any other file: with less free space, the disk is full
-SLOW_SHARE, LATE_SECONDS = 0.01, 10.0  # of the time of training that waits for shards take, before a warning
 SIGNALS_SECONDS = 1.0  # Slurm ends the processes of a job one by one; torchrun may get its signal before this process
 
 
 def follow(work: Work, torchrun: subprocess.Popen[bytes], workers: Workers | None = None) -> int | None:
     """Follow the ranks until they end. Returns their last step; raises the error that ended them early."""
-    follower = Follower(work, torchrun, workers)
+    follower, stopping = Follower(work), False
     exit_code: int | None = None
     with work.screen.bar("train", work.recipe.train.max_steps) as bar:
-        for event in follow_events(work.folder / EVENTS_FILE, torchrun):
-            follower.handle(event, bar)
-            follower.pass_on_stop()
+        for events in follow_events(work.folder / EVENTS_FILE, torchrun):
+            for event in events:
+                follower.handle(event, bar)
+            unstarted = (
+                workers is None and not follower.started
+            )  # ranks of several nodes get the stop after their start
+            stopping = stopping or pass_on_stop(work, torchrun, nothing_to_lose=unstarted)
             if workers and workers.have_failed:
                 exit_code = wait_or_kill(torchrun)
     if exit_code is None:
@@ -97,16 +99,15 @@ def pass_on_stop(work: Work, torchrun: subprocess.Popen[bytes], nothing_to_lose:
 class Follower:
     """The state of the ranks as the pipeline's process knows it."""
 
-    def __init__(self, work: Work, torchrun: subprocess.Popen[bytes], workers: Workers | None = None) -> None:
-        self.work, self.torchrun, self.workers = work, torchrun, workers
+    def __init__(self, work: Work) -> None:
+        self.work = work
         self.step: int | None = None
         self.metrics: dict[str, float] = {}  # the last value of each
-        self.stop_sent = False
-        self.late_seconds = LATE_SECONDS  # of waits for shards, before the next warning
+        self.started = False  # whether the ranks were ready to train: only then can they lose a step
         self.unsaved_since: float | None = None  # by time.monotonic, of the first failed checkpoint since a commit
         self.unsaved_seconds = seconds_from_environment("SKYTRAIN_UNSAVED_SECONDS", UNSAVED_SECONDS)
 
-    def handle(self, event: Event | None, bar: Bar) -> None:
+    def handle(self, event: Event, bar: Bar) -> None:
         """Report an event to screen and heartbeat."""
         work, warn = self.work, self.work.screen.warn
         match event:
@@ -115,6 +116,7 @@ class Follower:
             case PhaseChanged(phases, phase):
                 work.rank_phases = phases, phase
             case Started():
+                self.started = True
                 self.step = event.step  # a run that resumes after its last step sends no row
                 report_start(work, event)
             case Damaged(checkpoint, reason):
@@ -132,13 +134,6 @@ class Follower:
             case Slow(_, reason):
                 warn(f"slower than possible: {reason}")
 
-    def pass_on_stop(self) -> None:
-        """Let the ranks finish their step, commit and leave, once this process is to stop. The ranks of several nodes
-        hear it after their start."""
-        if not self.stop_sent:
-            unstarted = self.workers is None and not have_started(self.work.folder / EVENTS_FILE)
-            self.stop_sent = pass_on_stop(self.work, self.torchrun, nothing_to_lose=unstarted)
-
     def _checkpoint_failed(self, reason: str, ended: bool) -> None:
         """Ask the run to stop once the store has taken no checkpoint for too long: nobody could resume from the work
         of this machine. A training that has `ended` waits for the store instead: its weights are only here."""
@@ -151,22 +146,11 @@ class Follower:
             self.work.stop.ask(f"the store has taken no checkpoint for {seconds:,.0f} s")
             self.work.screen.warn(f"{self.work.stop.reason}; the run tries to save once more, then exits")
 
-    def _late_data(self, phases: Mapping[str, float]) -> None:
-        """Name the store once training has waited for its shards for more than 1% of its time, and again each time
-        that the wait has doubled."""
-        late, share = phases.get("data", 0.0), late_share(phases)
-        if share >= SLOW_SHARE and late >= self.late_seconds:
-            self.late_seconds = 2 * late
-            self.work.screen.warn(
-                f"the data was late: {share:.1%} of the time of training; its shards come from {self.work.store.uri}"
-            )
-
     def _row(self, row: Row, bar: Bar) -> None:
         self.step = row.step
         self.metrics |= row.metrics
         bar.update(row.step, describe(row.step, self.metrics))
         self.work.rank_phases = row.phases, row.phase
-        self._late_data(row.phases)
         counts: dict[str, int] = {}
         if "train/loss" in row.metrics:
             progress = self.work.attempt.latest.progress
@@ -177,31 +161,18 @@ class Follower:
         self.work.report(row.metrics, step=row.step, time=row.time, **counts)
 
 
-def follow_events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[Event | None]:
-    """The events of a file that is being written, until the process ends; None when there is no news."""
-    while not path.exists() and process.poll() is None:
-        time.sleep(POLL_SECONDS)
-        yield None
-    if not path.exists():
-        return
-    with path.open() as file:
-        rest = ""
-        while True:
-            ended = process.poll() is not None
-            rest += file.read()
-            *lines, rest = rest.split("\n")
-            yield from map(event_from_json, lines)
-            if ended:
-                return
-            if not lines:
-                time.sleep(POLL_SECONDS)
-                yield None
-
-
-def have_started(path: Path) -> bool:
-    """Whether ranks with this file of events are ready to train, or train: only then can they lose a step."""
-    written = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return any(isinstance(event_from_json(line), Started) for line in written if line.endswith("\n"))
+def follow_events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[list[Event]]:
+    """The new events of a file that is being written, every POLL_SECONDS until the process ends."""
+    ended, offset = False, 0
+    while not ended:
+        ended, whole = process.poll() is not None, b""
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(offset)
+            whole = file.read().rpartition(b"\n")[0]
+            offset += len(whole) + 1 if whole else 0
+        yield [event_from_json(line) for line in whole.decode().splitlines()]
+        if not ended:
+            time.sleep(POLL_SECONDS)
 
 
 def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: Workers | None) -> None:
@@ -217,30 +188,32 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
     results = [result_of_ranks(0, work.folder, exit_code)]
     if workers and exit_code:
         results += workers.wait_for_results()
+    first = {result.kind: result for result in reversed(results)}  # of each kind, the first node's
     for kind in RERAISED:
-        for result in (result for result in results if result.kind == kind):
-            raise after_outage(work, result) if kind == UNAVAILABLE else result.error
+        if kind in first:
+            raise after_outage(work, first[kind]) if kind == UNAVAILABLE else first[kind].error
     if not exit_code:
         return
-    for result in (result for result in results if result.kind == GPU and work.stop.ending is Interrupted):
-        work.report(killed=result.message)
-        raise after_crash(work.store, work.plan.prefix, work.attempt.number, result.message, may_start_over=True)
+
+    def crashed(cause: str, may_start_over: bool = False) -> Exception:
+        work.report(killed=cause)
+        return after_crash(work.store, work.plan.prefix, work.attempt.number, cause, may_start_over)
+
+    if GPU in first and work.stop.ending is Interrupted:
+        raise crashed(first[GPU].message, may_start_over=True)
     if workers and workers.lost and work.stop.ending is Interrupted:
         raise Interrupted(f"node {workers.lost[0]} is gone")
     if work.stop.asked:
         raise work.stop.interruption()
-    for result in (result for result in results if result.kind == STUCK):
-        if workers and workers.absent:  # a mistake, not an interruption: rented nodes would otherwise retry for ever
-            raise UserError(
-                f"node {workers.absent[0]} of {workers.address.count} did not start its ranks within "
-                f"{JOIN_SECONDS:.0f} s; run this command on all nodes, and let them reach {workers.address.first}"
-            )
-        work.report(killed=result.message)
-        raise after_crash(work.store, work.plan.prefix, work.attempt.number, result.message, may_start_over=True)
-    if crash := cause_of_crash(results):
-        cause = crash if step is None else f"{crash} after step {step:,}"
-        work.report(killed=cause)
-        raise after_crash(work.store, work.plan.prefix, work.attempt.number, cause)
+    if STUCK in first and workers and workers.absent:  # no interruption: rented nodes would otherwise retry for ever
+        raise UserError(
+            f"node {workers.absent[0]} of {workers.address.count} did not start its ranks within "
+            f"{JOIN_SECONDS:.0f} s; run this command on all nodes, and let them reach {workers.address.first}"
+        )
+    if STUCK in first:
+        raise crashed(first[STUCK].message, may_start_over=True)
+    if cause := cause_of_crash(results):
+        raise crashed(cause if step is None else f"{cause} after step {step:,}")
     messages = "\n".join(result.message for result in results if result.kind)
     raise RuntimeError(
         f"the processes of {work.plan.stage} failed; their output is in {work.folder / LOG_FILE}:\n{messages}"

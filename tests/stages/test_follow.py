@@ -31,7 +31,7 @@ def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[s
     train_work = work("train")
     train_work.screen = cast(TerminalScreen, recorder := Recorder())
     with TerminalScreen(quiet=True).bar("train", 10) as bar:
-        Follower(train_work, None).handle(CheckpointFailed(1200, "OSError(28)"), bar)  # type: ignore[arg-type]
+        Follower(train_work).handle(CheckpointFailed(1200, "OSError(28)"), bar)
     assert recorder.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
     assert train_work.attempt.latest.progress.checkpoint_failed == 1200
 
@@ -56,7 +56,7 @@ def test_a_run_whose_store_takes_no_checkpoint_for_too_long_is_asked_to_stop(
     train, now = work("train"), 100.0
     monkeypatch.setattr(follow.time, "monotonic", lambda: now)
     monkeypatch.setenv("SKYTRAIN_UNSAVED_SECONDS", "1800")
-    follower = Follower(train, None)  # type: ignore[arg-type]
+    follower = Follower(train)
     with train.screen.bar("train", 10) as bar:
         follower.handle(CheckpointFailed(3, "refused"), bar)
         now += 1799
