@@ -8,7 +8,6 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -25,8 +24,6 @@ from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.show.page import (
     REFERENCES,
     SHAPES,
-    bind,
-    overlay_data,
     render,
     run_data,
     thin,
@@ -292,64 +289,6 @@ def test_report_writes_the_page_to_the_given_path(
 # --- in a real browser
 
 browser = open_browser
-
-
-FINEWEB = {"source": "hf://datasets/HuggingFaceFW/fineweb-edu", "revision": "0" * 40}
-
-
-def busy_page(store: LocalStore, path: Path, log: Path, text: dict[str, str] = FINEWEB) -> None:
-    """A page whose references have little room: GPT-2's shape, losses near all of them, and llm.c's curve."""
-    run = run_in(store, "crowded", steps=400)
-    recipe = run.recipe | {"model": run.recipe["model"] | {"n_layer": 12, "n_head": 12, "n_embd": 768}}
-    recipe["tokens"] = recipe["tokens"] | text
-    data = json.loads(json.dumps(run_data(Run(store, replace(run, recipe=recipe)))))
-    data["size"], data["tokenizer"] = "124M", "gpt2"
-    for metric, values in data["series"].items():
-        for curve in values.values():
-            curve["y"] = [y + 0.9 if metric.endswith("loss") else y for y in curve["y"]]
-    hellaswag = {"step": [1, 200, 400], "y": [0.25, 0.36, 0.44], "hours": [0.1, 0.2, 0.3], "usd": [1, 2, 3]}
-    data["series"]["eval/hellaswag_acc_norm"] = {"line": hellaswag}
-    overlay = json.loads(json.dumps(overlay_data(read_overlay(f"{log}@2048"))))
-    values = {"made": NOON, "runs": [data], "overlays": [overlay], "references": REFERENCES, "mfu": "MFU"}
-    path.write_text(bind(values))
-
-
-REFERENCE_NAMES = """
-[...document.querySelectorAll('figure')].slice(0, 2).map((figure) =>
-  [...figure.querySelectorAll('line.reference + text')].map((text) => [text.textContent, text.getBBox().y]))
-"""
-
-
-def test_each_reference_has_its_name_and_the_losses_of_gpt2_stand_beside_fineweb_only(
-    store: LocalStore, tmp_path: Path, browser: Browser, shared_data: Path
-) -> None:
-    path, log = tmp_path / "report.html", shared_data / "llmc_124M_main.log"
-    busy_page(store, path, log)
-    browser.screen(1400)
-    browser.open(path)
-    for names in browser.js(REFERENCE_NAMES):
-        assert names[0][0].startswith("GPT-2 124M: ")  # of the run's own size
-        heights = sorted(y for _, y in names)
-        assert all(below - above >= 12 for above, below in pairwise(heights))
-    busy_page(store, path, log, {"source": "code/*.txt"})
-    browser.open(path)
-    loss, hellaswag = browser.js(REFERENCE_NAMES)
-    assert loss == [] and hellaswag != []
-    assert "FineWeb" not in browser.js("document.querySelector('figure figcaption').innerText")
-    assert browser.heard(*COMPLAINTS) == []
-
-
-def test_the_axis_is_tokens_where_equal_steps_are_different_amounts_of_training(
-    store: LocalStore, tmp_path: Path, browser: Browser
-) -> None:
-    path, run = tmp_path / "report.html", Run(store, run_in(store))
-    log = Overlay("main.log", 2048, {"val/loss": {0: 9.0, 300: 2.5}})
-    browser.screen(1200)
-    for batch_tokens, axis in ((2048, "step"), (4096, "tokens")):
-        path.write_text(render([run], [replace(log, batch_tokens=batch_tokens)]))
-        browser.open(path)
-        assert browser.js("document.querySelector('select[name=axis]').value") == axis
-    assert browser.js("document.querySelector('h1').innerText") == "2 runs side by side"
 
 
 CHOOSE = """

@@ -8,7 +8,6 @@ import pytest
 from pipeline_runs import FOLDER_NAME, TINY, Project, assert_as_undisturbed, committed
 from safetensors.torch import save_file
 
-from pipelines.bench.throughput import speed_on
 from pipelines.recipe import load_recipe
 from pipelines.weight_sources import check_model
 from trainer.errors import UserError
@@ -74,20 +73,6 @@ def test_a_model_without_a_class_in_transformers_is_refused_before_any_work(tmp_
     ended = project.run("run", "tiny.yaml", "--set", "model.value_embeddings=true", expect=2)
     assert ended.stderr.startswith("error: export: transformers has no class for model.value_embeddings; add --stage")
     assert not list(project.store.entries(""))
-
-
-def test_the_speed_of_a_measured_model_gives_that_of_other_machines_and_other_models() -> None:
-    recipe = load_recipe("modern-d24")
-    one, eight, h100 = (
-        speed_on(recipe.model, recipe.runtime, gpus, precision="fp8_head") for gpus in ("H200:1", "H200:8", "H100:8")
-    )
-    assert one.kind == "measured" and (eight.kind, h100.kind) == ("estimated", "estimated")
-    assert 7 < eight.tokens_per_second / one.tokens_per_second < 8 and eight.source.endswith("from runs on H200")
-    of_one = speed_on(recipe.model, recipe.runtime, "H100:1", precision="fp8_head")
-    assert of_one.kind == "measured" and 7 < h100.tokens_per_second / of_one.tokens_per_second < 8  # not the H200's
-    other = load_recipe("modern-d24", ["model.n_layer=20"])
-    speed = speed_on(other.model, other.runtime, "H200:1", precision="fp8_head")
-    assert speed.kind == "estimated" and speed.tokens_per_second > one.tokens_per_second  # fewer layers
 
 
 def test_weights_of_another_family_are_refused_by_name(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +22,12 @@ from pipeline_runs import (
 )
 from servers import LOOPBACK, S3Account, free_ports
 
-from pipelines.artifacts.manifest import fetch, read_manifest
+from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.store import S3Store
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.runs import read_runs
 from trainer.eval.core import TASKS
-from trainer.models.gpt2 import Gpt2Config
 
 
 @pytest.fixture
@@ -233,7 +231,7 @@ REAL: dict[str, Any] = {
 }
 
 
-def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3_and_transformers_reads_them(
+def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3(
     tmp_path: Path, shared_data: Path, s3_store: S3Store
 ) -> None:
     recipe = REAL | {"tokens": REAL["tokens"] | {"source": str(shared_data / "corpus" / "*.parquet")}}
@@ -266,38 +264,3 @@ def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3_and_transformers_r
     words = ["sample", on_disk["run"], "--prompt", "The history of", "--tokens", "8"]
     samples = [project.run(*words, "--store", uri).stdout for uri in (f"file://{project.home / 'store'}", s3_store.uri)]
     assert samples[0] == samples[1] and samples[0].startswith("The history of")
-
-    manifest = read_manifest(s3_store, on_s3["artifacts"]["export"]["uri"].removeprefix(f"{s3_store.uri}/"))
-    assert manifest is not None
-    exported = tmp_path / "exported"
-    exported.mkdir()
-    for file in manifest.files:
-        shutil.copy(fetch(s3_store, manifest.prefix, file, tmp_path / "cache"), exported / file.name)
-    assert_transformers_agrees(exported, project.path("train", "model.safetensors"), recipe)
-
-
-def assert_transformers_agrees(exported: Path, weights: Path, recipe: dict[str, Any]) -> None:
-    """The export loads without our code, has the logits of the trained weights, and generates."""
-    import tiktoken
-    import torch
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from trainer.models.gpt2_module import GPT
-
-    text = "The history of größer things, and 東京."
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    ids = tokenizer(text)["input_ids"]
-    assert ids == tiktoken.get_encoding("gpt2").encode_ordinary(text)
-    assert tokenizer.decode(ids) == text
-    theirs = AutoModelForCausalLM.from_pretrained(exported).eval()
-    config = Gpt2Config(**recipe["model"])
-    ours = GPT(config).eval()
-    ours.load_state_dict(load_file(weights))
-    tokens = torch.tensor([ids])
-    with torch.no_grad():
-        torch.testing.assert_close(
-            theirs(tokens).logits, ours(tokens)[..., : config.vocab_size].float(), rtol=0, atol=1e-5
-        )
-        generated = theirs.generate(tokens, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(tokens))
-    assert generated.shape[1] > len(ids)

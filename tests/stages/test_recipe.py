@@ -1,7 +1,6 @@
 """A recipe states everything once, rejects unknown fields and values, and decides the fingerprints."""
 
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,6 @@ import pytest
 import yaml
 from core_bundle import make_bundle
 
-from pipelines.bench.throughput import speed_on
-from pipelines.cloud.planner import shipped_recipes
 from pipelines.recipe import EvaluateConfig, Recipe, load_recipe, shipped
 from pipelines.stage import STAGES, plans_of, run_name
 from trainer.config import MUON_FIELDS
@@ -143,17 +140,6 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
     return {stage: plan.fingerprint for stage, plan in plans_of(recipe).items()}
 
 
-PADDED_ROWS = 50_304 - 50_257  # of the vocabulary: computed, and no parameters of GPT-2
-
-
-def parameters(layers: int, width: int, context: int) -> int:
-    """GPT-2 counted tensor by tensor."""
-    attention = 3 * width * width + 3 * width + width * width + width
-    mlp = width * 4 * width + 4 * width + 4 * width * width + width
-    norms = 2 * 2 * width
-    return 50_257 * width + context * width + layers * (attention + mlp + norms) + 2 * width
-
-
 # --- the shipped ones
 
 
@@ -176,35 +162,6 @@ def test_a_shipped_recipe_divides_its_batch_over_one_gpu_and_over_eight(name: st
     sequences = recipe.train.batch_tokens // recipe.model.block_size
     assert isinstance(recipe.runtime.micro_batch_size, int)
     assert sequences % (recipe.runtime.micro_batch_size * processes) == 0
-
-
-def test_a_recipe_of_a_younger_family_states_its_work_its_text_and_that_it_was_not_trained() -> None:
-    rows = {row.recipe: row for row in shipped_recipes()}
-    for name in YOUNGER:
-        row, recipe, text = rows[name], load_recipe(name), shipped()[name].read_text()
-        assert f"{row.tokens / 1e9:.1f}B tokens; {row.flops:.1e} FLOPs" in text
-        assert re.fullmatch("[0-9a-f]{40}", recipe.tokens.revision or "") and "# ODC-By 1.0" in text
-        assert "Not yet trained." in text
-        if recipe.tokens.max_tokens:  # the text is read once
-            assert recipe.train_tokens < recipe.tokens.max_tokens - recipe.tokens.shard_tokens
-
-
-def test_the_work_in_a_recipes_comment_is_the_product_of_its_numbers_and_its_cost_follows_from_the_speed() -> None:
-    rows = {row.recipe: row for row in shipped_recipes()}
-    assert list(rows) == list(shipped())
-    for name, (layers, _, width, context, batch_tokens, steps, _) in TABLE.items():
-        n, tokens = parameters(layers, width, context), batch_tokens * steps
-        flops = tokens * (6 * (n + PADDED_ROWS * width - context * width) + 12 * layers * width * context)
-        recipe = load_recipe(name)
-        hours = tokens / speed_on(recipe.model, recipe.runtime, "H100:8").tokens_per_second / 3600
-        assert rows[name].parameters == n
-        assert rows[name].tokens == tokens
-        assert rows[name].flops == pytest.approx(flops, rel=1e-12)
-        assert rows[name].node_hours == pytest.approx(hours, rel=1e-12)
-        assert rows[name].usd == pytest.approx(hours * 31.92, rel=1e-12)
-        # The comment beside max_steps states the same.
-        assert f"{tokens / 1e9:.1f}B tokens; {flops:.1e} FLOPs" in shipped()[name].read_text()
-        assert rows[name].fp8_head_node_hours < 0.95 * hours
 
 
 # --- mistakes

@@ -21,8 +21,7 @@ from pipelines.stage import STAGES, Built, Work
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import attempts, claim, seconds_between_failures, this_process
 from pipelines.tracking.mlflow.child import MirrorProcess
-from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
-from pipelines.tracking.runs import Summary
+from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
 from trainer.errors import Interrupted, Stopped, StoreUnavailable, UserError
 from trainer.process import StopSignal
 from trainer.store import LocalStore, Store
@@ -114,19 +113,6 @@ def raising(error: BaseException) -> Build:
 # --- existing and missing artifacts
 
 
-def test_missing_artifacts_are_built_in_order_and_existing_ones_skipped(
-    stages: StandIns, store: LocalStore, tmp_path: Path
-) -> None:
-    first = execute(store, tmp_path, "export")
-    assert stages.built == list(STAGES)
-    assert first.skipped == dict.fromkeys(STAGES, False)
-    again = execute(store, tmp_path, "export")
-    assert stages.built == list(STAGES)
-    assert again.skipped == dict.fromkeys(STAGES, True)
-    assert again.made == first.made
-    assert again.snapshot().summary.state == "done" and again.snapshot().summary.attempts == 1
-
-
 def test_an_artifact_names_its_inputs_its_files_and_its_origin(
     stages: StandIns, store: LocalStore, tmp_path: Path
 ) -> None:
@@ -176,29 +162,6 @@ def test_a_stage_that_ends_early_leaves_nothing_that_looks_finished_and_the_next
     assert again.made["tokenize"].attempt == 2 and again.made["tokenize"].files[0].key == "a0002/out.txt"
     assert states(store) == [state, "done"]
     assert (again.snapshot().summary.state, again.snapshot().summary.attempts) == ("done", 2)
-
-
-def test_dollars_and_hours_are_summed_over_all_attempts(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
-    def slow_and_lost(work: Work) -> Built:
-        time.sleep(0.2)
-        work.report(tokens=7)
-        raise Interrupted
-
-    stages.builds["tokenize"] = slow_and_lost
-    for _ in range(2):
-        with pytest.raises(Interrupted):
-            execute(store, tmp_path, price=3600.0)  # a dollar a second
-    stages.builds.clear()
-    summary: Summary = execute(store, tmp_path, price=7200.0).snapshot().summary
-    beats = attempts(store, TOKENS)
-    assert [b.price_per_hour for b in beats] == [3600.0, 3600.0, 7200.0]
-    assert beats[0].progress == Progress(tokens=7)
-    lasted = [b.time - b.started for b in beats]
-    assert summary.attempts == 3
-    assert summary.billed_hours == pytest.approx(sum(lasted) / 3600)
-    assert summary.usd == pytest.approx(lasted[0] + lasted[1] + 2 * lasted[2])
-    assert summary.usd >= 0.4
-    assert sum(summary.phases.values()) == pytest.approx(sum(lasted), abs=0.2)
 
 
 def test_a_run_asked_to_stop_starts_no_further_stage(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
