@@ -65,12 +65,12 @@ def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
     size = f"{M} x {C}"
     x, delta, dy = fresh(M, C), fresh(M, C), fresh(M, C)
     weight, bias, delta_bias = 1 + fresh(C, scale=0.1), fresh(C, scale=0.1), fresh(C)
+    norm = kernels.NormWeights(weight, bias, 1e-5)
 
     def add() -> Results:
-        total, y, mean, rstd = kernels.add_norm(x, delta, delta_bias, weight, bias)
-        again = kernels.norm_again(total, mean, rstd, weight, bias)
-        assert torch.equal(again, y)
-        return {"x": total, "y": y, "mean": mean, "rstd": rstd}
+        total, y, statistics = kernels.add_norm(x, delta, delta_bias, norm)
+        assert torch.equal(kernels.norm_again(total, statistics, norm), y)
+        return {"x": total, "y": y, "rstd": statistics[1]}
 
     def added() -> Expected:
         total = (x.double() + delta.double() + delta_bias.double()).to(BF16).double()
@@ -81,7 +81,7 @@ def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
     shapes = ((2, 1056, 1, 3), (1, 2112, 1, 3), (2, 1 << 30, 2, 1))
     if C > 1024:
         shapes = ((1, 2112, 1, 3), (1, 528, 4, 3), (2, 1 << 30, 4, 1))
-    launch = partial(kernels.add_norm, x, delta, delta_bias, weight, bias)
+    launch = partial(kernels.add_norm, x, delta, delta_bias, norm)
     yield Case("add_norm", size, add, launch, added, 8 * M * C, "_norm_shape", shapes if tune else ())
 
     T = 1024 if M % 1024 == 0 else M
@@ -91,11 +91,11 @@ def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         total = (wte[tokens].double() + wpe.repeat(M // T, 1).double()).to(BF16).double()
         return all_rows(x=total, y=F.layer_norm(total, (C,), weight.double(), bias.double()))
 
-    embed = partial(kernels.embed_norm, tokens, wte, wpe, weight, bias)
+    embed = partial(kernels.embed_norm, tokens, wte, wpe, norm)
     yield Case("embed_norm", size, lambda: dict(zip("xy", embed()[:2], strict=True)), embed, embedded, 6 * M * C, None)
 
-    _, _, mean, rstd = kernels.add_norm(x, torch.zeros_like(x), None, weight, bias)
-    again = partial(kernels.norm_again, x, mean, rstd, weight, bias)
+    _, _, statistics = kernels.add_norm(x, torch.zeros_like(x), None, norm)
+    again = partial(kernels.norm_again, x, statistics, norm)
     y = F.layer_norm(x.double(), (C,), weight.double(), bias.double())
     yield Case("norm_again", size, lambda: {"y": again()}, again, lambda: all_rows(y=y), 4 * M * C)
 
@@ -104,7 +104,7 @@ def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
 
     def backward() -> Results:
         sums = empty_sums()
-        dx, _ = kernels.norm_backward(dy, x, mean, rstd, weight, delta, sums)
+        dx, _ = kernels.norm_backward(dy, x, statistics, weight, delta, sums)
         return {"dx": dx, "dweight": sums[0].sum(0), "dbias": sums[1].sum(0), "sums": sums}
 
     def gradient() -> Expected:
@@ -118,7 +118,7 @@ def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
 
     def launch_backward() -> Tensor:
         P = kernels.norm_partials(C, GPU)  # depends on the launch shape
-        return kernels.norm_backward(dy, x, mean, rstd, weight, delta, sums.setdefault(P, empty_sums()))[0]
+        return kernels.norm_backward(dy, x, statistics, weight, delta, sums.setdefault(P, empty_sums()))[0]
 
     if C <= 1024:
         shapes4 = ((2, 528, 4, 3), (2, 396, 4, 4), (4, 264, 4, 3))
@@ -279,12 +279,13 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
     dx = normal.grad
     assert dx is not None
     nothing = torch.zeros_like(x)
-    _, _, mean, rstd = kernels.add_norm(x, nothing, None, weight, bias)
+    norm = kernels.NormWeights(weight, bias, 1e-5)
+    _, _, statistics = kernels.add_norm(x, nothing, None, norm)
     yield Case(
         "add_norm, fp8",
         f"{M} x {C}",
-        lambda: {"y8": kernels.add_norm(x, nothing, None, weight, bias, up)[1]},
-        lambda: kernels.add_norm(x, nothing, None, weight, bias, up),
+        lambda: {"y8": kernels.add_norm(x, nothing, None, norm, up)[1]},
+        lambda: kernels.add_norm(x, nothing, None, norm, up),
         lambda: all_rows(y8=40 * y.detach()),
         7 * M * C,
         "_norm_shape",
@@ -295,7 +296,7 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
 
     def backward8() -> Results:
         sums = torch.zeros(3, kernels.norm_partials(C, GPU), C, device=GPU)
-        dx, dx8 = kernels.norm_backward(dy, x, mean, rstd, weight, residual, sums, down)
+        dx, dx8 = kernels.norm_backward(dy, x, statistics, weight, residual, sums, down)
         assert dx8 is not None
         return {"dx": dx, "dx8": dx8, "sums": sums}
 
@@ -303,7 +304,7 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         "norm_backward, fp8",
         f"{M} x {C}",
         backward8,
-        partial(kernels.norm_backward, dy, x, mean, rstd, weight, residual, sums, down),
+        partial(kernels.norm_backward, dy, x, statistics, weight, residual, sums, down),
         lambda: all_rows(dx=dx + residual.double(), dx8=3000 * (dx + residual.double())),
         9 * M * C,
         "_norm_backward_shape",

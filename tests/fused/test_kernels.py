@@ -34,6 +34,10 @@ def fresh(*shape: int, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(shape)).to(DEVICE, BF16)
 
 
+def norm_of(weight: Tensor, bias: Tensor) -> kernels.NormWeights:
+    return kernels.NormWeights(weight, bias, 1e-5)
+
+
 def near(actual: Tensor, expected: Tensor, relative: float = ROUNDED, absolute: float = 1e-5) -> None:
     """`absolute` is relative to the largest: float32 sums cancel, and the GPU's tanh has an error of 2^-11."""
     error = (actual.double() - expected).abs()
@@ -44,22 +48,24 @@ def near(actual: Tensor, expected: Tensor, relative: float = ROUNDED, absolute: 
 @pytest.mark.parametrize(("M", "C"), SIZES)
 def test_norms_agree_with_float64(M: int, C: int) -> None:
     x, delta, delta_bias, weight, bias = fresh(M, C, scale=3), fresh(M, C), fresh(C), fresh(C), fresh(C)
-    x_new, y, mean, rstd = kernels.add_norm(x, delta, delta_bias, weight, bias)
+    norm = norm_of(weight, bias)
+    x_new, y, (mean, rstd) = kernels.add_norm(x, delta, delta_bias, norm)
+    assert mean is not None
     total = x.double() + delta.double() + delta_bias.double()
     near(x_new, total, absolute=1e-7)
     near(y, F.layer_norm(x_new.double(), (C,), weight.double(), bias.double()))
     near(mean, x_new.double().mean(1), 1e-5)
     near(rstd, (x_new.double().var(1, correction=0) + 1e-5).rsqrt(), 1e-5)
 
-    assert torch.equal(kernels.add_norm(x, delta, None, weight, bias)[0], (x.float() + delta.float()).to(BF16))
-    assert torch.equal(kernels.norm_again(x_new, mean, rstd, weight, bias), y)
+    assert torch.equal(kernels.add_norm(x, delta, None, norm)[0], (x.float() + delta.float()).to(BF16))
+    assert torch.equal(kernels.norm_again(x_new, (mean, rstd), norm), y)
 
 
 def test_embeddings_wrap_at_the_length_of_a_sequence() -> None:
     T, C, V = 11, 72, 50
     wte, wpe, weight, bias = fresh(V, C), fresh(T, C), fresh(C), fresh(C)
     tokens = torch.randint(V, (3 * T,), device=DEVICE)
-    x, y, _, _ = kernels.embed_norm(tokens, wte, wpe, weight, bias)
+    x, y, _, _ = kernels.embed_norm(tokens, wte, wpe, norm_of(weight, bias))
     assert torch.equal(x, (wte[tokens].float() + wpe.repeat(3, 1).float()).to(BF16))
     near(y, F.layer_norm(x.double(), (C,), weight.double(), bias.double()))
 
@@ -68,9 +74,9 @@ def test_embeddings_wrap_at_the_length_of_a_sequence() -> None:
 @pytest.mark.parametrize(("M", "C"), SIZES)
 def test_the_gradient_of_a_norm_agrees_with_float64(M: int, C: int, residual: bool) -> None:
     x, dy, weight, bias, beside = fresh(M, C, scale=2), fresh(M, C), fresh(C), fresh(C), fresh(M, C)
-    _, _, mean, rstd = kernels.add_norm(x, torch.zeros_like(x), None, weight, bias)
+    _, _, statistics = kernels.add_norm(x, torch.zeros_like(x), None, norm_of(weight, bias))
     sums = torch.ones(3, kernels.norm_partials(C, DEVICE), C, device=DEVICE)
-    dx = kernels.norm_backward(dy, x, mean, rstd, weight, beside if residual else None, sums)[0]
+    dx = kernels.norm_backward(dy, x, statistics, weight, beside if residual else None, sums)[0]
 
     exact = [t.double().requires_grad_() for t in (x, weight, bias)]
     F.layer_norm(exact[0], (C,), exact[1], exact[2]).backward(dy.double())
@@ -266,12 +272,12 @@ def test_norms_in_fp8_are_the_exact_ones_rounded_once(M: int, N: int) -> None:
     h, da, weight, bias = fresh(M, N, scale=2), fresh(M, N), fresh(N), fresh(N)
     out = fp8_out(30.0)
     normal = F.layer_norm(h.double(), (N,), weight.double(), bias.double())
-    _, y8, mean, rstd = kernels.add_norm(h, torch.zeros_like(h), None, weight, bias, out)
+    _, y8, statistics = kernels.add_norm(h, torch.zeros_like(h), None, norm_of(weight, bias), out)
     agree(y8, normal, out, 2**-4, 2**-10)
     out, sums = fp8_out(500.0), torch.zeros(3, kernels.norm_partials(N, DEVICE), N, device=DEVICE)
-    dx, dx8 = kernels.norm_backward(da, h, mean, rstd, weight, da, sums, out)
+    dx, dx8 = kernels.norm_backward(da, h, statistics, weight, da, sums, out)
     again = torch.zeros_like(sums)
-    near(dx, kernels.norm_backward(da, h, mean, rstd, weight, da, again)[0].double())
+    near(dx, kernels.norm_backward(da, h, statistics, weight, da, again)[0].double())
     assert dx8 is not None
     agree(dx8, dx.double(), out, 2**-3 + 2**-8, 2**-17)
     near(sums.sum(1).double(), again.sum(1).double(), 0, 1e-3)

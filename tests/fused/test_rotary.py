@@ -3,8 +3,6 @@
 The kernels run on a GPU if there is one, else in Triton's interpreter.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,13 +11,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton (pip)")
 
 from trainer.fused import kernels, rotary  # noqa: E402
-from trainer.fused.kernels import Fp8Out  # noqa: E402
+from trainer.fused.kernels import Fp8Out, NormWeights  # noqa: E402
 from trainer.models.rotary import turned, waves  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16
 SIZES = [(77, 40), (1, 72), (130, 200)]
 EPSILON = 1e-6
+PLAIN = NormWeights(None, None, EPSILON)
 
 
 def fresh(*shape: int, scale: float = 1.0) -> Tensor:
@@ -48,21 +47,22 @@ def gradient(x: Tensor) -> Tensor:
 def test_an_rms_norm_and_its_gradient_agree_with_float64(M: int, C: int, weighted: bool) -> None:
     x, delta, dy, beside = fresh(M, C, scale=3), fresh(M, C), fresh(M, C), fresh(M, C)
     weight = fresh(C) if weighted else None
-    total, y, rstd = rotary.add_rms(x, delta, weight, EPSILON)
+    norm = NormWeights(weight, None, EPSILON)
+    total, y, statistics = kernels.add_norm(x, delta, None, norm)
     assert torch.equal(total, (x.float() + delta.float()).to(BF16))
     exact, exact_weight = leaf(total), leaf(weight) if weight is not None else None
     out = F.rms_norm(exact, (C,), exact_weight, EPSILON)
     near(y, out.detach())
-    near(rstd, (total.double().square().mean(1) + EPSILON).rsqrt(), 1e-5)
-    assert torch.equal(rotary.rms_again(total, rstd, weight), y)
+    near(statistics[1], (total.double().square().mean(1) + EPSILON).rsqrt(), 1e-5)
+    assert torch.equal(kernels.norm_again(total, statistics, norm), y)
 
     out.backward(dy.double())
-    sums = torch.ones(kernels.norm_partials(C, DEVICE), C, device=DEVICE) if weighted else None
-    dx, none = rotary.rms_backward(dy, total, rstd, weight, beside, sums)
+    sums = torch.ones(1, kernels.norm_partials(C, DEVICE), C, device=DEVICE) if weighted else None
+    dx, none = kernels.norm_backward(dy, total, statistics, weight, beside, sums)
     near(dx, gradient(exact) + beside.double())
     assert none is None
     if exact_weight is not None and sums is not None:
-        near(sums.double().sum(0) - len(sums), gradient(exact_weight), 0, 1e-4)
+        near(sums[0].double().sum(0) - len(sums[0]), gradient(exact_weight), 0, 1e-4)
 
 
 @pytest.mark.parametrize("keep", [1.25, -0.5, 0.0])
@@ -71,21 +71,21 @@ def test_a_norm_of_a_mixed_stream_and_its_gradients_agree_with_float64(M: int, C
     x, delta, other, dy, before = (fresh(M, C) for _ in range(5))
     beside = x + delta + other + fresh(M, C)  # so that the sums over all numbers do not cancel
     numbers = torch.tensor([keep, 0.25], device=DEVICE)
-    mix = rotary.Mix(numbers, other)
-    total, y, rstd = rotary.add_rms(x, delta, None, EPSILON, mix=mix)
+    mix = kernels.Mix(numbers, other)
+    total, y, statistics = kernels.add_norm(x, delta, None, PLAIN, mix=mix)
     stream, mixed, weights = leaf(x), leaf(other), leaf(numbers)
     exact = weights[0] * (stream + delta.double()) + weights[1] * mixed
     out = F.rms_norm(exact, (C,), None, EPSILON)
     near(total, exact.detach(), absolute=1e-6)
     near(y, out.detach(), 2**-7, 2**-8)  # the mix was rounded
-    assert torch.equal(rotary.rms_again(total, rstd, None), y)
+    assert torch.equal(kernels.norm_again(total, statistics, PLAIN), y)
 
     (out * dy.double() + exact * beside.double()).sum().backward()
-    into = rotary.MixGradients(before.clone(), torch.zeros(kernels.norm_partials(C, DEVICE), 2, device=DEVICE))
-    dx, _ = rotary.rms_backward(dy, total, rstd, None, beside, None, mix=mix, into=into)
+    into = kernels.MixGradients(before.clone(), torch.zeros(kernels.norm_partials(C, DEVICE), 2, device=DEVICE))
+    dx, _ = kernels.norm_backward(dy, total, statistics, None, beside, None, mix=mix, into=into)
     near(dx, gradient(stream), 2**-7, 2**-7)
     near(into.other, before.double() + gradient(mixed), 2**-7, 2**-7)
-    dkeep, dadd = rotary.mix_gradients(numbers[None], into.sums[None])
+    dkeep, dadd = kernels.mix_gradients(numbers[None], into.sums[None])
     size = float(exact.detach().norm() * (dy.double().norm() + beside.double().norm()))
     of_keep, of_add = gradient(weights).tolist()
     assert float(dadd) == pytest.approx(of_add, rel=0.01, abs=1e-3 * size)
@@ -97,14 +97,14 @@ def test_a_norm_of_a_mixed_stream_and_its_gradients_agree_with_float64(M: int, C
 def test_an_embedding_and_its_norms_agree_with_float64(norm_first: bool) -> None:
     V, C, M = 50, 72, 33
     wte, tokens, dx = fresh(V, C), torch.randint(V, (M,), device=DEVICE), fresh(M, C)
-    x, y, embedded, _ = rotary.embed_rms(tokens, wte, None, EPSILON, norm_first)
+    x, y, _, embedded = kernels.embed_norm(tokens, wte, None, PLAIN, norm_first)
     rows = leaf(wte[tokens])
     exact = F.rms_norm(rows, (C,), None, EPSILON) if norm_first else rows
     near(x, exact.detach())
     near(y, F.rms_norm(x.double(), (C,), None, EPSILON))
-    if norm_first:
+    if embedded is not None:
         exact.backward(dx.double())
-        back, _ = rotary.rms_backward(dx, x, embedded, None, None, None, normed=True)
+        back, _ = kernels.norm_backward(dx, x, (None, embedded), None, None, None, normed=True)
         near(back, gradient(rows), absolute=2**-8)  # the norm's output was rounded
 
 
@@ -148,12 +148,9 @@ def test_swiglu_and_its_gradient_agree_with_float64(M: int, N: int) -> None:
     assert torch.equal(act, rotary.swiglu(pre))
 
 
-@pytest.mark.parametrize("make", [rotary.add_rms, rotary.embed_rms])
-def test_a_norm_in_fp8_is_the_scaled_and_rounded_one(make: Callable[..., tuple[Tensor, ...]]) -> None:
+def test_an_rms_norm_in_fp8_is_the_scaled_and_rounded_one() -> None:
     x, out = fresh(33, 48), Fp8Out(torch.full((1,), 16.0, device=DEVICE), torch.zeros(1, device=DEVICE))
-    rest = (x, None, EPSILON) if make is rotary.add_rms else (x, None, EPSILON, True)
-    first = x if make is rotary.add_rms else torch.arange(33, device=DEVICE)
-    y, y8 = (make(first, *rest, fp8=fp8)[1] for fp8 in (None, out))
+    y, y8 = (kernels.add_norm(x, x, None, PLAIN, fp8)[1] for fp8 in (None, out))
     near(y8.float() / 16, y.double(), 2**-4, 2**-9)
     near(out.amax, y.double().abs().max()[None], 2**-7)
 

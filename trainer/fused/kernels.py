@@ -5,9 +5,10 @@ H200 that sustains 400 to 600 TFLOP/s in the products. So each reads every opera
 bytes a thread at a time, and in the same pass computes everything else that needs these numbers. Bytes of one
 micro-batch of M tokens, bf16 activations of width C and V logits a token:
 
-    add_norm        8·M·C bytes   residual sum and LayerNorm: 2 reads, 2 writes
+    add_norm        8·M·C bytes   residual sum and norm: 2 reads, 2 writes; with a mix 10·M·C
     norm_backward   8·M·C         dy, x and the residual gradient in, dx out; in the same pass column sums for the
-                                  gradients of weight, bias and the next bias
+                                  gradients of weight, bias and the next bias; with a mix 14·M·C: what is mixed in,
+                                  and its gradient in place
     gelu            16·M·C        of 4C columns
     relu2           16·M·C        in place; backward 24·M·C, from its output, which is all that is saved
     column_sums     2·M·C         of the output of a product or of cuDNN: gradients of biases
@@ -85,7 +86,7 @@ def add_rows(table: Tensor, tokens: Tensor, order: Tensor, rows: Tensor) -> None
 
 def norm_partials(C: int, device: torch.device) -> int:
     """The P of norm_backward's sums (3, P, C)."""
-    return max(_norm_backward_shape(C, fp8, device)[1] for fp8 in (False, True))
+    return max(_norm_backward_shape(C, fp8, True, True, device)[1] for fp8 in (False, True))
 
 
 def column_partials(device: torch.device) -> int:
@@ -93,93 +94,166 @@ def column_partials(device: torch.device) -> int:
     return 64 if device.type == "cuda" else 2
 
 
-def embed_norm(
-    tokens: Tensor, wte: Tensor, wpe: Tensor, weight: Tensor, bias: Tensor, fp8: Fp8Out | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x[i] = wte[tokens[i]] + wpe[i % T], and its LayerNorm y.
+@dataclass(frozen=True)
+class Mix:
+    """A norm's input is keep · s + add · other, with s the residual stream."""
 
-    tokens (M,) int64, wte (V, C), wpe (T, C) with T the length of a sequence, weight and bias (C,), all bf16.
-    Returns x and y (M, C) bf16, mean and rstd (M,) fp32. With `fp8` y is e4m3, here and in the norms below.
+    numbers: Tensor  # (2,) fp32: keep, add
+    other: Tensor  # (M, C) bf16
+
+
+@dataclass(frozen=True)
+class MixGradients:
+    """The tensors to which `norm_backward` adds for a mix."""
+
+    other: Tensor  # (M, C) bf16
+    sums: Tensor  # (P, 2) fp32, P = norm_partials(C, device): of du·u and of du·other, u the norm's input
+
+
+def mix_gradients(numbers: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `keep` and `add`, (N,) fp32, from the `numbers` (N, 2) and the `sums` (N, P, 2) of N mixes.
+
+    That of `keep` is the sum of du·s, and s = (u - add·other) / keep, so s need not be saved. The rounding of u, which
+    this divides by `keep`, shows where keep·s is a small part of u. Below 1/128 the division is damped.
     """
-    T, C = wpe.shape
-    return _norm(wte, weight, bias, fp8, tokens=tokens, delta=wpe, M=tokens.numel(), T=T, C=C)
+    keep, add = numbers.unbind(1)
+    with_u, with_other = sums.sum(1).unbind(1)
+    return (with_u - add * with_other) * keep / (keep.square() + 2.0**-14), with_other
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """The parameters of a norm, (C,) bf16: with a bias it is a LayerNorm, else an RMSNorm, which may have no weight."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    epsilon: float
+
+
+Statistics = tuple[Tensor | None, Tensor]  # (M,) fp32: the mean, of a LayerNorm, and 1 / the deviation of each row
+
+
+def embed_norm(
+    tokens: Tensor,
+    wte: Tensor,
+    wpe: Tensor | None,
+    norm: NormWeights,
+    norm_first: bool = False,
+    fp8: Fp8Out | None = None,
+) -> tuple[Tensor, Tensor, Statistics, Tensor | None]:
+    """x[i] = wte[tokens[i]] (+ wpe[i % T]), with `norm_first` its RMSNorm without weights, and the norm y of x.
+
+    tokens (M,) int64, wte (V, C), wpe (T, C) with T the length of a sequence, bf16. Returns x and y (M, C) bf16, the
+    statistics of y, and with `norm_first` 1 / the root mean square of the table's rows, (M,) fp32. With `fp8` y is
+    e4m3, here and in the norms below.
+    """
+    M, C = tokens.numel(), wte.shape[1]
+    embedded = wte.new_empty(M, dtype=torch.float32) if norm_first else None
+    return *_norm(wte, norm, fp8, M, C, tokens=tokens, delta=wpe, embedded=embedded), embedded
 
 
 def add_norm(
-    x: Tensor, delta: Tensor, delta_bias: Tensor | None, weight: Tensor, bias: Tensor, fp8: Fp8Out | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x + delta (+ delta_bias), rounded to bf16, and the LayerNorm y of that. x and delta (M, C), the rest (C,).
+    x: Tensor,
+    delta: Tensor | None,
+    delta_bias: Tensor | None,
+    norm: NormWeights,
+    fp8: Fp8Out | None = None,
+    mix: Mix | None = None,
+) -> tuple[Tensor, Tensor, Statistics]:
+    """x + delta (+ delta_bias), or the mix of it, rounded to bf16, and the norm y of that. x and delta (M, C).
 
-    Returns x_new and y (M, C) bf16, mean and rstd (M,) fp32.
+    Returns the sum and y (M, C) bf16, and y's statistics.
     """
-    M, C = x.shape
-    assert delta.shape == x.shape
-    return _norm(x, weight, bias, fp8, delta=delta, delta_bias=delta_bias, M=M, C=C)
+    assert delta is None or delta.shape == x.shape
+    return _norm(x, norm, fp8, *x.shape, delta=delta, delta_bias=delta_bias, mix=mix)
 
 
-def norm_again(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def norm_again(x: Tensor, statistics: Statistics, norm: NormWeights) -> Tensor:
     """The y of a norm from its saved statistics, bit for bit."""
-    M, C = x.shape
-    return _norm(x, weight, bias, None, statistics=(mean, rstd), M=M, C=C)[1]
+    return _norm(x, norm, None, *x.shape, statistics=statistics)[1]
 
 
 def _norm(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    norm: NormWeights,
     fp8: Fp8Out | None,
-    *,
     M: int,
     C: int,
-    T: int = 1,
+    *,
     tokens: Tensor | None = None,
     delta: Tensor | None = None,
     delta_bias: Tensor | None = None,
-    statistics: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, delta, delta_bias, weight, bias, tokens)
-    total = x.new_empty(M, C) if delta is not None else None
+    statistics: Statistics | None = None,
+    embedded: Tensor | None = None,
+    mix: Mix | None = None,
+) -> tuple[Tensor, Tensor, Statistics]:
+    other, numbers = _parts(mix, M, C)
+    _check(x, tokens, delta, delta_bias, other, numbers, norm.weight, norm.bias)
+    known, layer_norm = statistics is not None, norm.bias is not None
+    total = None if known else x.new_empty(M, C)
     y = x.new_empty(M, C, dtype=x.dtype if fp8 is None else torch.float8_e4m3fn)
     scale, amax = (None, None) if fp8 is None else (fp8.scale, fp8.amax)
-    mean, rstd = statistics or (x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32))
-    R, programs, warps, stages = _norm_shape(C, fp8 is not None, x.device)
-    groups = triton.cdiv(M, R)
+    if statistics is None:
+        mean = x.new_empty(M, dtype=torch.float32) if layer_norm else None
+        statistics = mean, x.new_empty(M, dtype=torch.float32)
+    R, programs, warps, stages = _norm_shape(C, fp8 is not None, layer_norm, x.device)
+    groups, T = triton.cdiv(M, R), M if delta is None else len(delta)
     norm_kernel[(min(groups, programs),)](
-        x, tokens, delta, delta_bias, weight, bias, total, y, mean, rstd, scale, amax, M, T, C, groups,
-        KNOWN=statistics is not None, R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
+        x, tokens, delta, delta_bias, other, numbers, norm.weight, norm.bias, total, y, *statistics, embedded,
+        scale, amax, M, T, C, groups, norm.epsilon,
+        KNOWN=known, R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
     )  # fmt: skip
-    return x if total is None else total, y, mean, rstd
+    return x if total is None else total, y, statistics
 
 
 def norm_backward(
     dy: Tensor,
     x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
+    statistics: Statistics,
+    weight: Tensor | None,
     residual: Tensor | None,
-    sums: Tensor,
+    sums: Tensor | None,
     fp8: Fp8Out | None = None,
+    normed: bool = False,
+    mix: Mix | None = None,
+    into: MixGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of x, (M, C) bf16, through its LayerNorm, plus `residual`: the gradient that skips the norm.
+    """The gradient of x, (M, C) bf16, through its norm, plus `residual`: the gradient that skips the norm.
 
-    With `fp8`, the second result is the same as (M, C) e5m2. Adds to sums (3, P, C) fp32: the gradient of weight, that
-    of bias, and the column sums of the result, which are the gradient of the bias of the projection before.
-    P: norm_partials(C, device).
+    With `normed`, x is the norm's output (without weights) instead. With `fp8`, the second result is the gradient as
+    (M, C) e5m2. Adds the gradient of the weight to sums[0] (P, C) fp32, P = norm_partials(C, device); of a LayerNorm,
+    that of the bias to sums[1], and the column sums of the result, which are the gradient of the bias of the projection
+    before, to sums[2]. With a mix, x is mixed, and the result is the gradient of the residual stream in it; adds the
+    others to `into`.
     """
-    M, C = dy.shape
-    R, programs, warps, stages = _norm_backward_shape(C, fp8 is not None, dy.device)
-    P = sums.shape[1]
-    assert x.shape == dy.shape and sums.shape == (3, P, C) and sums.dtype == torch.float32 and programs <= P
-    _check(dy, x, mean, rstd, weight, residual, sums)
+    (M, C), (mean, rstd) = dy.shape, statistics
+    R, programs, warps, stages = _norm_backward_shape(
+        C, fp8 is not None, mean is not None, weight is not None, dy.device
+    )
+    P = 0 if sums is None else sums.shape[1]
+    assert x.shape == dy.shape and (sums is None) == (weight is None)
+    assert sums is None or (sums.shape == (1 if mean is None else 3, P, C) and sums.dtype == torch.float32)
+    other, numbers = _parts(mix, M, C)
+    dother, dots = (into.other, into.sums) if into else (None, None)
+    assert (mix is None) == (dots is None) and (sums is None or programs <= P)
+    assert dots is None or (dots.shape[1:] == (2,) and dots.dtype == torch.float32 and programs <= len(dots))
+    _check(dy, x, mean, rstd, weight, residual, other, dother, numbers, sums, dots)
     dx, dx8, scale, amax = torch.empty_like(dy), None, None, None
     if fp8:
         dx8, scale, amax = torch.empty_like(dy, dtype=torch.float8_e5m2), fp8.scale, fp8.amax
     norm_backward_kernel[(programs,)](
-        dy, x, mean, rstd, weight, residual, dx, dx8, scale, amax, sums, M, C, P, triton.cdiv(M, R),
-        R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
+        dy, x, mean, rstd, weight, residual, other, dother, numbers, dx, dx8, scale, amax, sums, dots,
+        M, C, P, triton.cdiv(M, R),
+        NORMED=normed, R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return dx, dx8
+
+
+def _parts(mix: Mix | None, M: int, C: int) -> tuple[Tensor | None, Tensor | None]:
+    if mix is None:
+        return None, None
+    assert mix.other.shape == (M, C) and mix.numbers.shape == (2,) and mix.numbers.dtype == torch.float32
+    return mix.other, mix.numbers
 
 
 def gelu(h: Tensor) -> Tensor:
@@ -413,23 +487,32 @@ def _add_rows_shape(device: torch.device) -> tuple[int, int, int]:
     return (16, 256, 4) if device.type == "cuda" else (64, 256, 4)
 
 
-def _norm_shape(C: int, fp8: bool, device: torch.device) -> tuple[int, int, int, int]:
+def _norm_shape(C: int, fp8: bool, layer_norm: bool, device: torch.device) -> tuple[int, int, int, int]:
     """Rows that a program handles at a time, programs, warps, stages of the load pipeline."""
     if device.type != "cuda":
         return 64, 2, 4, 1
+    if layer_norm:
+        return (2, 1056, 1 if fp8 else 2, 3) if C <= 1024 else (2, 528, norm_warps(C, 16), 3)
     if C <= 1024:
-        return 2, 1056, 1 if fp8 else 2, 3
-    return 2, 528, norm_warps(C, 16), 3
+        return (2, 1056, 1, 1) if fp8 else (2, 528, 1, 3)
+    return 1, 528 if fp8 else 1056, norm_warps(C, 64), 3
 
 
-def _norm_backward_shape(C: int, fp8: bool, device: torch.device) -> tuple[int, int, int, int]:
-    """As `_norm_shape`. A thread has to hold the same columns of all R rows, so that their sum needs no exchange.
+def _norm_backward_shape(
+    C: int, fp8: bool, layer_norm: bool, weighted: bool, device: torch.device
+) -> tuple[int, int, int, int]:
+    """As `_norm_shape`; with a weight, or a mix, at most `norm_partials` programs.
 
-    For that a row needs at least 8 columns a thread. With fp8, whose stores need 16 neighbours, R is 1: with more
-    threads, or 2 rows in fp8, the kernel took 5 to 20 times as long.
+    A thread has to hold the same columns of all R rows, so that their sum needs no exchange. For that a row needs at
+    least 8 columns a thread. A LayerNorm with fp8, whose stores need 16 neighbours, has R = 1: with more threads, or 2
+    rows in fp8, the kernel took 5 to 20 times as long.
     """
     if device.type != "cuda":
         return 32, 2, 4, 1
+    if not layer_norm:
+        if fp8:
+            return 2, 528 if C <= 1024 and not weighted else 264, norm_warps(C, 16), 4
+        return (1, 660, 2, 4) if weighted and C <= 1024 else (2, 264, norm_warps(C, 8), 4)
     stages = 4 if C <= 2048 else 2
     if fp8:
         return 1, 660 if C <= 1024 else 264, norm_warps(C, 8), stages

@@ -14,17 +14,19 @@ from torch import Tensor
 
 from trainer.fused import kernels, rotary
 from trainer.fused.flat import FlatState
-from trainer.fused.kernels import Fp8Out
+from trainer.fused.kernels import Mix, MixGradients
 from trainer.fused.products import Normed, Operand, Products, ResidualGrad
-from trainer.fused.rotary import Mix, MixGradients
-from trainer.fused.rotary_step import Block, Norm, RotaryStep, SavedMlp
+from trainer.fused.rotary_step import RotaryStep
+from trainer.fused.step import Norm, Saved
 from trainer.models.modern import EPSILON, SMEAR_WIDTH, SOFTCAP, ModernConfig
 
 
 class ModernStep(RotaryStep[Operand]):
     """The step of the family modern."""
 
-    UP, EPSILON, SENSE = ("mlp.up_proj",), EPSILON, -1
+    PACKED = {"attn.qkv": RotaryStep.QKV, "mlp.up": ("mlp.up_proj",)}
+    NORMS = None
+    EPSILON, ACTIVATION, SENSE = EPSILON, "relu2", -1
     norms_heads = norms_embedding = True
     cap = SOFTCAP
     config: ModernConfig
@@ -47,17 +49,6 @@ class ModernStep(RotaryStep[Operand]):
         self.dstart: Tensor | None = None
         self.dmiddle: Tensor | None = None
 
-    def mlp(self, p: Products[Operand], block: Block, y: Operand) -> tuple[Operand, SavedMlp[Operand]]:
-        kept, act = p.linear_activated(block.up, y, block.down, "relu2")
-        return act, SavedMlp(kept, None if p.recompute_activation else p.saved(act))
-
-    def mlp_backward(
-        self, p: Products[Operand], block: Block, dy: Operand, saved: SavedMlp[Operand], add: bool
-    ) -> Operand:
-        act = p.activated(block.down, saved.kept, "relu2") if saved.act is None else saved.act
-        p.weight_grad(block.down, dy, act, add)
-        return p.input_grad_activated(block.down, dy, saved.kept, block.up, "relu2")
-
     def _zero(self) -> None:
         super()._zero()
         self.mix_sums.zero_()
@@ -69,7 +60,7 @@ class ModernStep(RotaryStep[Operand]):
 
     def _embed(
         self, p: Products[Operand], tokens: Tensor, B: int
-    ) -> tuple[Tensor, Normed[Operand], tuple[Tensor, Tensor]]:
+    ) -> tuple[Tensor, Normed[Operand], tuple[Tensor, Tensor | None]]:
         self.tokens, config, w, norm = tokens, self.config, self.state.weights, self.norms[0]
         if not (any(self._mixing) or config.smear):
             return super()._embed(p, tokens, B)
@@ -79,43 +70,35 @@ class ModernStep(RotaryStep[Operand]):
             self.mixes[:-1] = torch.stack((w["resid_lambdas"], w["x0_lambdas"]), 1)
         if config.backout:
             self.mixes[-1, 1] = -w["backout_lambda"][0]
-        embedded, _, rstd, _ = rotary.embed_rms(tokens, w["wte.weight"], None, self.EPSILON, norm_first=True)
+        embedded, _, _, rstd = kernels.embed_norm(tokens, w["wte.weight"], None, norm.weights, norm_first=True)
         start = self._smear(embedded, B) if config.smear else embedded
         self.start = start if config.residual_lambdas else None
-
-        def kernel(out: Fp8Out | None) -> tuple[Tensor, ...]:
-            return self.add_rms(norm, start, None, out)
-
-        return *p.norm(norm.reader, kernel), (embedded, rstd)
+        return *self._join(p, norm, start, None), (embedded, rstd)
 
     @property
     def _mixing(self) -> tuple[bool, bool]:
         """Whether the embedding is mixed into the residual stream, and the middle block's output."""
         return self.config.residual_lambdas, self.config.backout
 
-    def _mix(self, norm: Norm) -> Mix | None:
+    def mix(self, norm: Norm) -> Mix | None:
         other = self.middle if norm.index == self.last else self.start if norm.index % 2 == 0 else None
         return None if other is None else Mix(self.mixes[norm.index // 2], other)
 
-    def _mix_gradients(self, norm: Norm) -> MixGradients | None:
+    def mix_gradients(self, norm: Norm) -> MixGradients | None:
+        if norm.index == self.last:
+            like = self.state.weights["wte.weight"]
+            shape = len(self.tokens), self.config.n_embd
+            self.dstart, self.dmiddle = (like.new_zeros(shape) if on else None for on in self._mixing)
         of_other = self.dmiddle if norm.index == self.last else self.dstart if norm.index % 2 == 0 else None
         return None if of_other is None else MixGradients(of_other, self.mix_sums[norm.index // 2])
 
-    def add_rms(self, norm: Norm, x: Tensor, delta: Tensor | None, out: Fp8Out | None) -> tuple[Tensor, Tensor, Tensor]:
-        return rotary.add_rms(x, delta, None, self.EPSILON, out, self._mix(norm))
-
-    def _join(self, p: Products[Operand], norm: Norm, x: Tensor, delta: Tensor) -> tuple[Tensor, Normed[Operand]]:
+    def _join(
+        self, p: Products[Operand], norm: Norm, x: Tensor, delta: Tensor | None
+    ) -> tuple[Tensor, Normed[Operand]]:
         if norm.index == self.after_middle:
+            assert delta is not None
             self.middle = x + delta
         return super()._join(p, norm, x, delta)
-
-    def rms_backward(
-        self, norm: Norm, dy: Tensor, x: Tensor, rstd: Tensor, residual: Tensor | None, out: Fp8Out | None
-    ) -> tuple[Tensor, Tensor | None]:
-        if norm.index == self.last:  # the backward pass begins
-            self.dstart, self.dmiddle = (torch.zeros_like(dy) if on else None for on in self._mixing)
-        mix, into = self._mix(norm), self._mix_gradients(norm)
-        return rotary.rms_backward(dy, x, rstd, None, residual, None, out, mix=mix, into=into)
 
     def _norm_backward(
         self,
@@ -133,7 +116,7 @@ class ModernStep(RotaryStep[Operand]):
             return ResidualGrad(dx, p.output_grad(norm.writer, dx))
         return super()._norm_backward(p, norm, dy, x, normed, residual)
 
-    def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: tuple[Tensor, Tensor], B: int) -> None:
+    def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: tuple[Tensor, Tensor | None], B: int) -> None:
         if self.dstart is not None:
             dx += self.dstart
         self.start = self.middle = self.dstart = self.dmiddle = None
@@ -143,7 +126,7 @@ class ModernStep(RotaryStep[Operand]):
 
     def _complete_rest(self) -> None:
         if any(self._mixing):
-            keep, add = rotary.mix_gradients(self.mixes, self.mix_sums)
+            keep, add = kernels.mix_gradients(self.mixes, self.mix_sums)
             found = {"resid_lambdas": keep[:-1], "x0_lambdas": add[:-1], "backout_lambda": -add[-1:]}
             for name in found.keys() & self.state.gradients.keys():
                 self.state.gradients[name].copy_(found[name])
@@ -179,22 +162,22 @@ class ModernStep(RotaryStep[Operand]):
 
     # --- value embeddings
 
-    def add_values(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand]) -> None:
+    def place(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand], B: int) -> Tensor | None:
         if i in self.tables:
             rotary.add_values(qkv, *self._embedded(i, x, norm))
+        return super().place(i, qkv, x, norm, B)
 
-    def add_values_backward(self, i: int, dqkv: Tensor, x: Tensor, norm: Normed[Operand], dinput: Tensor) -> None:
+    def values_backward(self, i: int, dqkv: Tensor, saved: Saved[Operand], dinput: Tensor) -> None:
         if i in self.tables:
-            drows, dweight = rotary.values_backward(dinput, dqkv, *self._embedded(i, x, norm))
+            drows, dweight = rotary.values_backward(dinput, dqkv, *self._embedded(i, saved.x, saved.norm1))
             self._add_rows(self.tables[i], self.tokens, drows)
             gradient = self.state.gradients[self._gate_name(i)]
             gradient.copy_(dweight if self.first else gradient + dweight)
 
     def _embedded(self, i: int, x: Tensor, norm: Normed[Operand]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The input of block `i`'s norm and its statistic, the gate's weight, the tokens and their table."""
-        (rstd,) = norm.statistics
         weights = self.state.weights
-        return x, rstd, weights[self._gate_name(i)], self.tokens, weights[self.tables[i]]
+        return x, norm.statistics[1], weights[self._gate_name(i)], self.tokens, weights[self.tables[i]]
 
     @staticmethod
     def _gate_name(i: int) -> str:

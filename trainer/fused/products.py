@@ -1,7 +1,7 @@
 """The products policy: how a fused step makes operands, matrix products and the head, and which tensors a block saves.
 
-A family writes its forward and backward pass once (GPT-2's is `gpt2_step.py`) and calls a policy for
-everything that depends on the precision: `Bf16Products` (`trainer/fused/bf16.py`) or `Fp8Products`
+`FusedStep` (`step.py`) writes the forward and backward pass once and calls a policy for everything that depends on the
+precision: `Bf16Products` (`trainer/fused/bf16.py`) or `Fp8Products`
 (`trainer/fused/fp8.py`). An operand is one input of a matrix product in the form that the policy's kernels read: a
 bf16 tensor, or an fp8 tensor with its scale. A policy knows layers by name and shape, not their order.
 """
@@ -21,7 +21,7 @@ LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products reach full spee
 Operand = TypeVar("Operand")
 
 # Launch a norm: (Fp8Out, or None for bf16) -> x, y and the statistics of a kernel; likewise dx in bf16 and fp8.
-NormKernel = Callable[[Fp8Out | None], tuple[Tensor, ...]]
+NormKernel = Callable[[Fp8Out | None], tuple[Any, ...]]
 NormBackwardKernel = Callable[[Fp8Out | None], tuple[Tensor, Tensor | None]]
 
 
@@ -40,7 +40,7 @@ class Normed(Generic[Operand]):
     """A norm's output and its statistics for the backward pass, (M,) each; `y` is None if that pass recomputes it."""
 
     y: Operand | None
-    statistics: tuple[Tensor, ...]
+    statistics: tuple[Any, ...]
 
 
 @dataclass

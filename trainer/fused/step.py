@@ -14,34 +14,91 @@ All of it draws on one power budget, so every pass over memory that is left out 
 - autograd's graph: each family lists the tensors that a block saves. Its backward pass frees them.
 
 A products policy (`trainer/fused/products.py`) makes operands and products in bf16 or fp8. `FusedStep` walks through
-the model, forward and back. What a block, an embedding and the head compute is a subclass for each family
-(`*_step.py`); `rotary_step.py` has what llama and modern share. Parameters have the names, the
-shapes and the mathematics of the plain modules. llm.c's train_gpt2.cu (Karpathy et al. 2024) showed how far this goes.
+the model, forward and back. A subclass for each family (`gpt2_step.py`, `rotary_step.py`, `modern_step.py`) names its
+layers and adds what it has besides. Parameters have the names, the shapes and the mathematics of the plain modules.
+Biases of products cost no pass of their own: the forward pass adds them in the products, or in the norm that follows,
+and their gradients are column sums of tensors that a kernel writes
+anyway. llm.c's train_gpt2.cu (Karpathy et al. 2024) showed how far this goes.
 """
 
-from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
 
 from trainer.fused import kernels
-from trainer.fused.attention import Attention
+from trainer.fused.attention import Attention, SavedAttention
 from trainer.fused.flat import FlatState
+from trainer.fused.kernels import Activation, Fp8Out, Mix, MixGradients, NormWeights
 from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
 from trainer.models.model_config import ModelConfig
 
 
-class FusedStep(ABC, Generic[Operand]):
+@dataclass(frozen=True)
+class Norm:
+    """A norm and its place in the model."""
+
+    index: int  # in the order of the forward pass: two norms a block, then the head's
+    name: str | None  # of its parameters; None: it has none
+    weights: NormWeights
+    writer: Linear | None  # the layer whose output and bias are added to the residual stream just before the norm
+    reader: Linear  # the layer whose input is the norm's output
+    sums: (
+        Tensor | None
+    )  # (1, P, C) partial sums of the gradient of weight; (3, P, C) also of bias and the writer's bias
+
+
+@dataclass(frozen=True)
+class Block:
+    """The layers of a block."""
+
+    norm_1: Norm
+    qkv: Linear
+    out: Linear
+    norm_2: Norm
+    up: Linear  # with a gate: the gate's rows, then the others
+    down: Linear
+
+
+@dataclass
+class SavedMlp(Generic[Operand]):
+    """The tensors that an MLP saves for its backward pass."""
+
+    kept: Tensor  # (M, I) or (M, 2·I): before the activation, or for ReLU² in bf16 after it
+    act: Operand | None  # the input of the last layer; None: made again
+
+
+@dataclass
+class Saved(Generic[Operand]):
+    """The tensors that the forward pass of a block saves for its backward pass. M tokens, width C."""
+
+    x: Tensor  # (M, C)
+    norm1: Normed[Operand]
+    qkv: Tensor  # (M, (heads + 2·kv_heads)·D), with positions
+    rstd: Tensor | None  # of normed queries and keys
+    attention: SavedAttention
+    attended: Operand
+    x_mid: Tensor  # (M, C), after attention
+    norm2: Normed[Operand]
+    mlp: SavedMlp[Operand]
+
+
+class FusedStep(Generic[Operand]):
     """Forward and backward of micro-batches over the weights and into the gradients of a FlatState.
 
     M is the number of tokens of a micro-batch of B sequences, C the width of the residual stream.
     """
 
-    BLOCK_LAYERS: ClassVar[tuple[str, ...]]  # those of a block
-    head: Linear
-    attentions: list[Attention]  # one for each window
+    BLOCK_LAYERS: ClassVar[tuple[str, str, str, str]]  # before and after attention, the MLP's first and last
+    PACKED: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # layers of several parameters, which lie side by side
+    NORMS: ClassVar[tuple[str, str, str] | None]  # a block's two and the head's; None: they have no parameters
+    EPSILON: ClassVar[float]
+    ACTIVATION: ClassVar[Activation]
+    norms_embedding = False
     cap: float | None = None  # logits are cap · tanh(z / cap) of the head's products z
+    up_sums: Tensor | None = None  # (L, P, I) partial sums of the gradient of the MLP's first bias
 
     def __init__(self, config: ModelConfig, state: FlatState, products: Products[Any], deterministic: bool) -> None:
         self.config, self.state, self.products, self.deterministic = config, state, products, deterministic
@@ -52,63 +109,219 @@ class FusedStep(ABC, Generic[Operand]):
         self.current = products  # the policy of the current update
         self.first = True  # the next micro-batch overwrites the gradients
         self.order: tuple[Tensor, Tensor] | None = None  # a micro-batch's tokens, sorted, and their places
+        shape = (config.n_head, config.n_embd, self.device, deterministic, config.kv_heads)
+        reaches = {reach: None if reach == config.block_size else reach for reach in config.contexts}
+        kinds = {reach: Attention(*shape, window) for reach, window in reaches.items()}
+        self.attentions = list(kinds.values())
+        self.attention_of = [kinds[reach] for reach in config.contexts]  # each block's
+        *layers, (head,) = self.layer_names(config)
+        self.head = self._linear(head)
+        self.blocks: list[Block] = []
+        writer: Linear | None = None
+        for i, names in enumerate(layers):
+            qkv, out, up, down = (self._linear(name) for name in names)
+            norms = self._norm(2 * i, writer, qkv), self._norm(2 * i + 1, out, up)
+            self.blocks.append(Block(norms[0], qkv, out, norms[1], up, down))
+            writer = down
+        last = self._norm(2 * self.n_blocks, writer, self.head)
+        self.norms = [norm for block in self.blocks for norm in (block.norm_1, block.norm_2)] + [last]
 
     @classmethod
     def layer_names(cls, config: ModelConfig) -> list[list[str]]:
         """The linear layers, group by group: those of each block, and last the head."""
         blocks = [[f"h.{i}.{name}" for name in cls.BLOCK_LAYERS] for i in range(config.n_layer)]
-        return [*blocks, [cls.head_name(config)]]
+        return [*blocks, ["lm_head" if "lm_head.weight" in config.shapes else "wte"]]
 
     # --- of a family
 
-    @classmethod
-    @abstractmethod
-    def head_name(cls, config: ModelConfig) -> str:
-        """The name of the head's layer: "wte" for a tied one."""
+    def place(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand], B: int) -> Tensor | None:
+        """Give block `i`'s queries and keys their positions, in place; `norm` is that of the block's input x. Returns
+        what the backward pass needs."""
+        return None
 
-    @abstractmethod
-    def _zero(self) -> None:
-        """Zero the gradients and partial sums to which every micro-batch adds."""
+    def place_backward(self, i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> None:
+        """From the gradient of the result of `place`, in place, to that of its input."""
 
-    @abstractmethod
-    def _embed(self, p: Products[Operand], tokens: Tensor, B: int) -> tuple[Tensor, Normed[Operand], Any]:
-        """The residual stream (M, C) of tokens (M,), its norm, and what the backward pass needs."""
+    def values_backward(self, i: int, dqkv: Tensor, saved: Saved[Operand], dinput: Tensor) -> None:
+        """Add the gradients of what `place` added to the values: of its parameters and, in place, the norm's output."""
 
-    @abstractmethod
-    def _forward(
-        self, p: Products[Operand], i: int, x: Tensor, norm: Normed[Operand], B: int
-    ) -> tuple[Tensor, Normed[Operand], Any]:
-        """Block `i` from its input and that input's norm; returns the output, its norm, and the tensors to save."""
+    def mix(self, norm: Norm) -> Mix | None:
+        """What is mixed into the residual stream before a norm."""
+        return None
 
-    @abstractmethod
-    def _backward(
-        self, p: Products[Operand], i: int, grad: ResidualGrad[Operand], saved: Any, B: int
-    ) -> ResidualGrad[Operand]:
-        """From the gradient of block `i`'s output to that of its input."""
+    def mix_gradients(self, norm: Norm) -> MixGradients | None:
+        """Where the gradients of a mix go; the head's norm, the first in the backward pass, begins them."""
+        return None
 
-    @abstractmethod
-    def _last_norm_backward(
-        self, p: Products[Operand], dy: Tensor, x: Tensor, norm: Normed[Operand]
-    ) -> ResidualGrad[Operand]:
-        """From the gradient (M, C) of the head's input to that of the last block's output."""
+    def mlp(self, p: Products[Operand], block: Block, y: Operand) -> tuple[Operand, SavedMlp[Operand]]:
+        """The input of the MLP's last layer, from that of its first one."""
+        kept, act = p.linear_activated(block.up, y, block.down, self.ACTIVATION)
+        return act, SavedMlp(kept, None if p.recompute_activation else p.saved(act))
 
-    @abstractmethod
-    def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: Any, B: int) -> None:
-        """Add the gradients of the embeddings."""
+    def mlp_backward(self, p: Products[Operand], i: int, dy: Operand, saved: SavedMlp[Operand]) -> Operand:
+        """The output gradient of the MLP's first layer from that of its last one, whose weight's gradient is made."""
+        up, down = self.blocks[i].up, self.blocks[i].down
+        act = p.activated(down, saved.kept, self.ACTIVATION) if saved.act is None else saved.act
+        p.weight_grad(down, dy, act, not self.first)
+        del act
+        sums = None if self.up_sums is None else self.up_sums[i]
+        return p.input_grad_activated(down, dy, saved.kept, up, self.ACTIVATION, sums)
 
-    @abstractmethod
-    def _complete(self, i: int) -> None:
-        """Make block `i`'s gradients from the partial sums, and begin to reduce its bucket."""
-
-    @abstractmethod
-    def _complete_rest(self) -> None:
-        """The same for the parameters that are in no block."""
-
-    # --- of all
+    # --- layers
 
     def _linear(self, name: str) -> Linear:
+        part = name.split(".", 2)[-1]
+        own = [f"{name.removesuffix(part)}{one}.weight" for one in self.PACKED.get(part, (part,))]
         weights, gradients = self.state.weights, self.state.gradients
-        return Linear(name, weights[f"{name}.weight"], gradients[f"{name}.weight"], weights.get(f"{name}.bias"))
+        weight, gradient = (side_by_side([values[one] for one in own]) for values in (weights, gradients))
+        return Linear(name, weight, gradient, weights.get(f"{name}.bias"))
+
+    def _norm(self, index: int, writer: Linear | None, reader: Linear) -> Norm:
+        if self.NORMS is None:
+            return Norm(index, None, NormWeights(None, None, self.EPSILON), writer, reader, None)
+        name = self.NORMS[2] if index == 2 * self.n_blocks else f"h.{index // 2}.{self.NORMS[index % 2]}"
+        weight, bias = (self.state.weights.get(f"{name}.{part}") for part in ("weight", "bias"))
+        C, count = self.config.n_embd, 1 if bias is None else 3
+        sums = torch.zeros(count, kernels.norm_partials(C, self.device), C, device=self.device)
+        return Norm(index, name, NormWeights(weight, bias, self.EPSILON), writer, reader, sums)
+
+    def _zero(self) -> None:
+        """Zero the gradients and partial sums to which every micro-batch adds."""
+        for norm in self.norms:
+            if norm.sums is not None:
+                norm.sums.zero_()
+        if self.head.name != "wte":  # a tied head's first product overwrites it
+            self.state.gradients["wte.weight"].zero_()
+
+    # --- forward
+
+    def _embed(
+        self, p: Products[Operand], tokens: Tensor, B: int
+    ) -> tuple[Tensor, Normed[Operand], tuple[Tensor, Tensor | None]]:
+        """The residual stream (M, C) of tokens (M,), its norm, and what the backward pass needs: the embedding, and 1 /
+        the root mean squares by which it was normed."""
+        self.state.ready(self.embeddings)
+        self.state.ready(0)
+        norm, w = self.norms[0], self.state.weights
+        positions = w["wpe.weight"][: len(tokens) // B] if "wpe.weight" in w else None
+
+        def kernel(out: Fp8Out | None) -> tuple[Any, ...]:
+            return kernels.embed_norm(tokens, w["wte.weight"], positions, norm.weights, self.norms_embedding, out)
+
+        x, normed = p.norm(norm.reader, kernel)
+        (normed.statistics, embedded) = normed.statistics
+        return x, normed, (x, embedded)
+
+    def _forward(
+        self, p: Products[Operand], i: int, x: Tensor, norm: Normed[Operand], B: int
+    ) -> tuple[Tensor, Normed[Operand], Saved[Operand]]:
+        """Block `i` from its input and that input's norm; returns the output, its norm, and the tensors to save."""
+        block, norm1 = self.blocks[i], norm
+        assert norm1.y is not None
+        qkv = p.linear(block.qkv, norm1.y, block.qkv.bias)
+        rstd = self.place(i, qkv, x, norm1, B)
+        output, attention = self.attention_of[i].forward(qkv, B)
+        attended = p.input(block.out, output)
+        delta = p.linear(block.out, attended)
+        x_mid, norm2 = self._join(p, block.norm_2, x, delta)
+        del delta
+        assert norm2.y is not None
+        act, mlp = self.mlp(p, block, norm2.y)
+        delta = p.linear(block.down, act)
+        del act
+        if i + 1 < self.n_blocks:
+            self.state.ready(i + 1)
+        out, after = self._join(p, self.norms[2 * i + 2], x_mid, delta)
+        saved = Saved(x, norm1, qkv, rstd, attention, p.saved(attended), x_mid, norm2, mlp)
+        if p.recompute_norms:
+            norm1.y = norm2.y = None
+        return out, after, saved
+
+    def _join(
+        self, p: Products[Operand], norm: Norm, x: Tensor, delta: Tensor | None
+    ) -> tuple[Tensor, Normed[Operand]]:
+        """The residual stream with `delta` and its bias added, and the norm of it. (In the product's epilogue the sum
+        cost 1% of a step of 1558M on an H200, and gained 0.2% at 124M.)"""
+        bias = None if norm.writer is None else norm.writer.bias
+
+        def kernel(out: Fp8Out | None) -> tuple[Any, ...]:
+            return kernels.add_norm(x, delta, bias, norm.weights, out, self.mix(norm))
+
+        x, normed = p.norm(norm.reader, kernel)
+        (normed.statistics,) = normed.statistics
+        return x, normed
+
+    # --- backward
+
+    def _backward(
+        self, p: Products[Operand], i: int, grad: ResidualGrad[Operand], saved: Saved[Operand], B: int
+    ) -> ResidualGrad[Operand]:
+        """From the gradient of block `i`'s output to that of its input."""
+        block, add, s = self.blocks[i], not self.first, saved
+        dup = self.mlp_backward(p, i, grad.dy, s.mlp)
+        p.weight_grad(block.up, dup, self._normed(p, block.norm_2, s.x_mid, s.norm2), add)
+        dinput = p.input_grad(block.up, dup)
+        del dup
+        grad = self._norm_backward(p, block.norm_2, dinput, s.x_mid, s.norm2, grad.dx)
+        p.weight_grad(block.out, grad.dy, s.attended, add)
+        dinput = p.input_grad(block.out, grad.dy)
+        packed = self.attention_of[i].backward(dinput, s.qkv, B, s.attention)
+        self.place_backward(i, packed, s, B)
+        dqkv = p.output_grad(block.qkv, packed)
+        p.weight_grad(block.qkv, dqkv, self._normed(p, block.norm_1, s.x, s.norm1), add)
+        dinput = p.input_grad(block.qkv, dqkv)
+        self.values_backward(i, packed, s, dinput)
+        return self._norm_backward(p, block.norm_1, dinput, s.x, s.norm1, grad.dx)
+
+    def _normed(self, p: Products[Operand], norm: Norm, x: Tensor, normed: Normed[Operand]) -> Operand:
+        """A norm's output, made again where it was not saved."""
+        if normed.y is not None:
+            return normed.y
+        return p.input(norm.reader, kernels.norm_again(x, normed.statistics, norm.weights))
+
+    def _norm_backward(
+        self,
+        p: Products[Operand],
+        norm: Norm,
+        dy: Tensor,
+        x: Tensor,
+        normed: Normed[Operand],
+        residual: Tensor | None,
+    ) -> ResidualGrad[Operand]:
+        """From the gradient `dy` (M, C) of a norm's output to that of its input, plus `residual` (M, C)."""
+
+        def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor | None]:
+            mix, into = self.mix(norm), self.mix_gradients(norm)
+            weight, sums = norm.weights.weight, norm.sums
+            return kernels.norm_backward(dy, x, normed.statistics, weight, residual, sums, out, mix=mix, into=into)
+
+        return p.norm_backward(norm.writer, kernel)
+
+    def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: tuple[Tensor, Tensor | None], B: int) -> None:
+        """Add the gradients of the embeddings."""
+        x, embedded = saved
+        if embedded is not None:
+            dx, _ = kernels.norm_backward(dx, x, (None, embedded), None, None, None, normed=True)
+        self._add_rows("wte.weight", tokens, dx)
+
+    def _complete(self, i: int) -> None:
+        """Make block `i`'s gradients from the partial sums, and begin to reduce its bucket."""
+        for norm in self.norms[2 * i : 2 * i + 2]:
+            self._complete_norm(norm)
+        self.state.begin_reduce(i)
+
+    def _complete_norm(self, norm: Norm) -> None:
+        if norm.sums is not None:
+            parts = ("weight",) if norm.weights.bias is None else ("weight", "bias")
+            for part, total in zip(parts, norm.sums[: len(parts)].sum(1), strict=True):
+                self.state.gradients[f"{norm.name}.{part}"].copy_(total)
+
+    def _complete_rest(self) -> None:
+        """The same for the parameters that are in no block."""
+        self._complete_norm(self.norms[-1])
+        self.state.begin_reduce(self.embeddings)
+
+    # --- of all
 
     def _add_rows(self, name: str, tokens: Tensor, rows: Tensor) -> None:
         """Add rows (M, N) bf16 to the gradient of the embedding `name`, at their tokens (M,)."""
@@ -177,7 +390,7 @@ class FusedStep(ABC, Generic[Operand]):
         losses, dy = self._head(p, norm, targets, factor)
         self.order = None if self.deterministic else torch.sort(tokens)
         norm.y = None  # from here on only its statistics are needed
-        grad = self._last_norm_backward(p, dy, x, norm)
+        grad = self._norm_backward(p, self.norms[-1], dy, x, norm, None)
         del dy, x, norm, block
         for i in reversed(range(self.n_blocks)):
             grad = self._backward(p, i, grad, saved.pop(), B)
@@ -198,3 +411,12 @@ class FusedStep(ABC, Generic[Operand]):
         assert norm.y is not None
         accumulate = not self.first
         return p.head(self.head, norm.y, targets, self.config.vocab_size, factor, accumulate, self.cap)
+
+
+def side_by_side(parts: list[Tensor]) -> Tensor:
+    """Matrices (N_i, K) that follow one another in memory as one (sum of N_i, K), without a copy."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        assert part.is_contiguous() and part.storage_offset() == end and part.shape[1] == first.shape[1], "apart"
+        end += part.numel()
+    return first.as_strided((sum(len(part) for part in parts), first.shape[1]), (first.shape[1], 1))

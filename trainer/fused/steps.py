@@ -3,8 +3,8 @@
 from typing import Any
 
 from trainer.fused.gpt2_step import Gpt2Step
-from trainer.fused.llama_step import LlamaStep
 from trainer.fused.modern_step import ModernStep
+from trainer.fused.rotary_step import LlamaStep
 from trainer.fused.step import FusedStep
 from trainer.models.llama import LlamaConfig
 from trainer.models.model_config import ModelConfig

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-EPSILON = tl.constexpr(1e-5)  # of every LayerNorm of GPT-2
 LOG2E = tl.constexpr(1.4426950408889634)
 # The tanh form of GELU: 0.5·x·(1 + tanh(x·(ROOT + CUBE·x²))), ROOT = sqrt(2/pi), CUBE = 0.044715·ROOT.
 ROOT = tl.constexpr(0.7978845608028654)
@@ -133,16 +132,20 @@ def add_rows_kernel(
 
 @triton.jit
 def norm_kernel(
-    x_ptr, tokens_ptr, delta_ptr, delta_bias_ptr, weight_ptr, bias_ptr,
-    sum_ptr, y_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr,
-    M, T, C, groups,
+    x_ptr, tokens_ptr, delta_ptr, delta_bias_ptr, other_ptr, mix_ptr, weight_ptr, bias_ptr,
+    sum_ptr, y_ptr, mean_ptr, rstd_ptr, embedded_ptr, scale_ptr, amax_ptr,
+    M, T, C, groups, epsilon,
     KNOWN: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Groups of R whole rows, the last first. With tokens, x is the token table and delta the position table."""
+    """Groups of R whole rows, the last first: a LayerNorm with mean_ptr, else an RMSNorm. With tokens, x is the token
+    table and delta the position table; with embedded_ptr, the token's rows are normed first. With mix_ptr, the sum is
+    mix[0] · (x + delta) + mix[1] · other."""
     cols = tl.arange(0, BC)
     used = cols < C
-    weight = tl.load(weight_ptr + cols, mask=used, other=0.0)[None, :]
-    bias = tl.load(bias_ptr + cols, mask=used, other=0.0)[None, :]
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=used, other=0.0)[None, :]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + cols, mask=used, other=0.0)[None, :]
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
         largest = tl.zeros([BC], tl.float32)
@@ -154,27 +157,42 @@ def norm_kernel(
         if tokens_ptr is not None:
             tokens = tl.load(tokens_ptr + rows, mask=inside, other=0)
             x = tl.load(x_ptr + tokens[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-            x += tl.load(delta_ptr + (rows % T)[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            if embedded_ptr is not None:
+                first = 1.0 / tl.sqrt(tl.sum(x * x, 1) / C + epsilon)
+                tl.store(embedded_ptr + rows, first, mask=inside)
+                x *= first[:, None]
+            if delta_ptr is not None:
+                x += tl.load(delta_ptr + (rows % T)[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         else:
             x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
             if delta_ptr is not None:
                 x += tl.load(delta_ptr + at, mask=mask, other=0.0).to(tl.float32)
             if delta_bias_ptr is not None:
                 x += tl.load(delta_bias_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
+        if mix_ptr is not None:
+            other = tl.load(other_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(mix_ptr) * x + tl.load(mix_ptr + 1) * other
         if sum_ptr is not None:
             rounded = _bf16(x)
             tl.store(sum_ptr + at, rounded, mask=mask)
             x = rounded.to(tl.float32)
+        if mean_ptr is not None:
+            if KNOWN:
+                x -= tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
+            else:
+                mean = tl.sum(x, 1) / C
+                tl.store(mean_ptr + rows, mean, mask=inside)
+                x = tl.where(used[None, :], x - mean[:, None], 0.0)
         if KNOWN:
-            centred = x - tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
             rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)
         else:
-            mean = tl.sum(x, 1) / C
-            centred = tl.where(used[None, :], x - mean[:, None], 0.0)
-            rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + EPSILON)
-            tl.store(mean_ptr + rows, mean, mask=inside)
+            rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / C + epsilon)
             tl.store(rstd_ptr + rows, rstd, mask=inside)
-        y = centred * rstd[:, None] * weight.to(tl.float32) + bias.to(tl.float32)
+        y = x * rstd[:, None]
+        if weight_ptr is not None:
+            y *= weight.to(tl.float32)
+        if bias_ptr is not None:
+            y += bias.to(tl.float32)
         if scale_ptr is not None:
             tl.store(y_ptr + at, _fp8(y * scale, False), mask=mask)
             largest = tl.maximum(largest, tl.max(tl.where(mask, tl.abs(y), 0.0), 0))
@@ -186,17 +204,26 @@ def norm_kernel(
 
 @triton.jit
 def norm_backward_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dx8_ptr, scale_ptr, amax_ptr, sums_ptr,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, other_ptr, dother_ptr, mix_ptr, dx_ptr, dx8_ptr,
+    scale_ptr, amax_ptr, sums_ptr, dots_ptr,
     M, C, P, groups,
-    R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    NORMED: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes groups of R rows far apart, the last first. Its column sums stay in registers to the end."""
+    """A program takes groups of R rows far apart, the last first. Its column sums stay in registers to the end. A
+    LayerNorm with mean_ptr, else an RMSNorm. NORMED: x is the norm's output without its weight. With mix_ptr, the
+    gradient goes on to both parts of x, and its products with x and with `other` are added up in dots_ptr."""
     cols = tl.arange(0, BC)
     used = cols < C
-    weight = tl.load(weight_ptr + cols, mask=used, other=0.0)[None, :]
-    dweight = tl.zeros([BC], tl.float32)
-    dbias = tl.zeros([BC], tl.float32)
-    dx_sum = tl.zeros([BC], tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=used, other=0.0)[None, :]
+        dweight = tl.zeros([BC], tl.float32)
+    if mean_ptr is not None:
+        dbias = tl.zeros([BC], tl.float32)
+        dx_sum = tl.zeros([BC], tl.float32)
+    if mix_ptr is not None:
+        keep, add = tl.load(mix_ptr), tl.load(mix_ptr + 1)
+        with_x = tl.zeros([BC], tl.float32)
+        with_other = tl.zeros([BC], tl.float32)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
         largest = tl.zeros([BC], tl.float32)
@@ -209,29 +236,50 @@ def norm_backward_kernel(
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
-        mean = tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
+        if mix_ptr is not None:
+            other = tl.load(other_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            dother = tl.load(dother_ptr + at, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)[:, None]
-        normal = (x - mean) * rstd
-        g = dy * weight.to(tl.float32)
-        # Both sums in one reduction. Unused columns have g = 0, so they add nothing to either.
-        sum_g, sum_gx = tl.split(tl.sum(tl.join(g, g * normal), 1))
-        dx = g * rstd - (normal * (sum_gx[:, None] * rstd / C) + sum_g[:, None] * rstd / C)
+        if mean_ptr is not None:
+            x -= tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
+        normal = x if NORMED else x * rstd
+        g = dy
+        if weight_ptr is not None:
+            dweight += tl.sum(dy * normal, 0)
+            g *= weight.to(tl.float32)
+        if mean_ptr is not None:
+            # Both sums in one reduction. Unused columns have g = 0, so they add nothing to either.
+            sum_g, sum_gx = tl.split(tl.sum(tl.join(g, g * normal), 1))
+            dx = g * rstd - (normal * (sum_gx[:, None] * rstd / C) + sum_g[:, None] * rstd / C)
+        else:
+            dx = rstd * (g - normal * (tl.sum(g * normal, 1) / C)[:, None])
         if residual_ptr is not None:
             dx += residual.to(tl.float32)
+        if mix_ptr is not None:
+            tl.store(dother_ptr + at, _bf16(dother + add * dx), mask=mask)
+            with_x += tl.sum(dx * x, 0)
+            with_other += tl.sum(dx * other, 0)
+            dx *= keep
         rounded = _bf16(dx)
         tl.store(dx_ptr + at, rounded, mask=mask)
-        dweight += tl.sum(dy * normal, 0)
-        dbias += tl.sum(dy, 0)
-        dx_sum += tl.sum(rounded.to(tl.float32), 0)
+        if mean_ptr is not None:
+            dbias += tl.sum(dy, 0)
+            dx_sum += tl.sum(rounded.to(tl.float32), 0)
         if scale_ptr is not None:
             tl.store(dx8_ptr + at, _fp8(dx * scale, True), mask=mask)
             largest = tl.maximum(largest, tl.max(tl.where(mask, tl.abs(dx), 0.0), 0))
     if scale_ptr is not None:
         tl.atomic_max(amax_ptr, tl.max(largest, 0))
-    sums_ptr += tl.program_id(0) * C + cols
-    _add_into(sums_ptr, dweight, used)
-    _add_into(sums_ptr + P * C, dbias, used)
-    _add_into(sums_ptr + 2 * P * C, dx_sum, used)
+    if weight_ptr is not None:
+        sums_ptr += tl.program_id(0) * C + cols
+        _add_into(sums_ptr, dweight, used)
+        if mean_ptr is not None:
+            _add_into(sums_ptr + P * C, dbias, used)
+            _add_into(sums_ptr + 2 * P * C, dx_sum, used)
+    if mix_ptr is not None:
+        dots_ptr += 2 * tl.program_id(0)
+        tl.store(dots_ptr, tl.load(dots_ptr) + tl.sum(with_x, 0))
+        tl.store(dots_ptr + 1, tl.load(dots_ptr + 1) + tl.sum(with_other, 0))
 
 
 # ── activations ──────────────────────────────────────────────────────────────────────────────────────────────────

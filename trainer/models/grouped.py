@@ -37,7 +37,6 @@ class GroupedHeads(ModelConfig, ABC):
 
     @property
     def kv_heads(self) -> int:
-        """The number of heads of keys and values."""
         return self.n_kv_head or self.n_head
 
     @property

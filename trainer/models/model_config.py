@@ -88,6 +88,11 @@ class ModelConfig(Section, ABC):
         return self.n_embd // self.n_head
 
     @property
+    def kv_heads(self) -> int:
+        """The number of heads of keys and values."""
+        return self.n_head
+
+    @property
     def vocabulary_rows(self) -> tuple[str, ...]:
         """The parameters with a row for each token id."""
         return ("wte.weight",)
