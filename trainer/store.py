@@ -35,11 +35,13 @@ ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored object. `size` in bytes, `modified` in unix seconds by the store's clock."""
+    """One stored object. `size` in bytes, `modified` in unix seconds by the store's clock. In a bucket, `etag` changes
+    with the contents."""
 
     key: str
     size: int
     modified: float
+    etag: str = ""
 
 
 class Store(Protocol):

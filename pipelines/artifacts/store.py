@@ -80,16 +80,6 @@ class Outage:
         return f"{waited} without an answer, {left:.0f} s left: {self.what}: {self.cause}; trying again"
 
 
-@dataclass(frozen=True)
-class S3Object:
-    """An object of a bucket, below the prefix of its store. The ETag changes with the contents."""
-
-    key: str
-    size: int
-    etag: str
-    modified: float  # unix seconds
-
-
 class S3Store:
     """A store under a prefix of an S3 bucket, or of a server with the S3 protocol and conditional writes."""
 
@@ -211,19 +201,19 @@ class S3Store:
         return FileNotFoundError(2, "no such object", self._uri_of(key))
 
     def entries(self, prefix: str) -> list[Entry]:
-        return [Entry(one.key, one.size, one.modified) for one in self.objects(checked_prefix(prefix))]
+        return self.objects(checked_prefix(prefix))
 
-    def objects(self, prefix: str) -> list[S3Object]:
+    def objects(self, prefix: str) -> list[Entry]:
         """The objects whose keys begin with `prefix`, in order of their keys; they need not be ours."""
         request = {"Bucket": self.bucket, "Prefix": self.prefix + prefix}
-        found: list[S3Object] = []
+        found: list[Entry] = []
         while True:
             page = self._until_answered(
                 f"list {self.uri}/{prefix}",
                 lambda: self._client.list_objects_v2(**request),
             )
             found += [
-                S3Object(item["Key"][len(self.prefix) :], item["Size"], item["ETag"], item["LastModified"].timestamp())
+                Entry(item["Key"][len(self.prefix) :], item["Size"], item["LastModified"].timestamp(), item["ETag"])
                 for item in page.get("Contents", [])
                 if not item["Key"].endswith("/")  # folder markers of web consoles
             ]
@@ -231,7 +221,7 @@ class S3Store:
                 return sorted(found, key=lambda one: one.key)
             request["ContinuationToken"] = page["NextContinuationToken"]
 
-    def read(self, found: S3Object, start: int, size: int) -> bytes:
+    def read(self, found: Entry, start: int, size: int) -> bytes:
         """A range of an object's bytes. UserError if the object was removed or has other contents by now."""
         where = {"Bucket": self.bucket, "Key": self.prefix + found.key}
         what = f"get {self._uri_of(found.key)} from byte {start:,}"

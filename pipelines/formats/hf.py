@@ -8,9 +8,10 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.formats.weights import Weights, read_tensor, require, same
+from pipelines.formats.weights import Weights, require, same
 from pipelines.text.tokenizer import tokenizer_files
 from trainer.models.model_config import ModelConfig
+from trainer.models.weights import read_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainer.errors import UserError
 from trainer.models.model_config import ModelConfig
+from trainer.models.weights import read_tensor
 
 if TYPE_CHECKING:
     import tiktoken
@@ -53,14 +54,6 @@ class Weights:
     def each(self, dtype: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
         """All tensors in `dtype`, in the order of the model."""
         return ((name, self.rounded(name, dtype)) for name in self.shapes)
-
-
-def read_tensor(path: Path, name: str) -> "Tensor":
-    """One tensor of a safetensors file. The file is mapped for as long as the tensor lives, no longer."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        return file.get_tensor(name)
 
 
 def same(stored: "Tensor", expected: "Tensor") -> bool:

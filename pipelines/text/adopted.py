@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipelines.artifacts.manifest import File
-from pipelines.artifacts.store import S3Object, S3Store, open_store
+from pipelines.artifacts.store import S3Store, open_store
 from pipelines.recipe import LLMC, TokensConfig
 from pipelines.text.shard_writer import rows_in
 from pipelines.text.split import SplitShard
@@ -67,7 +67,7 @@ def shards_found(config: TokensConfig) -> list[Found]:
 
     store, found = place_in(config), list[Found]()
     if isinstance(store, S3Store):
-        objects: list[S3Object] = [one for one in store.objects("") if "/" not in one.key]
+        objects = [one for one in store.objects("") if "/" not in one.key]
         files = [(one.key, one.size, one.etag.strip('"')) for one in objects]
     else:
         assert isinstance(store, LocalStore)

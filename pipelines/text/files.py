@@ -9,7 +9,7 @@ from collections.abc import Generator, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 from pipelines.text import text
 from pipelines.text.columns import (
@@ -23,10 +23,7 @@ from pipelines.text.columns import (
 from pipelines.text.retry import with_retries
 from pipelines.text.text import Piece, Text, grouped, read_piece
 from trainer.errors import UserError
-from trainer.store import sha256_of
-
-if TYPE_CHECKING:
-    from pipelines.artifacts.store import S3Object
+from trainer.store import Entry, sha256_of
 
 KINDS = ("parquet", "jsonl", "txt")
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # names of files, and of pyarrow's codecs
@@ -49,7 +46,7 @@ class Files(Text):
     column: str
     where: str  # as the user wrote it
     pinned: str | None = None  # the commit on the Hub; None: identified by contents
-    objects: "tuple[S3Object, ...]" = ()  # of paths in S3
+    objects: tuple[Entry, ...] = ()  # of paths in S3
 
     def identity(self) -> dict[str, Any]:
         identity: dict[str, Any] = {"source": "files", "kind": self.kind}

@@ -10,14 +10,15 @@ from typing import Any
 import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from pipelines.artifacts.store import S3Object, S3Store
+from pipelines.artifacts.store import S3Store
 from trainer.config import seconds_from_environment
 from trainer.errors import UserError
+from trainer.store import Entry
 
 BLOCK_BYTES = 4 << 20  # read at once, also behind the end of a piece
 
 
-def matching_objects(source: str) -> dict[str, S3Object]:
+def matching_objects(source: str) -> dict[str, Entry]:
     """The objects that s3://BUCKET/KEY or a pattern of keys names, by their URL in order. UserError without any."""
     files = S3Files()
     path = files._strip_protocol(source)
@@ -60,7 +61,7 @@ class S3Files(AbstractFileSystem):
 class S3File(AbstractBufferedFile):
     """One object, opened for reading."""
 
-    def __init__(self, files: S3Files, path: str, store: S3Store, opened: S3Object) -> None:
+    def __init__(self, files: S3Files, path: str, store: S3Store, opened: Entry) -> None:
         self.store, self.opened = store, opened
         super().__init__(files, path, block_size=BLOCK_BYTES, size=opened.size)
 
@@ -74,5 +75,5 @@ def store_of(bucket: str) -> S3Store:
     return S3Store(bucket, time_limit_s=seconds_from_environment("SKYTRAIN_STORE_SECONDS", 120))
 
 
-def _info(bucket: str, one: S3Object) -> dict[str, Any]:
+def _info(bucket: str, one: Entry) -> dict[str, Any]:
     return {"name": f"{bucket}/{one.key}", "type": "file", "size": one.size, "ETag": one.etag, "object": one}

@@ -34,8 +34,18 @@ def fresh(*shape: int, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(shape)).to(DEVICE, BF16)
 
 
-def norm_of(weight: Tensor, bias: Tensor) -> kernels.NormWeights:
+def a_norm(kind: str, C: int) -> kernels.NormWeights:
+    weight, bias = fresh(C) if kind != "plain" else None, fresh(C) if kind == "layer" else None
     return kernels.NormWeights(weight, bias, 1e-5)
+
+
+def exact_norm(x: Tensor, norm: kernels.NormWeights, *parameters: Tensor | None) -> Tensor:
+    """The norm of x in float64, with its parameters (by default those of `norm`)."""
+    C = (x.shape[1],)
+    weight, bias = parameters or (None if t is None else t.double() for t in (norm.weight, norm.bias))
+    if norm.bias is not None:
+        return F.layer_norm(x.double(), C, weight, bias, norm.epsilon)
+    return F.rms_norm(x.double(), C, weight, norm.epsilon)
 
 
 def near(actual: Tensor, expected: Tensor, relative: float = ROUNDED, absolute: float = 1e-5) -> None:
@@ -45,47 +55,46 @@ def near(actual: Tensor, expected: Tensor, relative: float = ROUNDED, absolute: 
     assert (error <= allowed).all(), (error - allowed).max()
 
 
+@pytest.mark.parametrize("kind", ["layer", "rms", "plain"])
 @pytest.mark.parametrize(("M", "C"), SIZES)
-def test_norms_agree_with_float64(M: int, C: int) -> None:
-    x, delta, delta_bias, weight, bias = fresh(M, C, scale=3), fresh(M, C), fresh(C), fresh(C), fresh(C)
-    norm = norm_of(weight, bias)
-    x_new, y, (mean, rstd) = kernels.add_norm(x, delta, delta_bias, norm)
-    assert mean is not None
-    total = x.double() + delta.double() + delta_bias.double()
-    near(x_new, total, absolute=1e-7)
-    near(y, F.layer_norm(x_new.double(), (C,), weight.double(), bias.double()))
-    near(mean, x_new.double().mean(1), 1e-5)
-    near(rstd, (x_new.double().var(1, correction=0) + 1e-5).rsqrt(), 1e-5)
-
+def test_norms_and_their_gradients_agree_with_float64(M: int, C: int, kind: str) -> None:
+    x, delta, delta_bias, dy, beside = fresh(M, C, scale=3), fresh(M, C), fresh(C), fresh(M, C), fresh(M, C)
+    norm = a_norm(kind, C)
+    total, y, statistics = kernels.add_norm(x, delta, delta_bias, norm)
+    near(total, x.double() + delta.double() + delta_bias.double(), absolute=1e-7)
+    exact = [
+        total.double().requires_grad_(),
+        *(t.double().requires_grad_() for t in (norm.weight, norm.bias) if t is not None),
+    ]
+    parameters = (*exact[1:], None, None)[:2]
+    out = exact_norm(exact[0], norm, *parameters)
+    near(y, out.detach())
+    assert torch.equal(kernels.norm_again(total, statistics, norm), y)
     assert torch.equal(kernels.add_norm(x, delta, None, norm)[0], (x.float() + delta.float()).to(BF16))
-    assert torch.equal(kernels.norm_again(x_new, (mean, rstd), norm), y)
+
+    out.backward(dy.double())
+    count = {"layer": 3, "rms": 1, "plain": 0}[kind]
+    sums = torch.ones(count, kernels.norm_partials(C, DEVICE), C, device=DEVICE) if count else None
+    for residual in (None, beside):
+        dx, _ = kernels.norm_backward(dy, total, statistics, norm.weight, residual, sums)
+        assert exact[0].grad is not None
+        near(dx, exact[0].grad + (0 if residual is None else residual.double()))
+    if sums is not None:
+        added = (sums.double().sum(1) - sums.shape[1]) / 2  # they were 1 before, and two passes have added to them
+        for found, parameter in zip(added, exact[1:], strict=False):
+            assert parameter.grad is not None
+            near(found, parameter.grad, 0, 1e-4)
+    if kind == "layer":
+        near(added[2], (2 * dx.double() - beside.double()).sum(0) / 2, 0, 1e-2)
 
 
 def test_embeddings_wrap_at_the_length_of_a_sequence() -> None:
     T, C, V = 11, 72, 50
-    wte, wpe, weight, bias = fresh(V, C), fresh(T, C), fresh(C), fresh(C)
+    wte, wpe, norm = fresh(V, C), fresh(T, C), a_norm("layer", C)
     tokens = torch.randint(V, (3 * T,), device=DEVICE)
-    x, y, _, _ = kernels.embed_norm(tokens, wte, wpe, norm_of(weight, bias))
+    x, y, _, _ = kernels.embed_norm(tokens, wte, wpe, norm)
     assert torch.equal(x, (wte[tokens].float() + wpe.repeat(3, 1).float()).to(BF16))
-    near(y, F.layer_norm(x.double(), (C,), weight.double(), bias.double()))
-
-
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize(("M", "C"), SIZES)
-def test_the_gradient_of_a_norm_agrees_with_float64(M: int, C: int, residual: bool) -> None:
-    x, dy, weight, bias, beside = fresh(M, C, scale=2), fresh(M, C), fresh(C), fresh(C), fresh(M, C)
-    _, _, statistics = kernels.add_norm(x, torch.zeros_like(x), None, norm_of(weight, bias))
-    sums = torch.ones(3, kernels.norm_partials(C, DEVICE), C, device=DEVICE)
-    dx = kernels.norm_backward(dy, x, statistics, weight, beside if residual else None, sums)[0]
-
-    exact = [t.double().requires_grad_() for t in (x, weight, bias)]
-    F.layer_norm(exact[0], (C,), exact[1], exact[2]).backward(dy.double())
-    assert exact[0].grad is not None and exact[1].grad is not None and exact[2].grad is not None
-    near(dx, exact[0].grad + (beside.double() if residual else 0))
-    added = sums.double().sum(1) - sums.shape[1]  # they were 1 before
-    near(added[0], exact[1].grad, 0, 1e-4)
-    near(added[1], exact[2].grad, 0, 1e-4)
-    near(added[2], dx.double().sum(0), 0, 1e-4)
+    near(y, exact_norm(x, norm))
 
 
 @pytest.mark.parametrize(("M", "N"), SIZES)
@@ -267,20 +276,21 @@ def test_activations_and_their_gradients_in_fp8_are_rounded_once(
     near(sums.double().sum(0), exact.grad.sum(0), 0, 1e-3)
 
 
+@pytest.mark.parametrize("kind", ["layer", "plain"])
 @pytest.mark.parametrize(("M", "N"), SIZES)
-def test_norms_in_fp8_are_the_exact_ones_rounded_once(M: int, N: int) -> None:
-    h, da, weight, bias = fresh(M, N, scale=2), fresh(M, N), fresh(N), fresh(N)
-    out = fp8_out(30.0)
-    normal = F.layer_norm(h.double(), (N,), weight.double(), bias.double())
-    _, y8, statistics = kernels.add_norm(h, torch.zeros_like(h), None, norm_of(weight, bias), out)
-    agree(y8, normal, out, 2**-4, 2**-10)
-    out, sums = fp8_out(500.0), torch.zeros(3, kernels.norm_partials(N, DEVICE), N, device=DEVICE)
-    dx, dx8 = kernels.norm_backward(da, h, statistics, weight, da, sums, out)
-    again = torch.zeros_like(sums)
-    near(dx, kernels.norm_backward(da, h, statistics, weight, da, again)[0].double())
+def test_norms_in_fp8_are_the_exact_ones_rounded_once(M: int, N: int, kind: str) -> None:
+    h, da, norm, out = fresh(M, N, scale=2), fresh(M, N), a_norm(kind, N), fp8_out(30.0)
+    _, y8, statistics = kernels.add_norm(h, None, None, norm, out)
+    agree(y8, exact_norm(h, norm), out, 2**-4, 2**-10)
+    out = fp8_out(500.0)
+    sums = [torch.zeros(3, kernels.norm_partials(N, DEVICE), N, device=DEVICE) for _ in range(2 * (kind == "layer"))]
+    both, alone = (*sums, None, None)[:2]
+    dx, dx8 = kernels.norm_backward(da, h, statistics, norm.weight, da, both, out)
+    near(dx, kernels.norm_backward(da, h, statistics, norm.weight, da, alone)[0].double())
     assert dx8 is not None
     agree(dx8, dx.double(), out, 2**-3 + 2**-8, 2**-17)
-    near(sums.sum(1).double(), again.sum(1).double(), 0, 1e-3)
+    if both is not None and alone is not None:
+        near(both.sum(1).double(), alone.sum(1).double(), 0, 1e-3)
 
 
 def test_the_fp8_gradient_of_the_logits_is_right_on_average() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton (pip)")
 
 from trainer.fused import kernels, rotary  # noqa: E402
-from trainer.fused.kernels import Fp8Out, NormWeights  # noqa: E402
+from trainer.fused.kernels import NormWeights  # noqa: E402
 from trainer.models.rotary import turned, waves  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,29 +40,6 @@ def leaf(x: Tensor) -> Tensor:
 def gradient(x: Tensor) -> Tensor:
     assert x.grad is not None
     return x.grad
-
-
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize(("M", "C"), SIZES)
-def test_an_rms_norm_and_its_gradient_agree_with_float64(M: int, C: int, weighted: bool) -> None:
-    x, delta, dy, beside = fresh(M, C, scale=3), fresh(M, C), fresh(M, C), fresh(M, C)
-    weight = fresh(C) if weighted else None
-    norm = NormWeights(weight, None, EPSILON)
-    total, y, statistics = kernels.add_norm(x, delta, None, norm)
-    assert torch.equal(total, (x.float() + delta.float()).to(BF16))
-    exact, exact_weight = leaf(total), leaf(weight) if weight is not None else None
-    out = F.rms_norm(exact, (C,), exact_weight, EPSILON)
-    near(y, out.detach())
-    near(statistics[1], (total.double().square().mean(1) + EPSILON).rsqrt(), 1e-5)
-    assert torch.equal(kernels.norm_again(total, statistics, norm), y)
-
-    out.backward(dy.double())
-    sums = torch.ones(1, kernels.norm_partials(C, DEVICE), C, device=DEVICE) if weighted else None
-    dx, none = kernels.norm_backward(dy, total, statistics, weight, beside, sums)
-    near(dx, gradient(exact) + beside.double())
-    assert none is None
-    if exact_weight is not None and sums is not None:
-        near(sums[0].double().sum(0) - len(sums[0]), gradient(exact_weight), 0, 1e-4)
 
 
 @pytest.mark.parametrize("keep", [1.25, -0.5, 0.0])
@@ -146,13 +123,6 @@ def test_swiglu_and_its_gradient_agree_with_float64(M: int, N: int) -> None:
     dpre, act = rotary.swiglu_backward(dact, pre)
     near(dpre, gradient(exact))
     assert torch.equal(act, rotary.swiglu(pre))
-
-
-def test_an_rms_norm_in_fp8_is_the_scaled_and_rounded_one() -> None:
-    x, out = fresh(33, 48), Fp8Out(torch.full((1,), 16.0, device=DEVICE), torch.zeros(1, device=DEVICE))
-    y, y8 = (kernels.add_norm(x, x, None, PLAIN, fp8)[1] for fp8 in (None, out))
-    near(y8.float() / 16, y.double(), 2**-4, 2**-9)
-    near(out.amax, y.double().abs().max()[None], 2**-7)
 
 
 def test_capped_logits_have_the_losses_and_the_gradient_of_float64() -> None:

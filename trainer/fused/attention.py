@@ -2,8 +2,8 @@
 
 FLOPs a layer, counted in full: forward 4·T·C a token (QKᵀ and PV), backward 2.5 times that (both again, and three
 gradients); the kernels compute only the causal half. Nothing of size T² reaches memory. The kernels are cuDNN's, which
-on an H200 take 0.7 of the time of FlashAttention-2's. FlashAttention-2 runs where cuDNN has no kernel, plain PyTorch on
-a CPU.
+on an H200 take 0.7 of the time of FlashAttention-2's. FlashAttention-2 runs where cuDNN's frontend has no graph or is
+not installed, plain PyTorch on a CPU.
 
 torch returns three separate gradients, and the next product needs them side by side: 12·M·C bytes of copying a layer,
 604 MB at 124M and M=65536, 0.16 ms. cuDNN's own frontend takes the strides of every head, so its graphs, two for every
@@ -54,14 +54,7 @@ class Attention:
         self.kv_heads, self.window = kv_heads or n_head, window
         self.cudnn = _frontend() if device.type == "cuda" else None
         self.graphs: dict[tuple[int, int], Graphs | None] = {}
-        plain = device.type != "cuda" or window is not None
-        self.kernel = "math" if plain else "flash" if deterministic else self._fastest(device)
-
-    def _fastest(self, device: torch.device) -> str:
-        """torch's own kernel for shapes that the frontend does not support."""
-        q = torch.empty(1, self.n_head, 128, self.head, dtype=torch.bfloat16, device=device)
-        params = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
-        return "cudnn" if torch.backends.cuda.can_use_cudnn_attention(params) else "flash"
+        self.kernel = "math" if device.type != "cuda" or window is not None else "flash"  # where cuDNN has no graph
 
     def forward(self, qkv: Tensor, B: int) -> tuple[Tensor, SavedAttention]:
         q, k, v = self._heads(qkv, B)
@@ -70,9 +63,7 @@ class Attention:
             output, *rest = graphs.forward(q, k, v)
             return self._rows(output), SavedAttention(output, tuple(rest))
         k, v = self._repeated(k), self._repeated(v)
-        if self.kernel == "cudnn":
-            output, *rest = ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
-        elif self.kernel == "flash":
+        if self.kernel == "flash":
             output, *rest = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)
         else:
             q, k, v = inputs = [t.detach().float().requires_grad_() for t in (q, k, v)]
@@ -91,12 +82,7 @@ class Attention:
             graphs.backward(q, k, v, saved.output, g, saved.rest[0], *self._heads(packed, B))
             return packed
         k, v = self._repeated(k), self._repeated(v)
-        if self.kernel == "cudnn":
-            lse, cum_q, cum_k, max_q, max_k, seed, offset = saved.rest[:7]
-            gradients = ATEN._scaled_dot_product_cudnn_attention_backward(
-                g, q, k, v, saved.output, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, True
-            )
-        elif self.kernel == "flash":
+        if self.kernel == "flash":
             lse, cum_q, cum_k, max_q, max_k, seed, offset = saved.rest[:7]
             gradients = ATEN._scaled_dot_product_flash_attention_backward(
                 g, q, k, v, saved.output, lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset

@@ -197,6 +197,7 @@ def is_mask(name: str) -> bool:
 
 
 def read_tensor(path: Path, name: str) -> "Tensor":
+    """One tensor of a safetensors file. The file is mapped for as long as the tensor lives, no longer."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
