@@ -25,7 +25,6 @@ from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.runs import Run, RunRecord, usable_runs
 from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
-from trainer.amounts import steps_to_come
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.store import Store
@@ -122,7 +121,7 @@ def training_to_come(run: Run, train: TrainConfig, now: float) -> Forecast | Non
     if steps >= run.last_step or prefix is None:
         return None
     attempts = [attempt for attempt in run.account.attempts if attempt.prefix == prefix]
-    return forecast(attempts, steps_to_come(steps, train), now)
+    return forecast(attempts, train.max_steps - steps, now)
 
 
 def reported_tasks(note: Callable[[str], None]) -> tuple[list[TaskStatus], str | None]:

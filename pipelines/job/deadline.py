@@ -23,7 +23,6 @@ from pipelines.tracking.forecast import training_seconds
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import read_run
-from trainer.amounts import tokens_before
 from trainer.checkpoint.commits import committed_state
 from trainer.config import TrainConfig
 from trainer.errors import HandedOver, UserError
@@ -122,7 +121,7 @@ class DeadlineWatch:
         if beat.stage == "train" and step:
             ours, gpus = account(beat.run, [StoredHeartbeat("train", beat)]).attempts, beat.machine.accelerators or ""
             if per_token := seconds_per_token(train, [gpus], beat.nodes, ours):
-                to_come = tokens_before(train.max_steps, train) - tokens_before(step, train)
+                to_come = (train.max_steps - step) * train.batch_tokens
                 self._compare(to_come * per_token)
 
     def _slack(self, work_left: float) -> float:
@@ -144,9 +143,9 @@ def seconds_left(work: "Work") -> float:
     margin, gpus = 1.0, [here.machine.accelerators or ""]  # as launch expects it
     if is_standby():
         margin, gpus = ESTIMATE_MARGIN, [row.accelerators for row in prices_from_environment() if row.accelerators]
-    state, whole = committed_state(work.store, work.plan.prefix), tokens_before(train.max_steps, train)
+    state = committed_state(work.store, work.plan.prefix)
     done = state.step if state else train.first_step
-    to_come = 0 if state and state.has_ended(train) else whole - tokens_before(done, train)
+    to_come = 0 if state and state.has_ended(train) else (train.max_steps - done) * train.batch_tokens
     if measured := seconds_per_token(train, gpus, here.nodes, attempts):
         return to_come * measured
     if not gpus:
@@ -166,7 +165,7 @@ def seconds_per_token(
             continue
         if last > first:  # the first step is in the phase "compile"
             steps += last - first - 1
-            tokens += tokens_before(last, train) - tokens_before(first + 1, train)
+            tokens += (last - first - 1) * train.batch_tokens
             seconds += training_seconds(one)
     return seconds / tokens if steps >= FEWEST_STEPS else None
 

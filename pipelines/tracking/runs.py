@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -20,7 +20,6 @@ from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, 
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
 from pipelines.tracking.mlflow.settings import experiment_name, own_tags
 from pipelines.tracking.records import Heartbeat
-from trainer.amounts import tokens_before, tokens_of_steps
 from trainer.checkpoint.commits import series
 from trainer.config import TARGETS
 from trainer.errors import NotAFile, UserError, shown
@@ -190,18 +189,12 @@ class Run:
     def account(self) -> Account:
         """The time and money of all attempts."""
         heartbeats, damage = self._heartbeats
-        return account(self.name, heartbeats, partial(tokens_of_steps, self.recipe.train), damage)
+        return account(self.name, heartbeats, self.recipe.train.batch_tokens, damage)
 
     @cached_property
     def series(self) -> list[dict[str, Any]]:
         """The committed rows, one a step."""
         return series(self.store, self.record.prefixes["train"]) if "train" in self.record.prefixes else []
-
-    @cached_property
-    def tokens_before(self) -> Callable[[int], int]:
-        """Tokens of all updates before a step."""
-        train = self.recipe.train
-        return lambda step: tokens_before(step, train)
 
     @cached_property
     def passed(self) -> Passed | None:
@@ -211,7 +204,8 @@ class Run:
             assert stop_at
             if row["step"] and (name := stop_at.passed_by(row)):
                 step, until = row["step"], cost_until(self.account, row["time"])
-                return Passed(name, stop_at.targets[name], row[TARGETS[name]], step, self.tokens_before(step), until)
+                tokens = step * self.recipe.train.batch_tokens
+                return Passed(name, stop_at.targets[name], row[TARGETS[name]], step, tokens, until)
         return None
 
     @property
@@ -248,7 +242,7 @@ class Run:
             state=self.state,
             attempts=1 + len(worked) - len({attempt.prefix for attempt in worked}),
             steps=steps,
-            tokens=self.tokens_before(steps),
+            tokens=steps * self.recipe.train.batch_tokens,
             train_loss=facts.get("train/loss"),
             val_loss=facts.get("val/loss"),
             bits_per_byte=facts.get("val/bits_per_byte"),

@@ -2,7 +2,6 @@
 
 import struct
 import threading
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.amounts import batch_tokens_at, steps_to_come, tokens_before
 from trainer.config import TrainConfig
 from trainer.data.batches import TokenData
 from trainer.data.shards import Order, Shard, local_shards, read_shard, sequences_of, token_dtype, write_shard
@@ -144,31 +142,6 @@ def test_ranks_share_a_step_without_gap_or_overlap(
     if sum((n - 1) // 4 for n in sizes if n > 0) > 0:
         data = TokenData(shards_of(sizes), Path, 4, seed)
         assert sum(data.digest(part) for part in parts) == data.digest(range(whole[0], whole[-1] + 1))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3000), st.sampled_from([1, 2]))
-def test_growing_batches_read_everything_once_and_grow_as_in_gpt3(
-    first: int, multiples: int, ramp: int, world_size: int
-) -> None:
-    first *= 2 * MODEL.block_size
-    full = first * multiples
-    train = TrainConfig(
-        batch_tokens=full, batch_ramp_from=first, batch_ramp_tokens=ramp, max_steps=400, learning_rate=0.1
-    )
-    read = 0
-    for step in range(400):
-        of_ranks = [sequences_of(step, MODEL, train, rank, world_size) for rank in range(world_size)]
-        assert [g for mine in of_ranks for g in mine] == list(range(read, read + sum(map(len, of_ranks))))
-        tokens, read = read * MODEL.block_size, read + sum(map(len, of_ranks))
-        batch = read * MODEL.block_size - tokens
-        # Brown et al. 2020: linear from the first batch to the full one over the first tokens; in multiples here.
-        line = full if tokens >= ramp else first + (full - first) * Fraction(tokens, ramp)
-        assert batch == line // first * first
-        assert (batch_tokens_at(step, train), tokens_before(step, train)) == (batch, tokens)
-    # The steps that are left take as long as tokens do, seen from any step.
-    to_come = steps_to_come(100, train) * tokens_before(100, train) / 100
-    assert to_come == pytest.approx(tokens_before(400, train) - tokens_before(100, train))
 
 
 def test_the_order_of_a_seed_never_changes() -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from pipelines.tracking.mlflow.registry import register
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, redacted
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.runs import Run, find_run, state_of
-from trainer.amounts import tokens_of_steps
 from trainer.errors import UserError
 from trainer.store import Store
 
@@ -146,7 +144,7 @@ class Mirror:
             uri = f"{self.store.uri}/{tokens.prefix}"
             self._log_input(run_id, stage, tokens.prefix, tokens.fingerprint, uri)
         of_stage = [one for one in run.heartbeats if one.beat.stage == stage]
-        costs = account(self.name, of_stage, partial(tokens_of_steps, run.recipe.train))
+        costs = account(self.name, of_stage, run.recipe.train.batch_tokens)
         self._send_costs(run_id, costs, [one.beat for one in of_stage])
         if made and stage != "train":  # its last loss ends a series; it is no point at step 0
             scores = {k: float(v) for k, v in made.facts.items() if "/" in k and isinstance(v, int | float)}
