@@ -111,7 +111,7 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
             claim(store, out, config, {shard.name: shard.tokens for shard in train_shards + val_shards})
             return world.gather(take_attempt(store) if world.rank == 0 else 0)[0]
 
-        outcome = run_rank(
+        state, done = run_rank(
             RankJob(
                 model=config.model,
                 train=config.train,
@@ -132,8 +132,8 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
         )
     if rank == 0:
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in series(store, PREFIX)))
-        print(f"step {outcome.state.step} of {config.train.max_steps}: {out}")
-    return EXIT_DONE if outcome.done else EXIT_INTERRUPTED
+        print(f"step {state.step} of {config.train.max_steps}: {out}")
+    return EXIT_DONE if done else EXIT_INTERRUPTED
 
 
 def print_event(max_steps: int, event: Event) -> None:

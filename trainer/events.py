@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args
 
 from trainer.metrics import PhaseClock
 
@@ -104,37 +104,19 @@ EVENTS_FILE = "events.jsonl"  # in the work folder of an attempt
 
 Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | Sampled
 
-KINDS: dict[str, type[Event]] = {
-    "row": Row,
-    "phase": PhaseChanged,
-    "start": Started,
-    "damaged": Damaged,
-    "checkpoint": Checkpointed,
-    "checkpoint_failed": CheckpointFailed,
-    "skipped": Skipped,
-    "slow": Slow,
-    "sampled": Sampled,
-}
-KIND_OF = {event: kind for kind, event in KINDS.items()}
+KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def event_to_json(event: Event) -> str:
-    """The event as one line, without its newline. A row's metrics and other fields share one object."""
-    values = vars(event)
-    if isinstance(event, Row):
-        values = {"step": event.step, "time": event.time, **event.metrics, "phases": event.phases, "phase": event.phase}
-    return json.dumps({"event": KIND_OF[type(event)], **values}, allow_nan=False)
+    """The event as one line, without its newline."""
+    return json.dumps({"event": type(event).__name__, **vars(event)}, allow_nan=False)
 
 
 def event_from_json(line: str) -> Event:
     """The event in a line that `event_to_json` made. ValueError for any other line."""
     try:
         values: dict[str, Any] = json.loads(line)
-        kind = KINDS[values.pop("event")]
-        if kind is Row:
-            fields = {name: values.pop(name) for name in ("step", "time", "phases", "phase")}
-            return Row(**fields, metrics=values)
-        return kind(**values)
+        return KINDS[values.pop("event")](**values)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not an event of training: {line[:200]!r} ({error!r})") from error
 
@@ -174,10 +156,6 @@ class EventLog:
         """Log generated texts; they are committed with the rows."""
         self.uncommitted.append({"step": step, "time": round(time.time(), 3), "samples": texts})
         self.write(Sampled(step, texts))
-
-    def training_phase(self, step: int) -> str:
-        """The phase of the update that follows `step` updates."""
-        return "redone" if step < self.reached else "train"
 
     def write(self, event: Event) -> None:
         if self.watch:

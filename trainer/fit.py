@@ -9,11 +9,10 @@ The ranks do not communicate inside a trial: a rank that runs out of memory woul
 use the peak of the fullest rank, so all decide alike.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from trainer.amounts import micro_batch_of, sequences_per_step
 from trainer.checkpoint.commits import TrainState
@@ -23,7 +22,6 @@ from trainer.errors import UserError
 from trainer.models.model_config import ModelConfig
 from trainer.parallel import World
 
-Batch = tuple[Tensor, Tensor]
 MAX_TOKENS = 65_536  # of one micro-batch
 CPU_SEQUENCES = 8  # on a CPU: with more of them in the cache, nothing is faster
 SPARE_FRACTION = 0.06  # of the memory: fragmentation, NCCL's buffers, a checkpoint's copy
@@ -43,7 +41,8 @@ def choose_micro_batch(
     """The micro-batch size: the configured one; with `auto`, the largest that fits.
 
     A run with `auto` that resumes on as many ranks and the same kinds of devices, with the same memory settings, keeps
-    its size: another size would add gradients in another order. A collective call.
+    its size: another size would add gradients in another order. A collective call. UserError if not even one sequence
+    fits.
     """
     if runtime.micro_batch_size != "auto":
         return Fit(runtime.micro_batch_size, f"micro-batches of up to {runtime.micro_batch_size}, as configured")
@@ -51,39 +50,12 @@ def choose_micro_batch(
     if state.micro_batch_size and fitted == (world.world_size, devices_of(world), memory_settings(engine, runtime)):
         return Fit(state.micro_batch_size, f"micro-batches of {state.micro_batch_size}, as before the resume")
     share = -(-sequences_per_step(model, config) // world.world_size)  # the largest
-    return fit_micro_batch(engine.accumulate, engine.loss, model, share, world)
-
-
-def devices_of(world: World) -> str:
-    """The kinds of devices of all ranks. A collective call."""
-    return " and ".join(sorted(set(world.gather(device_name(world.device)))))
-
-
-def memory_settings(engine: Engine, runtime: RuntimeConfig) -> str:
-    """The choices besides the device that decide how much memory a micro-batch takes."""
-    options = ", ".join(f"{name} {getattr(runtime, name)}" for name in ("recompute", "reduce_dtype", "deterministic"))
-    return f"{engine.why}; {engine.precision}; {options}"
-
-
-def fit_micro_batch(
-    accumulate: Callable[[Iterator[Batch], int, float], Tensor],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    model: ModelConfig,
-    share: int,
-    world: World,
-) -> Fit:
-    """The size of the fewest micro-batches of `share`, the largest rank's share of a step, that fit on every device.
-
-    `accumulate` is the engine's, without an update and without communication between ranks, and `loss` the one that
-    validates. A collective call.
-    UserError if not even one sequence fits.
-    """
     if world.device.type != "cuda":
         size = micro_batch_of(share, CPU_SEQUENCES)
         return Fit(size, f"micro-batches of {size}: {share} sequences in equal parts of up to {CPU_SEQUENCES}")
 
     def peak(size: int) -> int:
-        return max(world.gather(peak_bytes(accumulate, loss, model, size, world.device)))
+        return max(world.gather(peak_bytes(engine, model, size, world.device)))
 
     peak(1)  # the libraries allocate their own memory in their first call
     world.mean_(torch.zeros(1 << 20, device=world.device))  # and so does NCCL
@@ -97,6 +69,17 @@ def fit_micro_batch(
     return Fit(
         size, f"micro-batches of {size}: {used_gib:.1f} GiB measured, {available_gib:.1f} GiB available; {limit}"
     )
+
+
+def devices_of(world: World) -> str:
+    """The kinds of devices of all ranks. A collective call."""
+    return " and ".join(sorted(set(world.gather(device_name(world.device)))))
+
+
+def memory_settings(engine: Engine, runtime: RuntimeConfig) -> str:
+    """The choices besides the device that decide how much memory a micro-batch takes."""
+    options = ", ".join(f"{name} {getattr(runtime, name)}" for name in ("recompute", "reduce_dtype", "deterministic"))
+    return f"{engine.why}; {engine.precision}; {options}"
 
 
 def largest_that_fits(peak: Callable[[int], int], share: int, most: int, available: int) -> tuple[int, int]:
@@ -134,20 +117,16 @@ def largest_that_fits(peak: Callable[[int], int], share: int, most: int, availab
     return size, used
 
 
-def peak_bytes(
-    accumulate: Callable[[Iterator[Batch], int, float], Tensor],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    model: ModelConfig,
-    size: int,
-    device: torch.device,
-) -> int:
+def peak_bytes(engine: Engine, model: ModelConfig, size: int, device: torch.device) -> int:
     """The peak of the memory that torch reserves on the device to train and to validate with `size` sequences."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     tokens = torch.arange(size * model.block_size, device=device).view(size, model.block_size) % model.vocab_size
     try:
-        accumulate(iter(2 * [(tokens, tokens)]), 2, 2 * size)  # two, as in a step: memory of the first stays reserved
-        loss(tokens, tokens)
+        engine.accumulate(
+            iter(2 * [(tokens, tokens)]), 2, 2 * size
+        )  # two, as in a step: memory of the first stays reserved
+        engine.loss(tokens, tokens)
         torch.cuda.synchronize(device)
     except torch.cuda.OutOfMemoryError:
         return torch.cuda.mem_get_info(device)[1]

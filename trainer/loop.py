@@ -213,15 +213,10 @@ class Training:
         self.save(proven=True)
         with self.log.clock.phase("checkpoint"):
             if self.state.has_ended(self.config) and not self.agreed.stop:
-                self.checkpointer.insist(self.engine.pieces(), self.log, self.stop_asked)
+                self.checkpointer.insist(self.engine.pieces(), self.log, self.check_stop)
             self.checkpointer.finish(self.log)
         if self.failure:
             raise self.failure
-
-    def stop_asked(self) -> bool:
-        """Whether this rank was asked to stop; also feeds the watchdog."""
-        self.watchdog.progress()
-        return self.stop.asked
 
     def diverge(self, evidence: str) -> NoReturn:
         """Raise Diverged, after the save in progress."""
@@ -251,13 +246,16 @@ class Training:
             rates,
             state.optimizer_steps + 1,
             partial(self.judge, sequences=sequences, upcoming=upcoming, save_due=self.save_is_due()),
-            update_first=update_comes_first(self.engine, config),
+            # Only the host can detect outliers.
+            update_first=self.engine.guarded
+            and config.skip_loss_zscore is None
+            and config.skip_grad_norm_zscore is None,
             before_update=self.checkpointer.before_update,
         )
         self.agreed, state.health, self.failure = verdict.agreed, verdict.health, verdict.failure
         state.advance(config.batch_tokens, applied)
         seconds = time.perf_counter() - started
-        self.log.clock.enter(self.log.training_phase(state.step))
+        self.log.clock.enter("redone" if state.step < self.log.reached else "train")
         self.watchdog.step_done(seconds)
         self.log_step(verdict, rates.vector, config.batch_tokens / seconds)
         if state.health.diverged:
@@ -344,11 +342,6 @@ def step(
         return verdict, verdict.anomaly is None
     verdict = judge(numbers)
     return verdict, engine.update(rates, loss_and_norm, number, apply=verdict.anomaly is None)
-
-
-def update_comes_first(engine: Engine, config: TrainConfig) -> bool:
-    """Whether the engine may get the update before the host reads the numbers. Only the host can detect outliers."""
-    return engine.guarded and config.skip_loss_zscore is None and config.skip_grad_norm_zscore is None
 
 
 def begin(

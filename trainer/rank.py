@@ -57,18 +57,9 @@ class RankJob:
     starting: Callable[[str], None] = lambda phase: None  # told each phase of the start, for a watchdog
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a rank. `weights` is the file of the final weights, written by rank 0 of a complete run."""
-
-    rank: int
-    state: TrainState
-    done: bool
-    weights: Path | None
-
-
-def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
-    """Train from the newest commit until the last step or a stop; rank 0 of a complete run writes the weights.
+def run_rank(job: RankJob, stop: StopSignal) -> tuple[TrainState, bool]:
+    """Train from the newest commit until the last step or a stop; rank 0 of a complete run writes the weights. Returns
+    the state, and whether the run is complete.
 
     Raises the errors of `train`.
     """
@@ -101,12 +92,10 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
         job.origin,
     )
     done = state.is_complete(job.train, evaluation.every if evaluation else None)
-    path = None
     if done:
         log.clock.enter("checkpoint")
         weights = engine.weights()
         if world.rank == 0:
-            path = job.folder / WEIGHTS_FILE
-            save_file(weights, path)
+            save_file(weights, job.folder / WEIGHTS_FILE)
     world.close()
-    return Outcome(world.rank, state, done, path)
+    return state, done

@@ -187,7 +187,7 @@ class Project:
     def has_unsaved_state(self) -> bool:
         """Whether a store refused a checkpoint of an attempt that still has a work folder."""
         with suppress(FileNotFoundError):
-            return any("checkpoint_failed" in log.read_text() for log in self.home.glob("work/**/events.jsonl"))
+            return any("CheckpointFailed" in log.read_text() for log in self.home.glob("work/**/events.jsonl"))
         return False
 
     def rows_committed(self) -> int:

@@ -21,7 +21,7 @@ import trainer.checkpoint.checkpointer
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import Commit, TrainState
 from trainer.checkpoint.pieces import Piece
-from trainer.errors import StoreUnavailable, UserError
+from trainer.errors import Interrupted, StoreUnavailable, UserError
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
@@ -180,9 +180,13 @@ def test_the_last_state_is_saved_until_the_store_takes_it_or_a_rank_is_asked_to_
 
     ranks = some_ranks([Interfering(tmp_path / "store", write=refuse)] * 2)
 
+    def check_stop(rank: Checkpointer) -> None:
+        if any(rank.world.gather(asked[0])):
+            raise Interrupted
+
     def ending(rank: Checkpointer) -> None:
         rank.save(TrainState(step=7), same := pieces(7.0), log := quiet_log(7))
-        rank.insist(same, log, lambda: asked[0] and rank.world.rank == 1)
+        rank.insist(same, log, lambda: check_stop(rank))
         rank.finish(log)
 
     answers = each(ranks, ending)

@@ -53,26 +53,6 @@ def parts(batch_tokens: int = 64, micro_batch_size: int = 2) -> tuple[ModelConfi
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "line"),
-    [
-        ("train", "learning_rte", "my.yaml: train.learning_rte: unknown field; did you mean 'learning_rate'?"),
-        ("model", "n_layers", "my.yaml: model.n_layers: unknown field; did you mean 'n_layer'?"),
-        (
-            "runtime",
-            "micro_batchsize",
-            "my.yaml: runtime.micro_batchsize: unknown field; did you mean 'micro_batch_size'?",
-        ),
-        # Names that begin like a type are fields as well.
-        ("train", "strategy", "my.yaml: train.strategy: unknown field; known here: batch_tokens, max_steps,"),
-        ("train", "int", "my.yaml: train.int: unknown field;"),
-    ],
-)
-def test_an_unknown_field_names_the_nearest_known_one(section: str, field: str, line: str) -> None:
-    message = complaint(section, **{field: 1})
-    assert message.startswith(line) and "\n" not in message
-
-
-@pytest.mark.parametrize(
     ("written", "meant"), [("6e-4", 6e-4), ("1E-3", 1e-3), (1, 1.0), (0.25, 0.25), ("2.5e-4", 2.5e-4)]
 )
 def test_a_rate_without_a_dot_is_a_number_although_yaml_reads_a_string(written: object, meant: float) -> None:
@@ -82,36 +62,18 @@ def test_a_rate_without_a_dot_is_a_number_although_yaml_reads_a_string(written: 
     assert configured("runtime", checkpoint_minutes=written).runtime.checkpoint_minutes == meant  # float | "auto"
 
 
-@pytest.mark.parametrize("value", ["nan", math.inf])
-@pytest.mark.parametrize(
-    ("section", "field"),
-    [
-        ("train", "learning_rate"),
-        ("runtime", "checkpoint_minutes"),
-        ("runtime", "data_cache_gb"),
-    ],
-)
-def test_infinite_and_nan_numbers_are_refused(section: str, field: str, value: object) -> None:
-    message = complaint(section, **{field: value})
-    assert message.startswith(f"my.yaml: {section}.{field}: ") and "\n" not in message
-
-
 @pytest.mark.parametrize(
     ("section", "field", "value", "right"),
     [
-        ("model", "n_layer", 0, "greater than or equal to 1"),
         ("train", "learning_rate", 0, "greater than 0"),
-        ("train", "optimizer", "sgd", "'adamw' or 'muon'"),
+        ("train", "learning_rate", "nan", "finite number"),
+        ("runtime", "data_cache_gb", math.inf, "must be more than 0, or 'auto'"),
         ("train", "beta2", 1.0, "less than 1"),
-        ("train", "seed", 2**63, "less than 9223372036854775808"),
         ("train", "val_tokens", 0, "must be at least 1, or 'auto'"),
         ("train", "schedule", "cosin", "'cosine', 'wsd', 'linear' or 'constant'"),
-        ("train", "precision", "int4", "'auto', 'fp32', 'bf16', 'fp16', 'fp8' or 'fp8_head'"),
-        ("runtime", "device", "gpu", "'auto', 'cpu', 'cuda' or 'mps'"),
         ("runtime", "recompute", "yes", "valid boolean"),
         ("runtime", "processes", 0, "must be more than 0, or 'auto'"),
         ("runtime", "checkpoint_minutes", "often", "'auto'"),
-        ("runtime", "data_cache_gb", -1, "must be more than 0, or 'auto'"),
     ],
 )
 def test_a_value_out_of_bounds_names_the_field_and_the_bounds(

@@ -173,21 +173,3 @@ def test_a_bad_task_of_a_bundle_is_named_in_one_line(bundle: Path, fields: dict[
     with pytest.raises(UserError, match=complaint) as mistake:
         read_bundle(bundle)
     assert "\n" not in str(mistake.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "row"),
-    [
-        ("multiple_choice", {"query": "q", "choices": ["a", "b"], "gold": 2}),
-        ("multiple_choice", {"query": 3, "choices": ["a", "b"], "gold": 0}),
-        ("schema", {"context_options": ["a", None], "continuation": "c", "gold": 0}),
-        ("language_modeling", {"context": "c", "continuation": " "}),
-        ("language_modeling", ["c"]),
-    ],
-)
-def test_a_bad_item_is_named_with_its_line(tmp_path: Path, kind: Any, row: Any) -> None:
-    path = tmp_path / "items.jsonl"
-    path.write_text("\n" + json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=rf"items\.jsonl: line 2: must be an item of kind {kind}, ") as mistake:
-        read_items(Task("x", kind, 0, " ", 0.5, path))
-    assert "\n" not in str(mistake.value)

@@ -128,25 +128,6 @@ def test_the_watchdog_reports_once_when_nothing_moves_and_names_the_phase() -> N
     assert len(reports) == 1 and reports[0].startswith("rank 0: no progress in phase 'train' for ")
 
 
-def test_a_watchdog_that_fails_ends_its_process_as_a_hang_does() -> None:
-    watchdog, reports = watched(0.1 / 60)
-    watchdog.step_seconds.append("no number")  # type: ignore[arg-type]
-    watchdog.minutes = "auto"
-    with watchdog:
-        watchdog._thread.join(timeout=30)
-    assert len(reports) == 1 and reports[0].startswith("rank 0: the watchdog failed (TypeError(")
-
-
-@pytest.mark.parametrize(("phase", "minutes"), [("imports", 10), ("rendezvous", 10)])
-def test_a_start_has_a_limit_for_each_phase(phase: str, minutes: float) -> None:
-    def limit(watchdog_minutes: Any) -> float:
-        watch = Watchdog(RuntimeConfig(watchdog_minutes=watchdog_minutes), PhaseClock())
-        watch.enter(phase)
-        return watch.limit_seconds() / 60
-
-    assert (limit("auto"), limit(1.0), limit(30.0)) == (minutes, 6, minutes)
-
-
 def test_a_rank_whose_peers_never_come_leaves_resumable_and_names_the_phase() -> None:
     alone = """
 import trainer.health

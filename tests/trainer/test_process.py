@@ -1,7 +1,5 @@
 """Threads report the error that ended them."""
 
-import sys
-
 import pytest
 
 from trainer.process import Background
@@ -17,10 +15,3 @@ def test_a_background_thread_reports_the_error_that_ended_it(error: BaseExceptio
     thread.start()
     thread.join(10)
     assert reported == [thread] and thread.error is error
-
-
-def test_without_a_listener_the_death_of_a_thread_is_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    thread = Background("exits", lambda: sys.exit(3))
-    thread.start()
-    thread.join(10)
-    assert "the thread 'exits' CRASHED" in capsys.readouterr().out

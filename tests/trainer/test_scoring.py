@@ -11,8 +11,6 @@ import torch
 import trainer_runs
 from tiny_models import model_of
 
-from trainer.config import RuntimeConfig, TrainConfig
-from trainer.engine import make_engine
 from trainer.eval.scoring import Row, RowScore, score_items, score_rows
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
@@ -121,17 +119,3 @@ def test_ranks_share_the_items_and_each_gets_all_scores_in_as_many_rounds(monkey
         assert len(scores) == 12 and scores[-1] == [RowScore(math.inf, 0, False)]
         for group, theirs in zip(scores[:-1], expected, strict=True):
             agrees(group, theirs)
-
-
-def test_an_engine_scores_with_its_weights_in_place_in_its_own_precision() -> None:
-    rows, model = some_rows(20), model_of(CONFIG)
-    expected = naive(model, rows)
-    for precision, tolerance in (("fp32", 1e-5), ("bf16", 0.05)):
-        fields = {"batch_tokens": 64, "max_steps": 1, "learning_rate": 0.1, "precision": precision}
-        train = TrainConfig.model_validate(fields)
-        engine = make_engine(CONFIG, train, RuntimeConfig(engine="eager"), ALONE)
-        for name, piece in engine.weights().items():
-            piece.copy_(model.state_dict()[name])
-        scores = score_rows(engine, rows, ALONE)
-        assert [s.loss for s in scores] == pytest.approx([s.loss for s in expected], rel=tolerance)
-        assert all(math.isfinite(s.loss) for s in scores)

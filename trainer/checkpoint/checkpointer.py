@@ -36,7 +36,7 @@ from trainer.checkpoint.commits import (
 from trainer.checkpoint.loading import load_files
 from trainer.checkpoint.pieces import HostCopy, Piece
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
-from trainer.errors import NotAFile, StaleAttempt, StoreUnavailable
+from trainer.errors import Interrupted, NotAFile, StaleAttempt, StoreUnavailable
 from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
 from trainer.parallel import World
 from trainer.process import Background, failpoint, log_line
@@ -200,22 +200,22 @@ class Checkpointer:
         if self._error:
             raise self._error
 
-    def insist(self, pieces: dict[str, Piece], log: EventLog, leave: Callable[[], bool]) -> None:
-        """After the last step: repeat the last save until the store takes it, or any rank is to `leave`.
+    def insist(self, pieces: dict[str, Piece], log: EventLog, check_stop: Callable[[], None]) -> None:
+        """After the last step: repeat the last save until the store takes it, or `check_stop` raises Interrupted.
 
         Any other error than one of the store ends it at once. A collective call.
         """
         self._insisting = True
         self.settle(log, wait=True)
-        while any(self.world.gather(isinstance(self._error, OSError))):
-            assert self._last
-            log_line(f"step {self._last.state.step} is the last, and not in the store; trying again")
-            for _ in range(round(INSIST_SECONDS / INSIST_POLL_SECONDS)):  # as often on every rank
-                if any(self.world.gather(leave())):
-                    return
-                time.sleep(INSIST_POLL_SECONDS)
-            self.save(self._last.state, pieces, log)
-            self.settle(log, wait=True)
+        with suppress(Interrupted):
+            while any(self.world.gather(isinstance(self._error, OSError))):
+                assert self._last
+                log_line(f"step {self._last.state.step} is the last, and not in the store; trying again")
+                for _ in range(round(INSIST_SECONDS / INSIST_POLL_SECONDS)):  # as often on every rank
+                    check_stop()
+                    time.sleep(INSIST_POLL_SECONDS)
+                self.save(self._last.state, pieces, log)
+                self.settle(log, wait=True)
 
     def _upload_and_commit(self, save: Save, copy: HostCopy) -> None:
         """In the thread: upload this rank's file and its receipt. Rank 0 commits."""
@@ -259,9 +259,9 @@ class Checkpointer:
         begun = time.monotonic()
         receipts: list[FileReceipt] = []
         while len(receipts) < self.world.world_size:
-            limit = (
-                max(FAILED_RECEIPT_SECONDS, begun - save.started) if self._training_failed else receipt_seconds(size)
-            )
+            limit = RECEIPT_SECONDS + size / SLOWEST_UPLOAD
+            if self._training_failed:
+                limit = max(FAILED_RECEIPT_SECONDS, begun - save.started)
             rank = len(receipts)
             key = f"{save.folder}/receipt-{rank:05d}.json"
             body = self.store.get(key)
@@ -378,8 +378,3 @@ class Checkpointer:
         commit one and delete another."""
         folders = committed_folders(self.store, self.prefix) if self.world.rank == 0 else []
         return list(self.world.gather(folders)[0])
-
-
-def receipt_seconds(size: int) -> float:
-    """How long rank 0 waits for the receipts of the other ranks, whose files have about its own `size` in bytes."""
-    return RECEIPT_SECONDS + size / SLOWEST_UPLOAD

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from trainer.data.shards import (
     slices,
 )
 
-T = TypeVar("T")
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
 
 
@@ -146,56 +144,39 @@ class TokenData:
 
 
 class GpuFeed:
-    """Copies micro-batches to a GPU on a separate stream. `windows` stacks those of a range, (B, T + 1)."""
+    """Copies micro-batches to a GPU on a separate stream, in threads, before they are needed. `windows` stacks those of
+    a range, (B, T + 1).
+
+    It holds only unfinished and prefetched micro-batches. The next step drops those that it does not use.
+    """
 
     def __init__(self, windows: Callable[[range], np.ndarray], device: torch.device) -> None:
         self.windows, self.device, self.stream = windows, device, torch.cuda.Stream(device)
-        self.prefetcher = Prefetcher(self._copy)
+        self._futures: dict[range, Future[tuple[Tensor, Tensor, torch.cuda.Event]]] = {}
 
     def batches(self, ranges: list[range], upcoming: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The micro-batches of `ranges`, each ready for the stream that is current at its `next`."""
-        for tokens, targets, copied in self.prefetcher.results(ranges, upcoming):
+        """The micro-batches of `ranges`, each ready for the stream that is current at its `next`. Meanwhile threads
+        copy the next ones, at the end those of `upcoming`."""
+        queue = ranges + upcoming[:PREFETCHED]
+        self._futures = {sequences: future for sequences, future in self._futures.items() if sequences in queue}
+        for i, sequences in enumerate(ranges):
+            for later in queue[i : i + 1 + PREFETCHED]:
+                if later not in self._futures:
+                    self._futures[later] = Future()
+                    # A daemon thread: a shard that does not arrive must not keep the process from exiting.
+                    threading.Thread(target=self._copy, args=(later, self._futures[later]), daemon=True).start()
+            tokens, targets, copied = self._futures.pop(sequences).result()
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(copied)
             for tensor in (tokens, targets):
                 tensor.record_stream(stream)  # otherwise the next copy could reuse its memory while it is read
             yield tokens, targets
 
-    def _copy(self, sequences: range) -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        windows = self.windows(sequences)
-        with torch.cuda.stream(self.stream):
-            return *to_device(windows, self.device), self.stream.record_event()
-
-
-class Prefetcher(Generic[T]):
-    """Calls `make` for ranges of sequences in threads, before the results are needed.
-
-    It holds only unfinished and prefetched ranges. The next step drops prefetched ranges that it does not use.
-    """
-
-    def __init__(self, make: Callable[[range], T]) -> None:
-        self.make = make
-        self._futures: dict[range, Future[T]] = {}
-
-    def results(self, ranges: list[range], upcoming: list[range]) -> Iterator[T]:
-        """The result of `make` for each of `ranges`. Meanwhile threads make the next ones, at the end those of
-        `upcoming`."""
-        queue = ranges + upcoming[:PREFETCHED]
-        self._futures = {sequences: future for sequences, future in self._futures.items() if sequences in queue}
-        for i, sequences in enumerate(ranges):
-            for later in queue[i : i + 1 + PREFETCHED]:
-                self._start(later)
-            yield self._futures.pop(sequences).result()
-
-    def _start(self, sequences: range) -> None:
-        if sequences not in self._futures:
-            self._futures[sequences] = Future()
-            # A daemon thread: a shard that does not arrive must not keep the process from exiting.
-            threading.Thread(target=self._run, args=(sequences, self._futures[sequences]), daemon=True).start()
-
-    def _run(self, sequences: range, future: Future[T]) -> None:
+    def _copy(self, sequences: range, future: "Future[tuple[Tensor, Tensor, torch.cuda.Event]]") -> None:
         try:
-            future.set_result(self.make(sequences))
+            windows = self.windows(sequences)
+            with torch.cuda.stream(self.stream):
+                future.set_result((*to_device(windows, self.device), self.stream.record_event()))
         except Exception as error:  # raised where the result is needed
             future.set_exception(error)
 
