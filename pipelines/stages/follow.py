@@ -195,12 +195,12 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
     if not exit_code:
         return
 
-    def crashed(cause: str, may_start_over: bool = False) -> Exception:
+    def crashed(cause: str) -> Exception:
         work.report(killed=cause)
-        return after_crash(work.store, work.plan.prefix, work.attempt.number, cause, may_start_over)
+        return after_crash(work.store, work.plan.prefix, work.attempt.number, cause)
 
     if GPU in first and work.stop.ending is Interrupted:
-        raise crashed(first[GPU].message, may_start_over=True)
+        raise crashed(first[GPU].message)
     if workers and workers.lost and work.stop.ending is Interrupted:
         raise Interrupted(f"node {workers.lost[0]} is gone")
     if work.stop.asked:
@@ -211,7 +211,7 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
             f"{JOIN_SECONDS:.0f} s; run this command on all nodes, and let them reach {workers.address.first}"
         )
     if STUCK in first:
-        raise crashed(first[STUCK].message, may_start_over=True)
+        raise crashed(first[STUCK].message)
     if cause := cause_of_crash(results):
         raise crashed(cause if step is None else f"{cause} after step {step:,}")
     messages = "\n".join(result.message for result in results if result.kind)
@@ -230,7 +230,7 @@ def after_outage(work: Work, result: NodeResult) -> Exception:
         return work.stop.ending(f"{work.stop.reason}; {result.message}")
     with suppress(OSError, UserError):  # the store does not answer: uncounted
         prefix, number = work.plan.prefix, work.attempt.number
-        ending = after_crash(work.store, prefix, number, result.message, may_start_over=True)
+        ending = after_crash(work.store, prefix, number, result.message)
         if unsaved and isinstance(ending, Died):
             return ending
     return result.error

@@ -1,8 +1,8 @@
 """Crashes: a signal (kill -9, lack of memory) ended a rank, torchrun, or `skytrain run` itself; the watchdog ended a
 rank; or an attempt left because the store took no checkpoint.
 
-A crash is an interruption, after which the same command resumes: if training has a checkpoint to resume from, and at
-most MOST_CRASHES times in a row without a new one. The store has the count, so it outlives the machine.
+A crash is an interruption, after which the same command resumes, or starts over if there is no checkpoint yet: at most
+MOST_CRASHES times in a row without a new one. The store has the count, so it outlives the machine.
 """
 
 from pipelines.tracking.ledger import attempts
@@ -13,16 +13,9 @@ from trainer.store import Store
 MOST_CRASHES = 3
 
 
-def after_crash(
-    store: Store, prefix: str, attempt: int, cause: str, may_start_over: bool = False
-) -> Interrupted | Died:
-    """The exception that ends an attempt on the artifact `prefix` after a crash of this cause.
-
-    After a fault of the hardware, a hang or failed saves, the same command also `may_start_over` without a checkpoint.
-    """
+def after_crash(store: Store, prefix: str, attempt: int, cause: str) -> Interrupted | Died:
+    """The exception that ends an attempt on the artifact `prefix` after a crash of this cause."""
     commit = newest_commit(store, prefix)
-    if prefix.startswith("train/") and commit is None and not may_start_over:
-        return Died(f"{cause}; no checkpoint exists to resume from")
     since = commit.attempt if commit else 0
     beats = [beat for beat in attempts(store, prefix) if since < beat.attempt < attempt]
     unsaved = {beat.attempt for beat in beats if beat.progress.unsaved_since and beat.state != "running"}

@@ -57,12 +57,14 @@ def test_attempts_that_lost_their_machine_do_not_count(store: LocalStore) -> Non
     assert crashed(store, 9) == EXIT_INTERRUPTED
 
 
-def test_without_a_commit_or_with_a_damaged_one_the_first_crash_ends_the_run(store: LocalStore) -> None:
-    assert crashed(store, 1) == EXIT_FAILED
-    commit(store, 5, attempt=1)
-    damaged = store.path_of(f"{PREFIX}/checkpoints/step-00000005-a0001/COMMIT.json")
-    damaged.write_bytes(damaged.read_bytes().replace(b'"step": 5', b'"step": 6'))
-    assert crashed(store, 2) == EXIT_FAILED
+@pytest.mark.parametrize("damaged", [False, True])
+def test_crashes_before_the_first_sound_commit_start_over_and_count_too(store: LocalStore, damaged: bool) -> None:
+    if damaged:
+        commit(store, 5, attempt=1)
+        body = store.path_of(f"{PREFIX}/checkpoints/step-00000005-a0001/COMMIT.json")
+        body.write_bytes(body.read_bytes().replace(b'"step": 5', b'"step": 6'))
+    codes = [crashed(store, number) for number in range(1, MOST_CRASHES + 2)]
+    assert codes == [EXIT_INTERRUPTED] * MOST_CRASHES + [EXIT_FAILED]
 
 
 def test_a_killed_command_is_billed_until_its_crash_is_recorded(store: LocalStore) -> None:
