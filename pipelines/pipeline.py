@@ -24,6 +24,7 @@ from pipelines.tracking.ledger import (
     claim,
     close_dead_attempt,
     is_alive,
+    newest_report,
 )
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
@@ -137,23 +138,25 @@ class Pipeline:
     def _wait_for_rival(self, plan: ArtifactPlan) -> Heartbeat | None:
         """Wait until no attempt of another process is alive. Returns the newest attempt, None if there is none.
 
-        A rented machine does not wait for longer than RIVAL_SECONDS: it raises Stopped, or Interrupted if the other
-        attempt is of the same job, which its controller then places anew.
+        A silence counts from the last heartbeat, by the store's clock. A rented machine does not wait for longer than
+        RIVAL_SECONDS: it raises Stopped, or Interrupted if the other attempt is of the same job, which its controller
+        then places anew.
         """
         last: Heartbeat | None = None
         began = silent_since = time.monotonic()
-        while beats := attempts(self.store, plan.prefix):
-            newest = beats[-1]
-            if last is None or (newest.attempt, newest.time) != (last.attempt, last.time):
-                if last is None and is_alive(newest) is not False:
-                    self.screen.note(
-                        f"  {plan.stage}: attempt {newest.attempt} on {newest.process.host} is working; waiting for it "
-                        f"(after {SILENT_SECONDS:.0f} s without a heartbeat, this process takes over)"
-                    )
-                last, silent_since = newest, time.monotonic()
+        while report := newest_report(self.store, plan.prefix):
+            newest, stored = report
             alive = is_alive(newest)
+            if newest != last:
+                silent_since = time.monotonic() - max(0.0, self.store.clock() - stored)
             if alive is False or (alive is None and time.monotonic() - silent_since > SILENT_SECONDS):
                 return newest
+            if last is None:
+                self.screen.note(
+                    f"  {plan.stage}: attempt {newest.attempt} on {newest.process.host} is working; waiting for it "
+                    f"(after {SILENT_SECONDS:.0f} s without a heartbeat, this process takes over)"
+                )
+            last = newest
             self.stop.check()
             cluster = self.billing.machine.cluster
             if cluster and time.monotonic() - began > RIVAL_SECONDS:

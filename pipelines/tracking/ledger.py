@@ -295,9 +295,18 @@ def attempts(store: Store, prefix: str) -> list[Heartbeat]:
 
 def newest_attempt(store: Store, prefix: str) -> Heartbeat | None:
     """The newest attempt of an artifact as it last reported. DamagedRecord, or NewerRecord."""
+    report = newest_report(store, prefix)
+    return report[0] if report else None
+
+
+def newest_report(store: Store, prefix: str) -> tuple[Heartbeat, float] | None:
+    """The last report of the newest attempt of an artifact, and its unix seconds by the store's clock. DamagedRecord,
+    or NewerRecord."""
     number, entry = max(attempt_entries(store, prefix), key=lambda one: (one[0], one[1].key), default=(0, None))
     body = store.get(entry.key) if entry else None
-    return heartbeat_in(body, number, f"{store.uri}/{entry.key}") if entry and body is not None else None
+    if entry is None or body is None:
+        return None
+    return heartbeat_in(body, number, f"{store.uri}/{entry.key}"), entry.modified
 
 
 def heartbeat_in(body: bytes, number: int, where: str) -> Heartbeat:

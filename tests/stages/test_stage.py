@@ -3,11 +3,13 @@
 The stages here are small stand-ins; store, ledger, manifests and processes are the real ones.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from pipelines.recipe import Recipe, load_recipe
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import STAGES, Built, Work
 from pipelines.tracking import ledger
-from pipelines.tracking.ledger import attempts, claim, seconds_between_failures, this_process
+from pipelines.tracking.ledger import SILENT_SECONDS, attempts, claim, seconds_between_failures, this_process
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
 from trainer.errors import Interrupted, Stopped, StoreUnavailable, UserError
@@ -275,14 +277,18 @@ def put_heartbeat(store: Store, **changes: Any) -> None:
     store.put(f"{TOKENS}/attempts/0001/heartbeat.json", beat.to_json())
 
 
-def test_an_attempt_on_another_machine_is_taken_over_once_it_is_silent(
-    stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("silent", [0.0, SILENT_SECONDS - 1, SILENT_SECONDS + 1, 9e9])
+def test_an_attempt_on_another_machine_is_taken_over_once_it_is_silent_by_the_stores_clock(
+    stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: float
 ) -> None:
-    monkeypatch.setattr(pipelines.pipeline, "SILENT_SECONDS", 0.5)
-    put_heartbeat(store)
-    started = time.monotonic()
+    slept: list[float] = []
+    fake = SimpleNamespace(time=time.time, sleep=slept.append, monotonic=lambda: time.monotonic() + sum(slept))
+    monkeypatch.setattr(pipelines.pipeline, "time", fake)
+    put_heartbeat(store, time=1.0)  # the clock of its machine is wrong
+    beat = store.path_of(f"{TOKENS}/attempts/0001/heartbeat.json")
+    os.utime(beat, (0, max(0.0, store.clock() - silent)))
     assert execute(store, tmp_path).made["tokenize"].attempt == 2
-    assert time.monotonic() - started > 0.5  # not before the time of silence has passed
+    assert sum(slept) == pytest.approx(max(0.0, SILENT_SECONDS - silent), abs=1.5)
     assert states(store) == ["running", "done"]
 
 
