@@ -3,7 +3,8 @@
 1558M has 6.2 GB of weights in float32, and its largest tensor 0.3 GB.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,14 +47,17 @@ class Weights:
         """A tensor in `dtype`. UserError if a weight is too large for it."""
         tensor = self.tensor(name)
         rounded = tensor.to(dtype)
-        if not rounded.isfinite().all() and tensor.isfinite().all():
+        if not all_finite(rounded) and all_finite(tensor):
             largest = float(tensor.abs().max())
             raise UserError(f"export: {name} has a weight of {largest:.3g}, which {dtype} cannot hold; use bfloat16")
         return rounded
 
-    def each(self, dtype: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
-        """All tensors in `dtype`, in the order of the model."""
-        return ((name, self.rounded(name, dtype)) for name in self.shapes)
+
+def all_finite(tensor: "Tensor") -> bool:
+    """Whether no element is infinite or NaN. `aminmax` passes NaN on, and takes a thirtieth of `isfinite().all()` in
+    bf16."""
+    least, largest = tensor.aminmax()
+    return math.isfinite(least) and math.isfinite(largest)
 
 
 def same(stored: "Tensor", expected: "Tensor") -> bool:
