@@ -55,6 +55,11 @@ class Store(Protocol):
         """The address of the store for `open_store`: "file:///abs/path" or "s3://bucket/prefix"."""
         ...
 
+    @property
+    def connections(self) -> int:
+        """How many reads or writes at once this process needs for its share of the node's bandwidth."""
+        ...
+
     def create(self, key: str, body: bytes) -> bool:
         """Store `body` unless the key exists. Returns whether this call stored it: one of several racers gets True.
         Racers must have different bodies (include an id): after a lost answer, or a refusal of a request that was
@@ -117,6 +122,10 @@ class LocalStore:
     @property
     def uri(self) -> str:
         return f"file://{self.root}"
+
+    @property
+    def connections(self) -> int:
+        return share_of_node(16)
 
     def path_of(self, key: str) -> Path:
         """The file of `key`, which need not exist. Readers use the files of local artifacts directly."""
@@ -231,6 +240,11 @@ class LocalStore:
                 return os.fstat(file.fileno()).st_mtime  # a file server has a clock of its own
         except (OSError, UserError):  # read-only
             return time.time()
+
+
+def share_of_node(most: int) -> int:
+    """This process's share of `most` threads of a node, which torchrun's ranks divide; few cores have fewer."""
+    return max(2, min(most, 4 * (os.cpu_count() or 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def slices(parts: Sequence[memoryview], start: int, size: int) -> Iterator[memoryview]:

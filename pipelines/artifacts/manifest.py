@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from hashlib import sha256
@@ -224,9 +225,11 @@ def upload(
     """Store a local file as part of an artifact, in the folder of this attempt. `sha256` is that of the file, if its
     writer knows it. An exception of `check` ends the work."""
     name = name or path.name
-    file = File(name, f"a{attempt:04d}/{name}", path.stat().st_size, sha256 or sha256_of(path, check))
-    store.upload(path, f"{prefix}/{file.key}", check)
-    return file
+    key, size = f"a{attempt:04d}/{name}", path.stat().st_size
+    with ThreadPoolExecutor(1, thread_name_prefix="hash") as beside:
+        digest = beside.submit(lambda: sha256 or sha256_of(path, check))
+        store.upload(path, f"{prefix}/{key}", check)
+    return File(name, key, size, digest.result())
 
 
 def scratch(home: Path, store: Store, prefix: str) -> Path:

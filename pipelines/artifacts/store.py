@@ -46,6 +46,7 @@ from trainer.store import (
     checked_prefix,
     refuse_huge,
     replacing,
+    share_of_node,
     slices,
 )
 
@@ -54,8 +55,9 @@ T = TypeVar("T")
 
 PART_BYTES = 16 << 20  # the repetition of a lost part costs 0.2 s
 CHUNK_BYTES = 1 << 20
-# One S3 connection gives ~100 MB/s, so four fill a 3 Gbit/s link. A transfer holds so many parts in memory.
-PARTS_AT_ONCE = 4
+# One connection to S3 gives about 100 MB/s, so those of a node fill a link of 50 Gbit/s. A transfer holds a part in
+# memory for each.
+CONNECTIONS_OF_NODE = 64
 PART_ATTEMPTS = 5  # then the whole transfer begins again, until the time limit
 SILENCE_SECONDS = 60.0  # of a server, in the middle of an answer too
 
@@ -89,6 +91,7 @@ class S3Store:
         self.bucket = bucket
         self.prefix = checked_key(prefix) + "/" if prefix else ""
         self.uri = f"s3://{bucket}/{self.prefix}".rstrip("/")
+        self.connections = share_of_node(CONNECTIONS_OF_NODE)
         self._time_limit_s = time_limit_s
         self._given_client = client
         self._accepted: set[str] = set()  # kinds of requests that the server has accepted from this process
@@ -187,10 +190,10 @@ class S3Store:
         config = TransferConfig(
             multipart_threshold=PART_BYTES,
             multipart_chunksize=PART_BYTES,
-            max_request_concurrency=PARTS_AT_ONCE,
-            max_in_memory_upload_chunks=PARTS_AT_ONCE,
+            max_request_concurrency=self.connections,
+            max_in_memory_upload_chunks=self.connections,
             io_chunksize=CHUNK_BYTES,
-            max_io_queue_size=PARTS_AT_ONCE * PART_BYTES // CHUNK_BYTES,
+            max_io_queue_size=self.connections * PART_BYTES // CHUNK_BYTES,
         )
         return TransferManager(self._transfer_client, config)
 
@@ -396,7 +399,7 @@ def client_from_environment(uri: str, time_limit_s: float, attempts: int) -> Any
         retries={"total_max_attempts": attempts, "mode": "standard"},
         connect_timeout=min(10, time_limit_s),
         read_timeout=min(SILENCE_SECONDS / attempts, time_limit_s),  # of silence, not of the whole answer
-        max_pool_connections=4 * PARTS_AT_ONCE,
+        max_pool_connections=2 * CONNECTIONS_OF_NODE,
         # S3's newer checksums may use a chunked encoding that older servers (Ceph 16) store as data. We send
         # Content-MD5 or sign the body instead, which all servers check.
         s3={"payload_signing_enabled": True},  # over TLS it is not the default

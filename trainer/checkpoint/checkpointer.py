@@ -14,7 +14,7 @@ needs (trainer/checkpoint/loading.py); if one is damaged, it reports that and us
 import json
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -221,8 +221,10 @@ class Checkpointer:
         """In the thread: upload this rank's file and its receipt. Rank 0 commits."""
         failpoint("upload")
         parts, name = copy.safetensors(), self._file_name()
-        self.store.write(parts, f"{save.folder}/{name}")
-        receipt = FileReceipt.of(name, parts)
+        with ThreadPoolExecutor(1, thread_name_prefix="receipt") as beside:
+            hashed = beside.submit(FileReceipt.of, name, parts)
+            self.store.write(parts, f"{save.folder}/{name}")
+            receipt = hashed.result()
         failpoint("uploaded")
         self.store.put(self._receipt_key(save), json.dumps(asdict(receipt)).encode())
         if self.world.rank == 0:

@@ -5,7 +5,6 @@ A rank fetches only the chunks with ranges that it needs, into a few buffers of 
 
 import json
 import math
-import os
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,6 @@ from trainer.parallel import World
 from trainer.process import failpoint
 from trainer.store import Store
 
-# Threads of a node: 16 connections to S3 give 13 Gbit/s, and 16 cores verify 25 GB/s.
-MOST_READERS, FEWEST_READERS = 16, 4
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 Ranges = dict[str, tuple[int, int]]  # by tensor: the first element of the flattened tensor, and the end
@@ -83,11 +80,8 @@ def load_files(
     def fill() -> None:
         contents = [next(one[file] for one in found if file in one) for file in range(len(files))]
         sinks.update(sinks_for(pieces, contents))
-        run_jobs(jobs_of(files, contents, wanted), source, sinks, readers, world.device)
+        run_jobs(jobs_of(files, contents, wanted), source, sinks, store.connections, world.device)
 
-    readers = max(
-        2, max(FEWEST_READERS, min(MOST_READERS, os.cpu_count() or 1)) // (max(world.gather(world.local_rank)) + 1)
-    )
     found, damage = agreed(world, read_headers)
     damage = damage or agreed(world, fill)[1]
     for name, piece in pieces.items():
