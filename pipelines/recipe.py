@@ -315,17 +315,14 @@ class Recipe(Section):
             if tokens.adopts:  # with their own split
                 continue
             if tokens.shard_tokens < sequence:
-                raise ValueError(
-                    f"tokens.shard_tokens {tokens.shard_tokens} is shorter than a sequence of model.block_size + 1 "
-                    f"tokens; use {sequence} or more"
-                )
+                raise ValueError(f"tokens.shard_tokens {tokens.shard_tokens} holds no sequence; use {sequence} or more")
             if tokens.max_tokens is None and tokens.val_tokens is None:
                 continue
             held_out = tokens.held_out(tokens.max_tokens or 0)
             if held_out < sequence:
                 raise ValueError(
-                    f"tokens: {held_out:,} tokens are held out for validation, fewer than one sequence of "
-                    f"model.block_size + 1 tokens; set tokens.val_tokens to {sequence} or more"
+                    f"tokens: {held_out:,} tokens are held out for validation, fewer than one sequence; "
+                    f"set tokens.val_tokens to {sequence} or more"
                 )
             if tokens.max_tokens is not None and tokens.max_tokens - held_out < sequence:
                 raise ValueError(

@@ -145,15 +145,11 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
     plans = plans_of(loaded, known)
     for stage, prefix in recorded.prefixes.items():
         if plans[stage].prefix != prefix:
-            raise UserError(
-                f"{recipe}: '{stage}' would make {plans[stage].prefix} here, and {prefix} is on record: "
-                + (
-                    "tokens.source names another text on this machine; tokenize on the machine that recorded the run: "
-                    f"skytrain run {recipe} --stage tokenize"
-                    if stage == "tokenize"
-                    else "another version of skytrain recorded it"
-                )
+            moved = (
+                f"tokens.source names another text here: `skytrain run {recipe} --stage tokenize` where it was recorded"
             )
+            why = moved if stage == "tokenize" else "another version of skytrain recorded it"
+            raise UserError(f"{recipe}: '{stage}' would make {plans[stage].prefix}, and {prefix} is on record; {why}")
     return loaded, plans
 
 

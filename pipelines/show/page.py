@@ -143,15 +143,22 @@ def run_data(run: Run) -> dict[str, Any]:
     """A run as the scripts of the page read it."""
     record, recipe, made, summary = run.record, run.recipe, run.manifests, run.summary
     rows, account = run.series, run.account
-    size = next((size for size, shape in SHAPES.items() if ("gpt2", *shape) == shape_of(recipe)), None)
+    model = recipe.model
+    shape = model.n_layer, model.n_head, model.n_embd
+    size = next((size for size, known in SHAPES.items() if model.family == "gpt2" and known == shape), None)
     evaluated = made.get("evaluate")
     speeds, shares = ([row[k] for row in rows if k in row] for k in ("perf/tokens_per_second", "perf/mfu"))
+    series = {}
+    for metric in METRICS:
+        if logged := [row for row in rows if metric in row]:
+            steps, values, times = ([row[key] for row in logged] for key in ("step", metric, "time"))
+            series[metric] = curve(metric, steps, values, times, account)
     return asdict(summary) | {
         "name": record.run,
         "size": size,
         "batch_tokens": recipe.train.batch_tokens,
         "max_steps": run.last_step,
-        "parameters": recipe.model.parameters,
+        "parameters": model.parameters,
         "text": text_name(recipe),
         "fineweb": is_fineweb(recipe),
         "tokenizer": str(recipe.tokens.tokenizer),
@@ -169,7 +176,7 @@ def run_data(run: Run) -> dict[str, Any]:
             }
             for number, one in merge_waits(account.attempts)
         ],
-        "series": series_data(rows, account),
+        "series": series,
         "receipt": receipt(recipe, made, run.passed, account, run.attempts.get("train", [])),
         "recipe": yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
         "sample": evaluated.facts.get("sample") if evaluated else None,
@@ -193,16 +200,6 @@ def overlay_data(overlay: Overlay) -> dict[str, Any]:
 
 
 # --- curves
-
-
-def series_data(rows: list[dict[str, Any]], account: Account) -> dict[str, Any]:
-    """The curves of a run by metric, with hours and dollars at each point."""
-    curves = {}
-    for metric in METRICS:
-        if logged := [row for row in rows if metric in row]:
-            steps, values, times = ([row[key] for row in logged] for key in ("step", metric, "time"))
-            curves[metric] = curve(metric, steps, values, times, account)
-    return curves
 
 
 def curve(
@@ -316,7 +313,3 @@ def text_name(recipe: Recipe) -> str:
 def is_fineweb(recipe: Recipe) -> bool:
     """Whether all of the text is FineWeb or a part of it such as FineWeb-Edu, by the names of its sources."""
     return all("fineweb" in one.named.lower() for one in recipe.tokens.each())
-
-
-def shape_of(recipe: Recipe) -> tuple[str, int, int, int]:
-    return recipe.model.family, recipe.model.n_layer, recipe.model.n_head, recipe.model.n_embd

@@ -49,7 +49,8 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
         if run.notice:
             out.print(f"  last asked to stop by: {shown(run.notice)}")
         print_tasks(out, run)
-    print_notes(out, notes)
+    for note in notes:
+        out.print(f"[yellow]{shown(note)}[/]")
 
 
 def print_tasks(out: Console, run: Status) -> None:
@@ -59,11 +60,6 @@ def print_tasks(out: Console, run: Status) -> None:
         out.print(f"  job {task.job}  {shown(task.stage):9} {shown(task.status)}{recoveries}{why}")
     if run.tasks and all(task.over for task in run.tasks) and run.state != "done":
         out.print(shown(f"  the job is over and the run is not: skytrain resume {run.run} continues it"))
-
-
-def print_notes(out: Console, notes: Iterable[str]) -> None:
-    for note in notes:
-        out.print(f"[yellow]{shown(note)}[/]")
 
 
 def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None, launched: bool) -> None:

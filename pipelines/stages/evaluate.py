@@ -60,13 +60,19 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 def build(work: Work) -> Built:
     """Evaluate the final weights on all GPUs of this node, and generate a sample. UserError if an input of the
     evaluation cannot be had."""
+    from trainer.parallel import World
+
     recipe, cache = work.recipe, work.home / "cache"
     work.clock.enter("download")
     check_inputs(recipe, cache)
     weights = work.fetch("train", "model.safetensors")
     processes = processes_on_this_node(recipe.runtime)
     with work.screen.bar("evaluate", None):
-        measured = measured_here(work, weights) if processes == 1 else measured_on_ranks(work, weights, processes)
+        if processes > 1:
+            measured = measured_on_ranks(work, weights, processes)
+        else:
+            world, tokens = World.alone(recipe.runtime), work.inputs["tokenize"]
+            measured = measure(recipe, work.store, tokens, weights, cache, work.clock, world, work.check, work.report)
     if recipe.evaluate.lm_eval:
         scores = harness_facts(work, weights)
         work.report(metrics={name: value for name, value in scores.items() if isinstance(value, float)})
@@ -81,16 +87,6 @@ def check_inputs(recipe: Recipe, cache: Path) -> None:
     fetch_inputs(recipe, cache)
     if recipe.evaluate.lm_eval:
         verify_tasks(recipe.evaluate.lm_eval)
-
-
-def measured_here(work: Work, weights: Path) -> dict[str, Any]:
-    """The facts, measured by this process."""
-    from trainer.parallel import World
-
-    world, tokens = World.alone(work.recipe.runtime), work.inputs["tokenize"]
-    return measure(
-        work.recipe, work.store, tokens, weights, work.home / "cache", work.clock, world, work.check, work.report
-    )
 
 
 def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, Any]:

@@ -41,14 +41,6 @@ def report(
     rebuild_mlflow: Annotated[
         bool, typer.Option("--rebuild-mlflow", help="Send all records of the runs to MLflow again.")
     ] = False,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            "--to",
-            metavar="URI",
-            help="With --rebuild-mlflow: send them to this MLflow [MLFLOW_TRACKING_URI; .skytrain/mlflow.db]",
-        ),
-    ] = None,
 ) -> None:
     """Show state, attempts, tokens, val loss, hours and dollars of runs."""
     from pipelines.artifacts.store import open_store
@@ -72,7 +64,7 @@ def report(
 
         write_page(html, opened, found, overlay or [], on_stderr=asked)
     if rebuild_mlflow:
-        rebuild_tracking(found, to)
+        rebuild_tracking(found)
     elif series:
         for run in found:
             print_series(run.name, run.series, as_json, alone=len(found) == 1)
@@ -97,7 +89,7 @@ def audit_runs(runs: "list[Run]", as_json: bool) -> None:
     sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
 
 
-def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
+def rebuild_tracking(runs: "list[Run]") -> None:
     """Send the records of runs to MLflow. UserError without mlflow, or for a URI of another scheme."""
     from pipelines.show.console import say
     from pipelines.show.page import render
@@ -106,10 +98,10 @@ def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
 
     if not find_spec("mlflow"):
         raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")
-    uri = tracking_uri(to, default_tracking_uri())
+    uri = tracking_uri(default_tracking_uri())
     if uri.partition(":")[0].partition("+")[0] not in TRACKING_SCHEMES:
         raise UserError(
-            f"--to {redacted(uri)}: not an MLflow server; use http(s)://SERVER, or a database such as sqlite:///mlflow.db"
+            f"MLFLOW_TRACKING_URI {redacted(uri)}: not an MLflow server; use http(s)://SERVER, or a database such as sqlite:///mlflow.db"
         )
     for run in runs:
         rebuild(run.store, run.name, uri, lambda run: render([run]))

@@ -44,7 +44,7 @@ def test_a_recorded_run_is_identified_by_its_name_and_refuses_another_text(texts
     with pytest.raises(UserError, match="no such run"):
         planned("run:another", [], store)
     (texts / "texts" / "0.txt").write_text("something else")
-    with pytest.raises(UserError, match="is on record: tokens.source names another text on this"):
+    with pytest.raises(UserError, match="is on record; tokens.source names another text here"):
         planned(f"run:{name}", [], store)
 
 

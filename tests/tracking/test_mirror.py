@@ -366,7 +366,8 @@ def test_a_run_that_is_killed_and_run_again_has_each_step_once_its_costs_and_a_r
     assert parent.data.tags["team"] == train.data.tags["team"] == "research"
 
     fresh = f"sqlite:///{tmp_path}/rebuilt.db"
-    project.run("report", "--rebuild-mlflow", "--to", fresh)
+    project.environment["MLFLOW_TRACKING_URI"] = fresh
+    project.run("report", "--rebuild-mlflow")
     rebuilt = Seen(fresh, experiment, made["run"])
     assert rebuilt.points("train", "train/loss") == steps
     for stage, run in seen.runs.items():

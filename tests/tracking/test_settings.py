@@ -22,20 +22,20 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_password_of_a_url_moves_to_mlflows_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert without_credentials("http://a.b/c") == ("http://a.b/c", {})
-    assert tracking_uri("https://ann:hunter2%2Fc@a.b:5000/c", "") == "https://a.b:5000/c"
+    assert tracking_uri("https://ann:hunter2%2Fc@a.b:5000/c") == "https://a.b:5000/c"
     assert (os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]) == ("ann", "hunter2/c")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "own")
-    tracking_uri("https://ann:hunter2%2Fc@a.b:5000/c", "")
+    tracking_uri("https://ann:hunter2%2Fc@a.b:5000/c")
     assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "own"
     assert redacted("refused: own") == "refused: ***"
 
 
-def test_the_tracking_uri_is_the_given_one_then_the_environments_then_the_default(
+def test_the_tracking_uri_is_the_environments_then_the_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert tracking_uri(None, "sqlite:///d") == "sqlite:///d"
+    assert tracking_uri("sqlite:///d") == "sqlite:///d"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://e")
-    assert tracking_uri(None, "sqlite:///d") == "http://e" and tracking_uri("http://g", "sqlite:///d") == "http://g"
+    assert tracking_uri("sqlite:///d") == "http://e"
 
 
 def test_experiment_and_own_tags_reach_the_record_of_the_run_and_the_node_of_a_launch(

@@ -56,7 +56,7 @@ class MirrorProcess:
 
     def __init__(self, store: str, run: str, home: Path, *, default_uri: str) -> None:
         self.store, self.run, self.home = store, run, home
-        self.uri, self.off, self.flush_seconds = tracking_uri(None, default_uri), tracking_is_off(), flush_seconds()
+        self.uri, self.off, self.flush_seconds = tracking_uri(default_uri), tracking_is_off(), flush_seconds()
         self.log = home / "tracking" / run / "mlflow.log"
         self._child: subprocess.Popen[bytes] | None = None
         self._started = -math.inf

@@ -64,12 +64,12 @@ def parse_tags(texts: Iterable[str], where: str) -> dict[str, str]:
     return tags
 
 
-def tracking_uri(option: str | None, default: str) -> str:
-    """The MLflow to mirror to: the option, MLFLOW_TRACKING_URI, or the default.
+def tracking_uri(default: str) -> str:
+    """The MLflow to mirror to: MLFLOW_TRACKING_URI, or the default.
 
     Moves the user and password of a URL to MLflow's variables, which the mirror inherits: the URI can be shown.
     """
-    uri, credentials = without_credentials(option or os.environ.get("MLFLOW_TRACKING_URI") or default)
+    uri, credentials = without_credentials(os.environ.get("MLFLOW_TRACKING_URI") or default)
     os.environ.update(credentials | {name: os.environ[name] for name in credentials if os.environ.get(name)})
     return uri
 
