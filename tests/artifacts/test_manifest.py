@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -111,14 +111,6 @@ def test_no_manifest_names_a_file_that_the_store_lost(store: Store, tmp_path: Pa
     assert commit(store, manifest_of(PLAN, (file,))) == other
 
 
-def test_attempts_never_overwrite_each_others_files(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
-    for attempt in (1, 2):
-        (tmp_path / "x").write_text(f"by attempt {attempt}")
-        upload(store, PLAN.prefix, attempt, tmp_path / "x")
-    assert [store.get(f"{PLAN.prefix}/a000{n}/x") for n in (1, 2)] == [b"by attempt 1", b"by attempt 2"]
-
-
 # --- damage
 
 
@@ -157,14 +149,6 @@ def test_a_manifest_of_a_newer_skytrain_is_no_damaged_one(tmp_path: Path) -> Non
     with pytest.raises(UserError, match=newer) as refused:
         find(store, PLAN)
     assert not isinstance(refused.value, DamagedArtifact)
-
-
-def test_the_manifest_of_another_artifact_in_its_place_is_refused(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    other = replace(PLAN, label="other")
-    store.put(f"{PLAN.prefix}/MANIFEST.json", json.dumps(asdict(manifest_of(other))).encode())
-    with pytest.raises(DamagedArtifact, match="its identity and its fingerprint do not match"):
-        find(store, PLAN)
 
 
 @pytest.mark.parametrize(
@@ -222,28 +206,6 @@ def test_a_file_of_a_local_store_is_read_in_place(tmp_path: Path) -> None:
     path = fetch(store, PLAN.prefix, manifest.files[0], tmp_path / "cache")
     assert path == tmp_path / "store" / PLAN.prefix / "a0001" / "weights.bin"
     assert not (tmp_path / "cache").exists()
-
-
-CHILD = """
-import os, sys, time
-from hashlib import sha256
-from pathlib import Path
-from pipelines.artifacts.manifest import fetch, read_manifest
-from pipelines.artifacts.store import open_store
-store, downloads, plain = open_store(sys.argv[1]), [], None
-plain = store.download
-def download(key, path):
-    downloads.append(key)
-    time.sleep(0.2)  # the others are waiting by now
-    plain(key, path)
-store.download = download
-file = read_manifest(store, sys.argv[2]).file("weights.bin")
-Path(sys.argv[4], f"ready-{os.getpid()}").touch()
-while not Path(sys.argv[4], "go").exists():
-    time.sleep(0.01)
-path = fetch(store, sys.argv[2], file, Path(sys.argv[3]))
-print(len(downloads), sha256(path.read_bytes()).hexdigest(), path)
-"""
 
 
 def test_a_file_that_was_half_downloaded_when_its_process_was_killed_is_never_used(

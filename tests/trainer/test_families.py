@@ -130,6 +130,40 @@ def test_shapes_parameters_and_flops_are_those_of_the_module(config: ModelConfig
     assert counter.get_total_flops() == (config.flops_per_token - 6 * vectors - attention) * config.block_size
 
 
+@pytest.mark.parametrize(
+    ("layers", "heads", "width", "parameters"),
+    [
+        (12, 12, 768, 124_439_808),
+        (24, 16, 1024, 354_823_168),
+        (36, 20, 1280, 774_030_080),
+        (48, 25, 1600, 1_557_611_200),
+    ],
+)
+def test_parameters_are_counted_as_openai_released_them(layers: int, heads: int, width: int, parameters: int) -> None:
+    config = Gpt2Config(n_layer=layers, n_head=heads, n_embd=width, block_size=1024)
+    assert config.parameters == parameters
+    padding = (config.padded_vocab_size - config.vocab_size) * config.n_embd
+    with torch.device("meta"):
+        assert sum(p.numel() for p in plain_model(config).parameters()) == config.parameters + padding
+
+
+def test_initial_weights_have_gpt2s_spread() -> None:
+    config = Gpt2Config(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=1000)
+    model = plain_model(config)
+    model.initialize(0)
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert not p.any(), name
+        elif ".ln_" in f".{name}":
+            assert torch.equal(p, torch.ones_like(p)), name
+        else:
+            rows = p[: config.vocab_size] if name == "wte.weight" else p
+            expected = 0.02 / math.sqrt(2 * 4) if name.endswith("c_proj.weight") else 0.02
+            # The spread of a sample of n normals is off by about 1/sqrt(2n): 0.8% for 8,192, here 5 of these.
+            assert abs(rows.std().item() / expected - 1) < 5 / math.sqrt(2 * rows.numel()), name
+            assert abs(rows.mean().item()) < 5 * expected / math.sqrt(rows.numel()), name
+
+
 def test_modern_begins_as_nanochat_does() -> None:
     config = ModernConfig(n_layer=2, n_head=2, n_embd=64, block_size=16, vocab_size=1000)
     model = plain_model(config)
