@@ -34,20 +34,6 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class TextPlan:
-    """The tokens of a text, and the number of times that training reads them."""
-
-    tokens: int
-    train_tokens: int
-    val_tokens: int
-    epochs: float  # of a mixture: of the source that is read most often
-    estimated: bool  # from the size of the text, before tokenize has counted
-    warning: str | None  # training repeats the text too often
-    cropped: float | None = None  # share of the training split that packing leaves out; None: a stream, or not known
-    sources: tuple[SourcePlan, ...] = ()  # of a mixture
-
-
-@dataclass(frozen=True)
 class RunPlan:
     """The artifacts of a run by stage, and the size of its text and its training."""
 
@@ -58,7 +44,8 @@ class RunPlan:
     tokens: int
     flops: float
     stages: Mapping[str, StagePlan]
-    text: TextPlan | None = None  # None: only a server knows its size
+    sources: tuple[SourcePlan, ...] = ()  # of the text; none: only a server knows its size
+    estimated: bool = False  # the tokens of the sources, before tokenize has counted them
     validations: int = 0  # of the stage train
     val_tokens: int = 0  # of each, at most the held-out text
     val_share: float = 0.0  # of the time of the training
@@ -69,13 +56,14 @@ class RunPlan:
 
     def to_json(self) -> dict[str, Any]:
         stages = {name: stage.to_json() for name, stage in self.stages.items()}
-        return vars(self) | {"stages": stages, "text": self.text and asdict(self.text)}
+        return asdict(self) | {"stages": stages}
 
 
 def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | None = None) -> RunPlan:
     """The plan of `run`: for each stage its artifact, and the reason if the store does not have it."""
     known = dict(plans or plans_of(recipe))
     evaluations = recipe.evaluations(recipe.train.max_steps)
+    made = find(store, known["tokenize"])
     return RunPlan(
         run=run_name(known),
         store=store.uri,
@@ -84,7 +72,8 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         tokens=recipe.train_tokens,
         flops=recipe.train_flops,
         stages={stage: stage_plan(store, plan) for stage, plan in known.items()},
-        text=text_plan(recipe, find(store, known["tokenize"])),
+        sources=tuple(sources_planned(recipe, made)),
+        estimated=made is None,
         validations=validations(recipe.train),
         val_tokens=val_tokens(recipe.model, recipe.train),
         val_share=val_share(recipe.model, recipe.train),
@@ -92,25 +81,6 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         evaluation_tokens=recipe.benchmark_tokens if evaluations else 0,
         evaluation_share=evaluations * recipe.benchmark_tokens / 3 / recipe.train_tokens,  # a forward pass
         first_weights=recipe.first_weights,
-    )
-
-
-def text_plan(recipe: Recipe, made: Manifest | None) -> TextPlan | None:
-    """The size of both splits: as tokenize has counted them, or an estimate. None if neither is possible."""
-    sources = sources_planned(recipe, made)
-    if not sources:
-        return None
-    train, val = sum(one.train_tokens for one in sources), sum(one.val_tokens for one in sources)
-    cropped = [one.cropped * one.train_tokens for one in sources if one.cropped is not None]
-    return TextPlan(
-        train + val,
-        train,
-        val,
-        max(one.epochs for one in sources),
-        made is None,
-        "; ".join(one.warning for one in sources if one.warning) or None,
-        sum(cropped) / max(1, train) if cropped else None,
-        tuple(sources) if recipe.tokens.sources else (),
     )
 
 

@@ -2,141 +2,115 @@
 
 import io
 import logging
-import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pipelines.artifacts.store import S3Store
 from pipelines.job.prices import price_of
-from pipelines.tracking.records import Machine
+from pipelines.tracking.records import Machine, without_none
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import Store
 
 CLOUDS = ("aws", "gcp", "lambda")  # the default of `plan --cloud`: the clouds that the extra `cloud` installs
+CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # private clusters: no spot market, no price list
 
 
-def offers(cloud: str, node: str, region: str | None = None) -> list[Machine]:
-    """The machines of `cloud` for a node such as "H100:8", or "cpus:16,memory:32" for at least so many; cheapest first.
+@dataclass(frozen=True)
+class MachineRequest:
+    """One kind of machine that a task may get: an entry of `any_of` or `ordered` in its YAML."""
 
-    On spot the price is that of the region's cheapest zone, which SkyPilot tries first. With a `region`, only those
-    there. UserError without SkyPilot, for an unknown cloud, or without a catalog.
+    infra: str  # "aws", "aws/us-east-1", "slurm/local"
+    use_spot: bool
+    accelerators: str | None = None  # "H100:8"
+    cpus: str | None = None  # "16+"
+    memory: str | None = None  # GiB, "32+"
+    instance_type: str | None = None  # None: the cloud's choice
+
+    @property
+    def cloud(self) -> str:
+        return cloud_of(self.infra)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it belongs to a private cluster."""
+        return self.cloud in CLUSTERS
+
+    def to_yaml(self) -> dict[str, Any]:
+        return without_none(vars(self))
+
+
+def cloud_of(infra: str) -> str:
+    """ "aws/us-east-1" -> "aws"."""
+    return infra.partition("/")[0].lower()
+
+
+@cache
+def offers(wanted: MachineRequest) -> tuple[Machine, ...]:
+    """The machines that SkyPilot would take for a request, one of each type and region, the cheapest first.
+
+    On spot the price is that of the region's cheapest zone, which SkyPilot tries first. UserError without SkyPilot, for
+    an unknown cloud or GPU, or without a catalog.
     """
-    name, count = parse_node(node)
     try:
-        from sky.skylet import constants
+        from sky import catalog
     except ImportError as error:
         raise UserError(
             "prices come from SkyPilot's catalog; install it with: pip install 'skytrain[cloud]'"
         ) from error
-    if cloud not in constants.ALL_CLOUDS:
-        raise UserError(f"{cloud}: SkyPilot does not know this cloud; choose one of {', '.join(constants.ALL_CLOUDS)}")
-    try:
-        with silent_sky():
-            if name == "cpus":
-                memory = node.partition(",memory:")[2]
-                found = read(cpu_machines, cloud, f"{count}+", f"{memory}+" if memory else None)
-            else:
-                kind = f"{name}:{count}".lower()
-                found = tuple(one for one in read(gpu_machines, cloud) if (one.accelerators or "").lower() == kind)
-    except (OSError, ImportError) as error:
-        raise UserError(
-            f"{cloud}: its price list cannot be fetched ({type(error).__name__}); "
-            "connect this machine to the network once"
-        ) from error
-    there = (machine for machine in found if region in (None, machine.region))
-    return sorted(there, key=lambda m: (price_of(m), m.region or "", m.instance or ""))
+    # SkyPilot asks EC2 for the account's regions as soon as there are keys. Prices need none, so keys that can't ask,
+    # such as those of another S3 service, must not fail the plan.
+    reading = catalog.fallback_to_default_catalog(read)
+    with silent_sky():
+        try:
+            found: list[Machine] = reading(wanted)
+        except (OSError, ImportError) as error:
+            raise UserError(
+                f"{wanted.cloud}: its price list cannot be fetched ({type(error).__name__}); "
+                "connect this machine to the network once"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{wanted.infra}: {' '.join(str(error).split())}") from error
+        except Exception:  # of botocore, and of pandas where EC2's answer is a strange one
+            if wanted.cloud != "aws":
+                raise
+            from sky.catalog import aws_catalog
+
+            aws_catalog._user_df = aws_catalog._default_df  # SkyPilot has no other way to read it with unusable keys
+            found = reading(wanted)
+    cheapest: dict[tuple[str | None, str | None], Machine] = {}
+    for one in sorted(found, key=lambda m: (price_of(m), m.region or "", m.instance or "")):
+        cheapest.setdefault((one.region, one.instance), one)
+    return tuple(cheapest.values())
 
 
-def parse_node(node: str) -> tuple[str, int]:
-    """ "H100:8" -> ("H100", 8)."""
-    found = re.fullmatch(r"([A-Za-z0-9-]+):([1-9][0-9]*)(?:,memory:[1-9][0-9]*)?", node)
-    if not found:
-        raise UserError(f"{node}: not a node; write the GPU and their number, as in H100:8, or cpus:16,memory:32")
-    return found[1], int(found[2])
+def read(wanted: MachineRequest) -> list[Machine]:
+    """The machines that SkyPilot would take for a request, in each region, and on spot in each zone."""
+    from sky import Resources
+    from sky.utils.resources_utils import make_launchables_for_valid_region_zones
 
-
-def read(machines: Callable[..., tuple[Machine, ...]], cloud: str, *arguments: str | None) -> tuple[Machine, ...]:
-    """Call `machines` with this account's regions, or with the public ones.
-
-    SkyPilot asks EC2 for an account's as soon as there are keys. Prices need none, so keys that can't ask, such as
-    those of another S3 service, must not fail the plan.
-    """
-    from sky import catalog
-
-    reading = catalog.fallback_to_default_catalog(machines)
-    try:
-        found: tuple[Machine, ...] = reading(cloud, *arguments)
-    except (OSError, ImportError):
-        raise
-    except Exception:  # of botocore, and of pandas where EC2's answer is a strange one
-        if cloud != "aws":
-            raise
-        from sky.catalog import aws_catalog
-
-        aws_catalog._user_df = aws_catalog._default_df  # SkyPilot has no other way to read it with unusable keys
-        found = reading(cloud, *arguments)
+    resources, found = Resources(**wanted.to_yaml()), []
+    for kind in resources.cloud.get_feasible_launchable_resources(resources, num_nodes=1).resources_list:
+        vcpus, _ = kind.cloud.get_vcpus_mem_from_instance_type(kind.instance_type)
+        gpus = [f"{name}:{count:g}" for name, count in (kind.accelerators or {}).items()]
+        for one in make_launchables_for_valid_region_zones(kind):
+            usd, on_demand = (one.copy(use_spot=spot).get_cost(3600) for spot in (wanted.use_spot, False))
+            found.append(
+                Machine(
+                    wanted.cloud,
+                    one.region,
+                    instance=one.instance_type,
+                    spot=wanted.use_spot,
+                    accelerators=gpus[0] if gpus else None,
+                    usd_per_hour=usd,
+                    on_demand_per_hour=on_demand,
+                    vcpus=vcpus,
+                )
+            )
     return found
-
-
-@cache
-def gpu_machines(cloud: str) -> tuple[Machine, ...]:
-    """All machines of a cloud that have GPUs, on demand and on spot."""
-    from sky import catalog
-
-    # The whole list: with a filter that matches nothing, GCP's raises TypeError (SkyPilot 0.14.1).
-    return tuple(
-        Machine(
-            cloud,
-            info.region,
-            instance=info.instance_type,
-            spot=spot,
-            accelerators=f"{name}:{info.accelerator_count:g}",
-            usd_per_hour=float(usd),
-            on_demand_per_hour=float(info.price),
-            vcpus=float(info.cpu_count),
-        )
-        for name, infos in catalog.list_accelerators(clouds=cloud, all_regions=True).items()
-        for info in infos
-        for spot, usd in ((False, info.price), (True, info.spot_price))
-        if not math.isnan(info.price) and not math.isnan(usd)
-    )
-
-
-def cpu_machines(cloud: str, cpus: str, memory: str | None) -> tuple[Machine, ...]:
-    """The machines that SkyPilot takes for so many CPUs and GiB (None: 4 a CPU), in each market and region."""
-    from sky import catalog
-
-    found = []
-    for spot in (False, True):
-        # SkyPilot takes the cheapest type of its market; on spot only under a price cap, which our tasks have.
-        cap: dict[str, Any] = {"use_spot": True, "max_hourly_cost": math.inf} if spot else {}
-        instance = catalog.get_default_instance_type(cpus=cpus, memory=memory, clouds=cloud, **cap)
-        if instance is None:
-            continue
-        vcpus, _ = catalog.get_vcpus_mem_from_instance_type(instance, clouds=cloud)
-        for region in catalog.get_region_zones_for_instance_type(instance, spot, clouds=cloud):
-            if region.zones or not spot:  # clouds without zones have no spot market
-                usd, on_demand = (
-                    float(catalog.get_hourly_cost(instance, market, region.name, None, clouds=cloud))
-                    for market in (spot, False)
-                )
-                found.append(
-                    Machine(
-                        cloud,
-                        region.name,
-                        instance=instance,
-                        spot=spot,
-                        usd_per_hour=usd,
-                        on_demand_per_hour=on_demand,
-                        vcpus=float(vcpus),
-                    )
-                )
-    return tuple(found)
 
 
 @contextmanager

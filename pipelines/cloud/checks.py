@@ -4,17 +4,16 @@
 found a problem. It does not retry, so it takes seconds.
 """
 
-import base64
 import platform
 import re
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import requests
 
 from pipelines.artifacts.store import open_store
 from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds
@@ -63,24 +62,23 @@ def mlflow_answers(uri: str, environment: Mapping[str, str]) -> Finding:
     if parts.scheme not in ("http", "https"):
         return Finding("mlflow", f"{parts.scheme or uri}: not checked", "note", "only http(s) servers can be checked")
     address = f"{parts.scheme}://{parts.netloc}"
-    request = urllib.request.Request(uri.rstrip("/") + "/api/2.0/mlflow/experiments/search?max_results=1")
-    if token := environment.get("MLFLOW_TRACKING_TOKEN"):
-        request.add_header("Authorization", f"Bearer {token}")
-    elif user := environment.get("MLFLOW_TRACKING_USERNAME"):
-        account = f"{user}:{environment.get('MLFLOW_TRACKING_PASSWORD', '')}".encode()
-        request.add_header("Authorization", "Basic " + base64.b64encode(account).decode())
+    user, token = environment.get("MLFLOW_TRACKING_USERNAME"), environment.get("MLFLOW_TRACKING_TOKEN")
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS):
-            return Finding("mlflow", f"{address} answers")
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
-            remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to an account of this server"
-            return broken("mlflow", f"{address} refuses the credentials (HTTP {error.code})", remedy)
-        return broken("mlflow", f"{address} answers HTTP {error.code}", "correct MLFLOW_TRACKING_URI")
+        status = requests.get(
+            uri.rstrip("/") + "/api/2.0/mlflow/experiments/search?max_results=1",
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            auth=(user, environment.get("MLFLOW_TRACKING_PASSWORD", "")) if user and not token else None,
+            timeout=ANSWER_SECONDS,
+        ).status_code
     except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        reason = getattr(reason, "strerror", None) or reason
-        return broken("mlflow", f"{address}: {reason}", "start it, correct MLFLOW_TRACKING_URI, or unset it")
+        seen = f"{address}: no answer ({type(error).__name__})"
+        return broken("mlflow", seen, "start it, correct MLFLOW_TRACKING_URI, or unset it")
+    if status in (401, 403):
+        remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to an account of this server"
+        return broken("mlflow", f"{address} refuses the credentials (HTTP {status})", remedy)
+    if status != 200:
+        return broken("mlflow", f"{address} answers HTTP {status}", "correct MLFLOW_TRACKING_URI")
+    return Finding("mlflow", f"{address} answers")
 
 
 def check_image_name(name: str) -> None:

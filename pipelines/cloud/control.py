@@ -6,8 +6,7 @@ has the facts of the store only.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from pipelines.cloud.skypilot import (
     Cluster,
@@ -19,11 +18,11 @@ from pipelines.cloud.skypilot import (
     take_down,
 )
 from pipelines.cloud.tasks import run_label
-from pipelines.tracking.account import StoredHeartbeat, location
+from pipelines.tracking.account import location
 from pipelines.tracking.forecast import Forecast, forecast
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
-from pipelines.tracking.runs import Run, RunRecord, usable_runs
+from pipelines.tracking.runs import Run, RunRecord, Summary, usable_runs
 from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
 from trainer.config import TrainConfig
 from trainer.errors import UserError
@@ -41,78 +40,47 @@ class Status:
 
     run: str
     state: str  # as in a report, or waiting: its job has no machine, or only a standby machine
-    stage: str | None  # of the newest attempt
     step: int
     max_steps: int
-    tokens_per_second: float | None
-    train_loss: float | None
-    val_loss: float | None
-    attempts: int
+    summary: Summary  # as in a report
+    newest: Heartbeat | None  # of the newest attempt
     places: list[str]  # of the rented machines, in the order of time, each once
     recoveries: int  # by SkyPilot, of the last launch
-    usd: float
-    unpriced_hours: float
     to_come: Forecast | None  # of training
     stop_request: StopRequest | None
-    notice: str | None  # why the newest attempt was asked to stop
-    killed: str | None  # the cause, if a signal or the watchdog ended a process of the newest attempt
     unsaved_seconds: float | None  # since the store takes no checkpoint of the newest attempt, up to its last heartbeat
-    unsaved_because: str | None  # the last error
     tasks: list[TaskStatus]
     silent_seconds: float | None  # since the last heartbeat of a running attempt
     stepless_seconds: float | None  # of a training that runs, from its last row to its last heartbeat
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"tasks": [task.to_json() for task in self.tasks]}
 
 
 def status_of(run: Run, tasks: list[TaskStatus], now: float) -> Status:
     """The status of a run at `now` (unix seconds), from its snapshot and SkyPilot's tasks."""
     machines = [attempt.machine for attempt in run.account.attempts]
-    summary, total, train = run.summary, run.account.total, run.recipe.train
-    present = run.record.prefixes.values()
+    summary, present = run.summary, run.record.prefixes.values()
     stored = max((one for one in run.heartbeats if one.prefix in present), key=lambda o: o.beat.started, default=None)
     newest = stored.beat if stored else None
     progress = newest.progress if newest else Progress()
+    running = newest is not None and newest.state == "running"
+    training = running and newest is not None and newest.stage == "train" and summary.steps < run.last_step
     waiting = summary.state in ("interrupted", "lost") and any(not task.over for task in tasks)
     waiting |= summary.state == "running" and bool(progress.waiting)
     return Status(
         run=run.name,
         state="waiting" if waiting else summary.state,
-        stage=newest.stage if newest else None,
         step=summary.steps,
         max_steps=run.last_step,
-        tokens_per_second=progress.metrics.get("perf/tokens_per_second"),
-        train_loss=summary.train_loss,
-        val_loss=summary.val_loss,
-        attempts=summary.attempts,
+        summary=summary,
+        newest=newest,
         places=list(dict.fromkeys(f"{m.cloud}/{location(m)}" for m in machines if m.cloud and location(m))),
         recoveries=sum(task.recoveries for task in tasks),
-        usd=total.usd,
-        unpriced_hours=total.unpriced_hours,
-        to_come=training_to_come(run, train, now),
+        to_come=training_to_come(run, run.recipe.train, now),
         stop_request=read_stop_request(run.store, run.name),
-        notice=progress.notice,
-        killed=progress.killed,
         unsaved_seconds=newest.time - progress.unsaved_since if newest and progress.unsaved_since else None,
-        unsaved_because=progress.unsaved_because,
         tasks=tasks,
-        silent_seconds=silence(run, stored) if stored else None,
-        stepless_seconds=stepless(newest) if newest and summary.steps < run.last_step else None,
+        silent_seconds=max(0.0, run.store.clock() - (stored.stored or 0.0)) if stored and running else None,
+        stepless_seconds=newest.time - progress.time if newest and training and progress.time else None,
     )
-
-
-def silence(run: Run, newest: StoredHeartbeat) -> float | None:
-    """Seconds since the last heartbeat of a running attempt, by the store's clock; None if it has ended."""
-    if newest.beat.state != "running":
-        return None
-    return max(0.0, run.store.clock() - (newest.stored or 0.0))
-
-
-def stepless(newest: Heartbeat) -> float | None:
-    """Seconds without a new row of a running training, by the clock of its machine; None before its first row."""
-    running = newest.stage == "train" and newest.state == "running"
-    return newest.time - newest.progress.time if running and newest.progress.time else None
 
 
 def training_to_come(run: Run, train: TrainConfig, now: float) -> Forecast | None:
@@ -243,11 +211,9 @@ def find_orphans(store: Store, now: float, note: Callable[[str], None]) -> Itera
     running = [beat.machine.cluster for run in runs.values() if (beat := running_attempt(run))]
     busy = set(running).union(*(task.clusters for task in tasks))
     for cluster in found:
-        if cluster.name in busy or (cluster.is_controller and tasks):
+        if cluster.name in busy:
             continue
-        if cluster.is_controller:
-            why = "SkyPilot's controller of managed jobs has no job left"
-        elif run := by_label.get(cluster.run or ""):
+        if run := by_label.get(cluster.run or ""):
             why = idle_reason(run, cluster.since, now)
         else:
             why = f"no job of SkyPilot and no readable run in {store.uri} uses it"

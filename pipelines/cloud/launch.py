@@ -5,18 +5,17 @@ launch is in `launches/<run>.json`, from which `resume` launches it again.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.bench.throughput import trains_on_a_small_gpu
-from pipelines.cloud.catalog import place_of
+from pipelines.cloud.catalog import CLUSTERS
 from pipelines.cloud.checks import Finding
+from pipelines.cloud.planner import workload
 from pipelines.cloud.preflight import preflight, text_is_only_here
-from pipelines.cloud.pricing import Report, with_prices, within_limits
+from pipelines.cloud.pricing import Report, installs, limits_of, priced_job
 from pipelines.cloud.request import LaunchRecord, LaunchRequest, key_of, last_launch, write_launch
 from pipelines.cloud.skypilot import (
     api_server_is_up,
@@ -29,22 +28,21 @@ from pipelines.cloud.skypilot import (
     server_name,
     submit_job,
 )
-from pipelines.cloud.tasks import CLUSTERS, MachineRequest, ManagedJob, managed_job
+from pipelines.cloud.tasks import ManagedJob, managed_job
 from pipelines.recipe import Recipe
-from pipelines.stage import STAGES, check_export, missing
+from pipelines.stage import check_export, missing
 from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.ledger import Attempt, Meter, claim, latest_number, working_attempt
 from pipelines.tracking.records import Billing
 from pipelines.tracking.runs import find_run, record
 from pipelines.tracking.stop_request import clear_stop_request
 from trainer.errors import UserError
-from trainer.store import LocalStore, Store
+from trainer.store import Store
 
 if TYPE_CHECKING:
     from sky import Dag
 
 OVER_FOR_GOOD = ("stopped", "failed")  # states of an attempt after which SkyPilot restarts no task
-NOTHING = LocalStore(Path("no such folder"))  # a store without anything; nobody writes to it
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class Launch:
     stages: list[str]  # that are missing, without those of `here`
     job: ManagedJob  # as requested, with all machines and without prices
     here: tuple[str, ...] = ()  # missing stages for which only this machine has the text: they run before the launch
-    unread: bool = False  # the store can't be read, and every stage counts as missing
 
     @property
     def question(self) -> str:
@@ -73,12 +70,11 @@ def planned_launch(
     plans: dict[str, ArtifactPlan],
     store: Store,
     secrets: Mapping[str, str],
-    unread: bool = False,
 ) -> Launch | None:
     """None if no stage is missing. UserError for a request that no machine can fulfil."""
     check_places(request.infra)
     check_export(recipe, request.until)
-    stages = list(STAGES[: STAGES.index(request.until) + 1]) if unread else missing(store, plans, request.until)
+    stages = missing(store, plans, request.until)
     if not stages:
         return None
     job = managed_job(request, stages, trains_on_a_small_gpu(recipe))
@@ -90,87 +86,66 @@ def planned_launch(
             f"skytrain run RECIPE --stage tokenize --store {store.uri}"
         )
     job = replace(job, tasks=tuple(task for task in job.tasks if task.name in stages))
-    return Launch(request, recipe, plans, store, secrets, stages, job, here, unread)
+    return Launch(request, recipe, plans, store, secrets, stages, job, here)
 
 
 # Checks
 
 
 def checked_job(
-    launch: Launch, report: Report, note: Callable[[str], None], errors: list[UserError] | None = None
-) -> "tuple[ManagedJob, list[Dag]]":
-    """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's.
+    launch: Launch, report: Report, note: Callable[[str], None], dry_run: bool = False
+) -> "tuple[ManagedJob, list[Dag], list[Finding]]":
+    """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's, and the findings
+    that would keep it from running: only a dry run continues after those.
 
     `report` gets every finding and the plan, as they come; `note` gets a line when SkyPilot's API server starts.
-    UserError for a problem that would keep the job from running. A dry run gives a list for these `errors`: then all
-    checks are made, the prices too, and no server starts.
+    UserError for a request that can't be met. A dry run starts no server.
     """
-    request, store = launch.request, launch.store
-    with collected(errors):
-        report_all(preflight(launch.job, request, launch.recipe, store, launch.secrets), report)
-    job, ask = launch.job, errors is None or api_server_is_up()
-    dags: list[Dag] = []
+    request, store, job, wrong = launch.request, launch.store, launch.job, list[Finding]()
+
+    def check(findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            report(finding)
+            if finding.state == "broken":
+                wrong.append(finding)
+        if wrong and not dry_run:
+            raise UserError(nothing_launched(wrong))
+
+    check(preflight(job, request, launch.recipe, store, launch.secrets))
+    ask = not dry_run or api_server_is_up()
     if ask:
-        with collected(errors):
-            reach_api_server(note)
-            refuse_second_launch(store, request.run)
-            enabled, findings = on_enabled_clouds(job)
-            report_all(findings, report)
-            job = enabled
+        reach_api_server(note)
+        refuse_second_launch(store, request.run)
+        job, findings = on_enabled_clouds(job)
+        check(findings)
     else:
         seen = "not up, so it is unknown which clouds are enabled and which machines are free"
         report(Finding("SkyPilot's server", seen, "note", "sky api start"))
-    if launch.unread:
-        report(Finding("store", "it can't be read, so the plan counts every stage as missing", "note"))
-    with collected(errors):
-        state = NOTHING if launch.unread else store
-        job = within_limits(job, request, launch.recipe, launch.plans, state, report)
-    with collected(errors):
-        job = with_prices(job, request, report, None if launch.unread else place_of(store))
-    with collected(errors):
-        dags = [dag_of(job, launch.secrets)]
-        for dag in dags if ask and not errors else []:
-            ask_optimizer(dag, quiet=any(cloud not in CLUSTERS for cloud in job.clouds))  # their plan was reported
-    return job, dags
+    work = workload(launch.recipe, store, launch.plans, installs(request))
+    job = priced_job(job, request, limits_of(request, store), work, report)
+    dags = [dag_of(job, launch.secrets)]
+    for dag in dags if ask and not wrong else []:
+        ask_optimizer(dag, quiet=any(cloud not in CLUSTERS for cloud in job.clouds))  # their plan was reported
+    return job, dags, wrong
 
 
-@contextmanager
-def collected(errors: list[UserError] | None) -> Iterator[None]:
-    """Add a UserError of the block to `errors`; None: it is raised."""
-    try:
-        yield
-    except UserError as error:
-        if errors is None:
-            raise
-        errors.append(error)
-
-
-def report_all(findings: Iterable[Finding], report: Report) -> None:
-    """Report each finding as it comes. UserError at the end if some are broken."""
-    broken = 0
-    for finding in findings:
-        report(finding)
-        broken += finding.state == "broken"
-    if broken:
-        raise UserError(f"launch: {broken} of the findings above would make the job fail; nothing was launched")
+def nothing_launched(wrong: Iterable[Finding]) -> str:
+    """The findings again, as the last lines that the user sees."""
+    lines = (f"\n  {one.what}: {one.seen}" + (f"; {one.remedy}" if one.remedy else "") for one in wrong)
+    return f"launch: the job would fail; nothing was launched:{''.join(lines)}"
 
 
 def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
     """The job without the machines of clouds that SkyPilot may not use, and what is left."""
     enabled = enabled_clouds()
-
-    def usable(machine: MachineRequest) -> bool:
-        return {"k8s": "kubernetes"}.get(machine.cloud, machine.cloud) in enabled
-
-    tasks = tuple(replace(task, machines=tuple(filter(usable, task.machines))) for task in job.tasks)
-    usable_job = replace(job, tasks=tasks)
-    if lost := [cloud for cloud in job.clouds if cloud not in usable_job.clouds]:
-        seen = f"SkyPilot may use {', '.join(enabled) or 'no cloud'}, but not {', '.join(lost)}"
-        remedy = f"sky check {' '.join(lost)} lists what each needs"
-        return usable_job, [
-            Finding("clouds", seen, "note" if all(task.machines for task in tasks) else "broken", remedy)
-        ]
-    return usable_job, []
+    names = {cloud: {"k8s": "kubernetes"}.get(cloud, cloud) for cloud in job.clouds}
+    if not (lost := [cloud for cloud, name in names.items() if name not in enabled]):
+        return job, []
+    kept = [tuple(machine for machine in task.machines if machine.cloud not in lost) for task in job.tasks]
+    seen = f"SkyPilot may use {', '.join(enabled) or 'no cloud'}, but not {', '.join(lost)}"
+    state, remedy = "note" if all(kept) else "broken", f"sky check {' '.join(lost)} lists what each needs"
+    tasks = tuple(replace(task, machines=machines) for task, machines in zip(job.tasks, kept, strict=True))
+    return replace(job, tasks=tasks), [Finding("clouds", seen, state, remedy)]
 
 
 # Submission

@@ -23,7 +23,7 @@ from pipelines.bench.throughput import (
     speed_on,
     trains_on_a_small_gpu,
 )
-from pipelines.cloud.catalog import CLOUDS, Place, offers, place_of, with_traffic
+from pipelines.cloud.catalog import CLOUDS, MachineRequest, Place, offers, place_of, with_traffic
 from pipelines.cloud.preflight import text_is_only_here
 from pipelines.job.deadline import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.job.prices import price_of
@@ -39,8 +39,13 @@ from trainer.errors import UserError
 from trainer.store import Store
 
 TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # the default of --gpus
+SMALL_NODES = ("L4:1", "A10:1")
 # As in sky/*.yaml.
-SMALL_NODES = {"tokenize": ("cpus:16,memory:32",), "evaluate": ("L4:1", "A10:1"), "export": ("cpus:4,memory:16",)}
+OTHER_NODES = {
+    "tokenize": [{"cpus": "16+", "memory": "32+"}],
+    "evaluate": [{"accelerators": gpus} for gpus in SMALL_NODES],
+    "export": [{"cpus": "4+", "memory": "16+"}],
+}
 ON_DEMAND_ONLY = ("export",)
 STALL_SECONDS = 0.1  # for which a save delays the steps: the least that the trainer assumes
 TOKENS_PER_CORE_SECOND = 4.8e6  # tiktoken on English text: 4.8 to 5.5 M
@@ -146,34 +151,28 @@ def cloud_plan(
 ) -> CloudPlan:
     """Candidates for the rest of a run. UserError without prices, or without a machine that can train it.
 
-    Without `train_nodes`: TRAIN_NODES, or the small ones for a small training, as a launch takes them. With a deadline
-    the task evaluate may have to finish the training: on as many and as large nodes as train's, on demand.
+    Without `train_nodes`: TRAIN_NODES, or the small ones for a small training, as a launch takes them.
     """
-    train_nodes = list(train_nodes or (SMALL_NODES["evaluate"] if trains_on_a_small_gpu(recipe) else TRAIN_NODES))
-    clouds, kinds = list(clouds), {**SMALL_NODES, "train": train_nodes}
+    train_nodes = list(train_nodes or (SMALL_NODES if trains_on_a_small_gpu(recipe) else TRAIN_NODES))
+    clouds, kinds = list(clouds), {**OTHER_NODES, "train": [{"accelerators": gpus} for gpus in train_nodes]}
     work = workload(recipe, store, plans or plans_of(recipe), installs)
     offered: dict[str, list[Machine]] = {stage: [] for stage in STAGES}
     errors: list[UserError] = []
     for cloud in clouds:
         try:
             for stage, found in offered.items():
-                found += [one for node in kinds[stage] for one in offers(cloud, node)]
+                for spot in (False,) if stage in ON_DEMAND_ONLY else (False, True):
+                    found += [one for node in kinds[stage] for one in offers(MachineRequest(cloud, spot, **node))]
         except UserError as error:
             errors.append(error)
     if len(errors) == len(clouds):
         raise errors[0]
     if not offered["train"]:
         raise UserError(f"plan --cloud: none of {', '.join(clouds)} offers {', '.join(train_nodes)}")
-    for stage in ON_DEMAND_ONLY:
-        offered[stage] = [one for one in offered[stage] if not one.spot]
-    on_demand = [one for one in offered["train"] if not one.spot]
-    node_counts = {"train": nodes}
-    if limits.hours and "train" in work.stages and on_demand and len(on_demand) < len(offered["train"]):
-        offered["evaluate"], node_counts["evaluate"] = on_demand, nodes
     if text_is_only_here(recipe, clouds):  # `launch` tokenizes it here
         del offered["tokenize"]
     whole = {stage: found or offered["train"] for stage, found in offered.items()}
-    return plan_run(work, whole, node_counts, limits, map(str, errors))
+    return plan_run(work, whole, {"train": nodes}, limits, map(str, errors))
 
 
 def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], installs: bool = False) -> Workload:
@@ -320,13 +319,9 @@ def evaluate_hours(recipe: Recipe, machine: Machine) -> float:
     return tokens * recipe.model.flops_per_token / 3 / flops / 3600
 
 
-def market_of(machine: Machine) -> str:
-    return "spot" if machine.spot else "on demand"
-
-
 def name_of(machine: Machine) -> str:
     """aws p5.48xlarge spot."""
-    return f"{machine.cloud} {machine.instance} {market_of(machine)}"
+    return f"{machine.cloud} {machine.instance} {'spot' if machine.spot else 'on demand'}"
 
 
 def hours_text(hours: float) -> str:
@@ -337,14 +332,11 @@ def hours_text(hours: float) -> str:
 
 def parse_hours(text: str, option: str = "--deadline") -> float:
     """36h, 2d, 90m, 1d12h as hours. UserError for other text."""
-    found = re.fullmatch(r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m)?", text.strip())
-    try:
-        days, hours, minutes = (float(part or 0) for part in found.groups()) if found else (0.0, 0.0, 0.0)
-    except ValueError:
-        days = hours = minutes = 0.0
-    if not 24 * days + hours + minutes / 60 > 0:
+    parts = re.findall(r"(\d+(?:\.\d+)?)([dhm])", text)
+    hours = sum(float(number) * {"d": 24, "h": 1, "m": 1 / 60}[unit] for number, unit in parts)
+    if not hours or "".join(map("".join, parts)) != text.strip():
         raise UserError(f"{option} {text}: not a duration; write 36h, 2d, 90m or 1d12h")
-    return 24 * days + hours + minutes / 60
+    return hours
 
 
 # The shipped recipes
@@ -355,7 +347,7 @@ NODE, NODE_USD_PER_HOUR = "H100:8", 31.92
 
 @dataclass(frozen=True)
 class ShippedRecipe:
-    """A shipped recipe, and its training on one 8xH100 node as it stands and with `precision: fp8_head`."""
+    """A shipped recipe, and its training on one 8xH100 node."""
 
     recipe: str
     parameters: int
@@ -363,8 +355,6 @@ class ShippedRecipe:
     flops: float
     node_hours: float
     usd: float
-    fp8_head_node_hours: float
-    fp8_head_usd: float
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
@@ -372,10 +362,9 @@ def shipped_recipes() -> list[ShippedRecipe]:
     found = []
     for name in shipped():
         recipe = load_recipe(name)
-        costs: list[float] = []
-        for precision in (recipe.train.precision, "fp8_head"):
-            speed = speed_on(recipe.model, recipe.runtime, NODE, precision=precision)
-            hours = recipe.train_tokens / speed.tokens_per_second / 3600
-            costs += [hours, hours * NODE_USD_PER_HOUR]
-        found.append(ShippedRecipe(name, recipe.model.parameters, recipe.train_tokens, recipe.train_flops, *costs))
+        model, tokens = recipe.model, recipe.train_tokens
+        speed = speed_on(model, recipe.runtime, NODE, precision=recipe.train.precision)
+        hours = tokens / speed.tokens_per_second / 3600
+        usd = hours * NODE_USD_PER_HOUR
+        found.append(ShippedRecipe(name, model.parameters, tokens, recipe.train_flops, hours, usd))
     return found

@@ -7,11 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
 from pipelines.bench.throughput import check_gpus
+from pipelines.cloud.catalog import CLUSTERS
 from pipelines.cloud.checks import Finding, broken, check_image_name, mlflow_answers, store_commits
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
-from pipelines.cloud.tasks import CLUSTERS, ManagedJob
+from pipelines.cloud.tasks import ManagedJob
 from pipelines.recipe import LLMC, Recipe, TokensConfig
-from pipelines.stages.export import NEEDS
 from pipelines.stages.measures import read_source, verify_items
 from pipelines.text.adopted import is_remote, shards_found
 from pipelines.text.files import first_documents
@@ -49,7 +49,6 @@ def preflight(
         yield Finding("image", "none: each node gets this work tree, and installs its packages first")
     else:
         check_image_name(request.image)
-        yield from missing_from_image(recipe, job.stages)
     if uri := request.variables.get("MLFLOW_TRACKING_URI"):
         yield mlflow_answers(uri, request.variables | dict(secrets))
 
@@ -149,13 +148,3 @@ def endpoints(request: LaunchRequest, remote: bool) -> Iterator[Finding]:
         if remote and (host in ("localhost", "::1") or host.startswith("127.")):
             seen = f"{name}={value} is this machine's address"
             yield broken("network", seen, "name an address that the nodes can reach")
-
-
-def missing_from_image(recipe: Recipe, stages: Iterable[str]) -> Iterator[Finding]:
-    """What the stages need and the image does not have."""
-    needs = {"export": [name for name in recipe.export.other_formats if name in NEEDS]}
-    needs["evaluate"] = ["lm-eval"] if recipe.evaluate.lm_eval else []
-    for stage, names in needs.items():
-        if stage in stages and names:
-            remedy = f"launch with --image none, or run this stage here: skytrain run RECIPE --stage {stage} --store …"
-            yield broken(stage, f"the image has no packages for {' and '.join(names)}", remedy)

@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from pipelines.cloud.tasks import MachineRequest, ManagedJob
+from pipelines.cloud.catalog import MachineRequest
+from pipelines.cloud.tasks import ManagedJob
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -174,10 +175,6 @@ class TaskStatus:
         """The names of its cluster. SkyPilot leaves out the present one while it replaces it."""
         return {f"{self.stage}-{self.job}", *filter(None, [self.cluster])}
 
-    def to_json(self) -> dict[str, Any]:
-        names = ("job", "stage", "status", "recoveries", "cluster", "why", "over")
-        return {name: getattr(self, name) for name in names}
-
     @classmethod
     def of(cls, record: "ManagedJobRecord") -> "TaskStatus":
         assert record.job_id is not None and record.status is not None, record
@@ -226,29 +223,24 @@ def tail_logs(job: int, follow: bool, output: io.TextIOBase) -> int:
 # Clusters
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """A cluster that is up, as far as SkyPilot knows: one with our label, or a controller of managed jobs."""
+class Cluster(NamedTuple):
+    """A cluster that is up, as far as SkyPilot knows, with our label."""
 
     name: str
     run: str | None  # its label
     since: float  # unix seconds, of its provisioning
-    # Runs managed jobs, where the API server does not run them itself (consolidation mode). Such a controller keeps the
-    # clusters of its jobs on record itself: they are not listed here.
-    is_controller: bool = False
 
 
 def clusters() -> list[Cluster]:
-    """Every cluster with our label that is up, of managed jobs and other ones, and the controllers."""
+    """Every cluster with our label that is up. A controller of managed jobs that runs on a machine of its own keeps the
+    clusters of its jobs on record itself: they are not listed here."""
     from sky.client import sdk
-    from sky.utils import common
 
     found = []
     for one in sdk.get(sdk.cost_report()):
         labels, intervals = one["resources"].labels or {}, one["usage_intervals"] or ()
-        is_controller = one["name"].startswith(common.JOB_CONTROLLER_PREFIX)
-        if (is_controller or labels.get("project") == PROJECT) and intervals and intervals[-1][1] is None:
-            found.append(Cluster(one["name"], labels.get("run"), intervals[-1][0], is_controller))
+        if labels.get("project") == PROJECT and intervals and intervals[-1][1] is None:
+            found.append(Cluster(one["name"], labels.get("run"), intervals[-1][0]))
     return found
 
 

@@ -13,49 +13,13 @@ from typing import Any, Self
 
 import yaml
 
-from pipelines.cloud.catalog import parse_node
+from pipelines.cloud.catalog import CLUSTERS, MachineRequest, cloud_of
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from trainer.errors import UserError
 
-CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # private clusters: no spot market, no price list
 CLUSTER_GPU = "H100"  # as in train.yaml; such a cluster seldom has smaller ones for evaluate
 STANDBY_CPUS, STANDBY_MEMORY = "2+", "8+"  # of the machine that polls for spot
 MASKED = "(from your environment, not shown)"
-
-
-@dataclass(frozen=True)
-class MachineRequest:
-    """One kind of machine that a task may get: an entry of `any_of` or `ordered` in its YAML."""
-
-    infra: str  # "aws", "aws/us-east-1", "slurm/local"
-    use_spot: bool
-    accelerators: str | None = None  # "H100:8"
-    cpus: str | None = None  # "16+"
-    memory: str | None = None  # GiB, "32+"
-    instance_type: str | None = None  # None: the cloud's choice
-
-    @property
-    def cloud(self) -> str:
-        return cloud_of(self.infra)
-
-    @property
-    def is_own(self) -> bool:
-        """Whether it belongs to a private cluster."""
-        return self.cloud in CLUSTERS
-
-    @property
-    def node(self) -> str:
-        """As in the catalog: "H100:8", or "cpus:16,memory:32"."""
-        return self.accelerators or f"cpus:{self.cpus},memory:{self.memory}".replace("+", "")
-
-    def to_yaml(self) -> dict[str, Any]:
-        names = ("infra", "instance_type", "accelerators", "cpus", "memory", "use_spot")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-    @classmethod
-    def from_yaml(cls, values: Mapping[str, Any]) -> Self:
-        """TypeError for a field that we do not know."""
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -64,11 +28,10 @@ class Task:
 
     name: str
     num_nodes: int
-    machines: tuple[MachineRequest, ...]
+    machines: tuple[MachineRequest, ...]  # in the order in which SkyPilot tries them
     envs: Mapping[str, str | None]
     resources: Mapping[str, Any]  # without the machines
     document: Mapping[str, Any]  # all fields; those above replace its own
-    ordered: bool = False  # SkyPilot tries the machines in this order; False: it takes the cheapest
 
     @property
     def standbys(self) -> tuple[MachineRequest, ...]:
@@ -83,13 +46,13 @@ class Task:
 
     def to_yaml(self) -> dict[str, Any]:
         machines = [machine.to_yaml() for machine in self.machines]
-        resources = {**self.resources, "ordered" if self.ordered else "any_of": machines}
+        resources = {**self.resources, "ordered": machines}
         return {**self.document, "num_nodes": self.num_nodes, "resources": resources, "envs": dict(self.envs)}
 
     @classmethod
     def from_yaml(cls, document: Mapping[str, Any]) -> Self:
         resources = dict(document["resources"])
-        machines = tuple(MachineRequest.from_yaml(machine) for machine in resources.pop("any_of"))
+        machines = tuple(MachineRequest(**machine) for machine in resources.pop("any_of"))
         return cls(document["name"], document["num_nodes"], machines, document["envs"], resources, document)
 
 
@@ -201,10 +164,9 @@ def deadline_tasks(train: Task, evaluate: Task, deadline: float) -> dict[str, Ta
     }
 
 
-def in_trial_order(task: Task, cheapest: Callable[[MachineRequest], float]) -> Task:
-    """A task with its machines in the order in which SkyPilot is to try them: own, then rented ones and standbys. The
-    `cheapest` come first, or those that an ordered task has first. With standbys it has no on-demand machines; without
-    spot machines no standbys.
+def in_trial_order(task: Task, rank: Callable[[MachineRequest], float]) -> Task:
+    """A task with its machines in the order in which SkyPilot is to try them: own, then rented ones and standbys, each
+    by `rank`. With standbys it has no on-demand machines; without spot machines no standbys.
 
     SkyPilot's optimizer takes the cheapest of `any_of`. But the controller of managed jobs (0.14.1) makes a list of
     that set and tries it in arbitrary order.
@@ -214,9 +176,7 @@ def in_trial_order(task: Task, cheapest: Callable[[MachineRequest], float]) -> T
         spot = tuple(machine for machine in rented if machine.use_spot)
         rented, standbys = (spot, standbys) if spot else (rented, ())
     own = (machine for machine in task.machines if machine.is_own)
-    rented = rented if task.ordered else tuple(sorted(rented, key=cheapest))
-    ordered = (*own, *rented, *sorted(standbys, key=cheapest))
-    return replace(task, machines=ordered, ordered=True)
+    return replace(task, machines=(*own, *sorted(rented, key=rank), *sorted(standbys, key=rank)))
 
 
 def run_label(run: str) -> str:
@@ -254,12 +214,21 @@ def distinct(machines: Iterable[MachineRequest]) -> tuple[MachineRequest, ...]:
 
 def accelerators_for(machine: MachineRequest, request: LaunchRequest, stage: str) -> str | None:
     """The requested GPUs, or the file's. The stage evaluate takes one of them."""
-    if request.gpus:
-        parse_node(request.gpus)
     gpus = request.gpus or machine.accelerators
-    if machine.is_own and gpus and not request.gpus:
-        gpus = f"{CLUSTER_GPU}:{parse_node(gpus)[1]}"
-    return gpus if stage == "train" or gpus is None else f"{gpus.partition(':')[0]}:1"
+    if gpus is None:
+        return None
+    name, count = parse_gpus(gpus)
+    if machine.is_own and not request.gpus:
+        name = CLUSTER_GPU
+    return f"{name}:{count if stage == 'train' else 1}"
+
+
+def parse_gpus(text: str) -> tuple[str, int]:
+    """ "H100:8" -> ("H100", 8). UserError for other text."""
+    found = re.fullmatch(r"([A-Za-z0-9-]+):([1-9][0-9]*)", text)
+    if not found:
+        raise UserError(f"--gpus {text}: write the GPU and their number on a node, as in H100:8")
+    return found[1], int(found[2])
 
 
 def machines_on(infra: str, known: tuple[MachineRequest, ...]) -> list[MachineRequest]:
@@ -267,11 +236,6 @@ def machines_on(infra: str, known: tuple[MachineRequest, ...]) -> list[MachineRe
     cloud = cloud_of(infra)
     same = [replace(machine, infra=infra) for machine in known if machine.cloud == cloud]
     return same or [replace(known[0], infra=infra, use_spot=False)]
-
-
-def cloud_of(infra: str) -> str:
-    """ "aws/us-east-1" -> "aws"."""
-    return infra.partition("/")[0].lower()
 
 
 class _Readable(yaml.SafeDumper):

@@ -89,13 +89,13 @@ class Budget:
 
     def begin(self) -> None:
         """Raise Stopped if too little is left to begin an attempt; UserError if the budget never was enough for one."""
-        self._read_others(None)
+        self._others = spent_by_others(self.store, self.run, None, self.price_per_hour)
         meter = Meter.here().read()
         started = meter[0] if meter else time.time()
         until_ask = self._arm(started, Progress())
         if until_ask > 0:
             return
-        if self.begun():
+        if self.store.get(f"runs/{self.run}.json") is not None:
             raise Stopped(f"{self._message(self.spent(started))}; the rest is too little to start and stop again")
         least = self.usd - until_ask * self.usd_per_hour / 3600
         raise UserError(f"--budget {self.usd:g}: too little to start: saving and stopping may cost ${least:.4g} here")
@@ -103,19 +103,13 @@ class Budget:
     def watch(self, beat: Heartbeat) -> str | None:
         """A reason to stop, once it is time. Before that, a timer is set, because the store may delay a heartbeat."""
         if self._attempt != (beat.stage, beat.attempt):
-            self._read_others(beat)
+            self._others = spent_by_others(self.store, self.run, beat, self.price_per_hour)
             self._attempt = (beat.stage, beat.attempt)
         self._traffic = traffic_of(beat).usd
         return self._message(self.spent(beat.started)) if self._arm(beat.started, beat.progress) <= 0 else None
 
     def spent(self, started: float) -> float:
         return self._others + self._traffic + self.usd_per_hour * max(0.0, time.time() - started) / 3600
-
-    def _read_others(self, current: Heartbeat | None) -> None:
-        self._others = spent_by_others(self.store, self.run, current, self.price_per_hour)
-
-    def begun(self) -> bool:
-        return self.store.get(f"runs/{self.run}.json") is not None
 
     def _arm(self, started: float, progress: Progress) -> float:
         """Set the timer again; the seconds until it asks the run to stop."""

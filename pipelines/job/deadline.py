@@ -158,16 +158,12 @@ def seconds_per_token(
     train: TrainConfig, gpus: list[str], nodes: int, attempts: Iterable[AttemptAccount]
 ) -> float | None:
     """The measured speed on so many nodes with such GPUs; None before FEWEST_STEPS."""
-    steps, tokens, seconds = 0, 0, 0.0
-    for one in attempts:
-        first, last = one.resumed_from, one.step
-        if one.nodes != nodes or (one.machine.accelerators or "") not in gpus or first is None or last is None:
-            continue
-        if last > first:  # the first step is in the phase "compile"
-            steps += last - first - 1
-            tokens += (last - first - 1) * train.batch_tokens
-            seconds += training_seconds(one)
-    return seconds / tokens if steps >= FEWEST_STEPS else None
+    same = [one for one in attempts if one.nodes == nodes and (one.machine.accelerators or "") in gpus]
+    trained = [(first + 1, last, one) for one in same if (first := one.resumed_from) is not None and (last := one.step)]
+    steps = sum(last - first for first, last, _ in trained)  # the first step is in the phase "compile"
+    if steps < FEWEST_STEPS:
+        return None
+    return sum(training_seconds(one) for _, _, one in trained) / (steps * train.batch_tokens)
 
 
 def slack_text(slack: float) -> str:

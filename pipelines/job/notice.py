@@ -15,9 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from pipelines.screen import Screen
@@ -32,8 +30,7 @@ ANSWER_SECONDS = 5.0
 MOST_BYTES = 65_536  # of an answer: real ones have a few hundred
 
 
-@dataclass(frozen=True)
-class MetadataAnswer:
+class MetadataAnswer(NamedTuple):
     """An answer of a metadata service, with at most MOST_BYTES of its body."""
 
     status: int
@@ -102,7 +99,7 @@ class Ec2:
         event = json.loads(body)
         if event["action"] not in self.ACTIONS:
             raise ValueError("not an action of EC2")
-        return f"{self.name}: {event['action']} at {utc_time(event.get('time'))}"
+        return f"{self.name}: {event['action']} at {str(event.get('time'))[:40]}"
 
     def machine(self) -> Machine:
         names = ("placement/region", "placement/availability-zone", "instance-type", "instance-life-cycle")
@@ -178,14 +175,6 @@ def ok(answer: MetadataAnswer) -> MetadataAnswer:
     if answer.status != 200:
         raise ValueError(f"status {answer.status}")
     return answer
-
-
-def utc_time(text: object) -> str:
-    """A cloud's time in one form; 'once' if it is not a time: the notice still counts."""
-    try:
-        return datetime.fromisoformat(str(text)).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError):
-        return "once"
 
 
 @contextmanager

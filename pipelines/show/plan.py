@@ -14,19 +14,19 @@ def print_plan(plan: RunPlan) -> None:
     )
     if plan.first_weights:
         out.print(wrapped(f"begins with {plan.first_weights}"))
-    if text := plan.text:
-        size = f"text of {'about ' if text.estimated else ''}{text.tokens:,} tokens"
-        most = "at most " if text.sources else ""
-        train = f"{text.train_tokens:,} for training ({most}{text.epochs:,.2f} epochs)"
-        val = f"{text.val_tokens:,} for validation ({text.val_tokens / text.tokens:.1%})"
-        out.print(wrapped(f"{size}: {train}, {val}"))
-        for one in text.sources:
+    if plan.sources:
+        train, val = sum(one.train_tokens for one in plan.sources), sum(one.val_tokens for one in plan.sources)
+        size, most = f"text of {'about ' * plan.estimated}{train + val:,} tokens", "at most " * (len(plan.sources) > 1)
+        epochs = f"{train:,} for training ({most}{max(one.epochs for one in plan.sources):,.2f} epochs)"
+        out.print(wrapped(f"{size}: {epochs}, {val:,} for validation ({val / (train + val):.1%})"))
+    for one in plan.sources:
+        if len(plan.sources) > 1:
             read = f"{one.share:.1%}: {one.source}, {one.train_tokens:,} tokens, {one.epochs:,.2f} epochs"
             out.print(wrapped(f"  {read}", "    "))
-        if text.cropped is not None:
-            out.print(wrapped(f"rows begin with a document: {text.cropped:.1%} of the training split is cropped"))
-        if text.warning:
-            out.print(f"[yellow]![/] {wrapped(text.warning)}")
+        if one.cropped is not None:
+            out.print(wrapped(f"rows begin with a document: {one.cropped:.1%} of the training split is cropped"))
+        if one.warning:
+            out.print(f"[yellow]![/] {wrapped(one.warning)}")
     if plan.validations:
         share = f"about {plan.val_share:.1%} of the training's time"
         out.print(wrapped(f"{plan.validations:,} validations of up to {plan.val_tokens:,} tokens: {share}"))

@@ -9,7 +9,7 @@ from pipelines.show.console import console
 
 
 def print_recipes(recipes: Iterable[ShippedRecipe]) -> None:
-    table = Table("recipe", "parameters", "tokens", "FLOPs", "time, $", "in fp8_head", box=None, pad_edge=False)
+    table = Table("recipe", "parameters", "tokens", "FLOPs", "time, $", box=None, pad_edge=False)
     for one in recipes:
         table.add_row(
             one.recipe,
@@ -17,7 +17,6 @@ def print_recipes(recipes: Iterable[ShippedRecipe]) -> None:
             f"{one.tokens / 1e9:,.2f}B",
             f"{one.flops:.1e}",
             cost(one.node_hours, one.usd),
-            cost(one.fp8_head_node_hours, one.fp8_head_usd),
         )
     console().print(table)
     console().print(

@@ -11,7 +11,7 @@ from pipelines.cloud.control import Status
 from pipelines.show.console import console, duration, money, printable, say
 from pipelines.tracking.forecast import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
-from pipelines.tracking.records import Heartbeat
+from pipelines.tracking.records import Heartbeat, Progress
 
 STEPLESS_SECONDS = 120.0  # without a row, before `status` says so
 ENDED = ("failed", "interrupted", "lost", "stopped")  # states in which nobody trains
@@ -22,15 +22,18 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
     """A paragraph for each run."""
     out = console()
     for run in runs:
-        out.print(f"[bold]{shown(run.run)}[/]  {shown(run.state)}" + (f" in {shown(run.stage)}" if run.stage else ""))
-        speed = f"{run.tokens_per_second:,.0f} tokens/s" if run.tokens_per_second else None
-        losses = [f"{n} loss {v:.4f}" for n, v in (("train", run.train_loss), ("val", run.val_loss)) if v is not None]
-        out.print("  " + "  ".join(filter(None, [f"step {run.step:,} of {run.max_steps:,}", speed, *losses])))
+        summary, stage = run.summary, run.newest.stage if run.newest else None
+        progress = run.newest.progress if run.newest else Progress()
+        out.print(f"[bold]{shown(run.run)}[/]  {shown(run.state)}" + (f" in {shown(stage)}" if stage else ""))
+        tokens_per_second = progress.metrics.get("perf/tokens_per_second")
+        speed = f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else None
+        losses = [("train", summary.train_loss), ("val", summary.val_loss)]
+        known = [f"{name} loss {value:.4f}" for name, value in losses if value is not None]
+        out.print("  " + "  ".join(filter(None, [f"step {run.step:,} of {run.max_steps:,}", speed, *known])))
         where = f" on {shown(', then '.join(run.places))}" if run.places else ""
         recovered = f", {run.recoveries} recovered by SkyPilot" if run.tasks else ""
-        out.print(
-            f"  ${money(run.usd, run.unpriced_hours)} so far, in {several(run.attempts, 'attempt')}{where}{recovered}"
-        )
+        spent = f"${money(summary.usd, summary.unpriced_hours)} so far"
+        out.print(f"  {spent}, in {several(summary.attempts, 'attempt')}{where}{recovered}")
         if run.to_come:
             out.print(f"  {to_go(run.to_come)}")
             if math.isfinite(run.to_come.hours.middle) and run.state not in ENDED:
@@ -41,13 +44,13 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
             out.print(f"  [yellow]no new step for {duration(run.stepless_seconds)}[/]")
         if run.unsaved_seconds is not None:
             since = duration(run.unsaved_seconds)
-            out.print(f"  [bold red]NO CHECKPOINT IS SAVED for {since}:[/] {shown(run.unsaved_because or '')}")
-        if run.killed:
-            out.print(f"  [yellow]{shown(run.killed)}[/]")
+            out.print(f"  [bold red]NO CHECKPOINT IS SAVED for {since}:[/] {shown(progress.unsaved_because or '')}")
+        if progress.killed:
+            out.print(f"  [yellow]{shown(progress.killed)}[/]")
         if run.stop_request:
             out.print(f"  [yellow]to be stopped:[/] {shown(str(run.stop_request))}")
-        if run.notice:
-            out.print(f"  last asked to stop by: {shown(run.notice)}")
+        if progress.notice:
+            out.print(f"  last asked to stop by: {shown(progress.notice)}")
         print_tasks(out, run)
     for note in notes:
         out.print(f"[yellow]{shown(note)}[/]")
@@ -94,7 +97,7 @@ def to_go(rest: Forecast) -> str:
 
 def expected_end(run: Status, rest: Forecast) -> str:
     end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + rest.hours.middle * 3600))
-    total = f", {dollars(run.usd + rest.usd.middle)} in all" if rest.usd else ""
+    total = f", {dollars(run.summary.usd + rest.usd.middle)} in all" if rest.usd else ""
     return f"trained about {end}{total}"
 
 

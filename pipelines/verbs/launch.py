@@ -26,7 +26,6 @@ from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.cloud.launch import Launch
-    from trainer.store import Store
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
@@ -120,8 +119,7 @@ def launch(
             deadline=done_by,
             variables=variables,
         )
-        unread = dry_run and not readable(opened)  # a dry run needs no credentials
-        prepared = planned_launch(request, loaded, plans, opened, secrets, unread)
+        prepared = planned_launch(request, loaded, plans, opened, secrets)
         if prepared is None:
             say(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
         elif dry_run:
@@ -133,30 +131,16 @@ def launch(
 
 
 def print_dry_run(prepared: "Launch") -> None:
-    """The job on stdout, the findings and the plan on stderr. UserError at the end if a check failed."""
-    from pipelines.cloud.launch import checked_job
+    """The job on stdout, the findings and the plan on stderr. UserError at the end if it would fail."""
+    from pipelines.cloud.launch import checked_job, nothing_launched
     from pipelines.show.cloud_plan import print_launch_report
     from pipelines.show.findings import print_note_on_stderr
 
-    errors: list[UserError] = []
     with redirect_stdout(sys.stderr):  # of SkyPilot, too
-        job, _ = checked_job(prepared, print_launch_report, print_note_on_stderr, errors)
+        job, _, wrong = checked_job(prepared, print_launch_report, print_note_on_stderr, dry_run=True)
     print(job.to_yaml(prepared.secrets), end="", flush=True)
-    for error in errors[:-1]:
-        print_note_on_stderr(f"error: {error}")
-    if errors:
-        raise errors[-1]
-
-
-def readable(store: "Store") -> bool:
-    """Whether the store answers and accepts the credentials."""
-    from trainer.errors import StoreUnavailable
-
-    try:
-        store.get("runs/none.json")
-    except (StoreUnavailable, UserError):
-        return False
-    return True
+    if wrong:
+        raise UserError(nothing_launched(wrong))
 
 
 def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> None:
@@ -166,8 +150,7 @@ def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> Non
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
 
-    _, dags = checked_job(prepared, print_launch_report, print_note_on_stderr)
-    assert dags
+    _, dags, _ = checked_job(prepared, print_launch_report, print_note_on_stderr)
     if agree(prepared.question):
         for stage in prepared.here:
             run_here(prepared, stage)

@@ -37,7 +37,7 @@ def status(
     tasks, failure = control.reported_tasks(print_note_on_stderr) if launched else ([], None)
     states = [control.status_of(run, control.tasks_of(run.name, tasks), time.time()) for run in found]
     if as_json:
-        print(json.dumps([one.to_json() for one in states]), flush=True)
+        print(json.dumps([asdict(one) for one in states]), flush=True)
     elif not found:
         say(f"no runs in {opened.uri} yet; `skytrain run smoke` makes one")
     else:

@@ -1,6 +1,5 @@
 """`skytrain launch`: its record, its dry run, and the faults that it refuses. test_cluster.py submits jobs."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from pipeline_runs import TINY, write_texts
 
 from pipelines.artifacts.manifest import find
 from pipelines.cloud.launch import Launch, planned_launch
-from pipelines.cloud.request import LaunchRecord, LaunchRequest, last_launch, write_launch
+from pipelines.cloud.request import LaunchRequest
 from pipelines.stage import STAGES, planned, run_name
 from pipelines.tracking.runs import record
 from pipelines.verbs.launch import run_here
@@ -46,18 +45,6 @@ def test_a_recorded_run_is_identified_by_its_name_and_refuses_another_text(texts
     (texts / "texts" / "0.txt").write_text("something else")
     with pytest.raises(UserError, match="is on record; tokens.source names another text here"):
         planned(f"run:{name}", [], store)
-
-
-def test_a_recorded_launch_can_be_repeated(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    assert last_launch(store, "tiny-12345678") is None
-    request = LaunchRequest("tiny-12345678", store.uri, nodes=2, spot=True, budget=25.0, variables={"A": "b"})
-    launched = LaunchRecord(request, ["train", "export"], [7], ["AWS_ACCESS_KEY_ID"], 1e9)
-    write_launch(store, launched)
-    assert last_launch(store, "tiny-12345678") == launched
-    values = json.loads(launched.to_json())
-    values["wish"] = values.pop("request")  # as version 0.1 wrote it
-    assert LaunchRecord.from_json(json.dumps(values).encode()) == launched
 
 
 def launch_of(recipe: str, store: LocalStore, *changes: str, **options: Any) -> Launch:

@@ -1,6 +1,7 @@
 """`plan --cloud`: hours and dollars by one formula that agrees with simulation, and the choice of a machine."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from sky_catalog import ROWS
 
 from pipelines.bench.throughput import speed_on
 from pipelines.cloud import planner, pricing
-from pipelines.cloud.catalog import Place
+from pipelines.cloud.catalog import MachineRequest, Place
 from pipelines.cloud.planner import (
     Candidate,
     CloudPlan,
@@ -59,17 +60,18 @@ def test_the_expected_time_is_the_mean_of_many_simulations(
 # All of it, with stand-ins for the catalog
 
 
-def stand_in(cloud: str, node: str, region: str | None = None) -> list[Machine]:
+def stand_in(wanted: MachineRequest) -> list[Machine]:
     """The machines of the tests' catalog in our own type: spot at its region's lowest price."""
-    if cloud == "dear":
+    if wanted.cloud == "dear":
         raise UserError("dear: its price list cannot be fetched")
-    cpus, found = node.partition(",")[0].partition("cpus:")[2], {}
+    found = {}
     for row in ROWS:
-        fits = row.gpus == node if not cpus else (not row.gpus and row.vcpus >= float(cpus))
-        for spot, usd in ((False, row.usd), (True, row.spot_usd)) if fits and row.cloud == cloud else ():
-            if usd is not None and region in (None, row.region):
-                one = Machine(cloud, row.region, None, row.instance, spot, row.gpus or None, row.usd, usd_per_hour=usd)
-                found[row.region, row.instance, spot, usd] = Machine(**vars(one) | {"vcpus": row.vcpus})
+        cpus = float((wanted.cpus or "0").rstrip("+"))
+        fits = row.gpus == wanted.accelerators if not cpus else (not row.gpus and row.vcpus >= cpus)
+        usd = row.spot_usd if wanted.use_spot else row.usd
+        if fits and row.cloud == wanted.cloud and usd is not None:
+            one = Machine(row.cloud, row.region, None, row.instance, wanted.use_spot, row.gpus or None, row.usd)
+            found[row.region, row.instance, usd] = replace(one, usd_per_hour=usd, vcpus=row.vcpus)
     return sorted(found.values(), key=lambda one: one.usd_per_hour or 0.0)
 
 

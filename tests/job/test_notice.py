@@ -16,7 +16,6 @@ from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, TINY, Project
 from pipelines.job import notice
 from pipelines.job.notice import Metadata, watching
 from pipelines.show.console import TerminalScreen
-from trainer.errors import UserError
 from trainer.process import StopSignal
 
 CLOUDS = [Ec2Cloud, GceCloud]
@@ -110,26 +109,6 @@ def test_off_polls_no_service_and_a_chosen_grace_wins(start, watched, monkeypatc
     monkeypatch.setenv("SKYTRAIN_GRACE_SECONDS", "77")
     with watched(cloud, "ec2") as stop:
         assert stop.grace_seconds == 77
-
-
-def test_on_no_cloud_the_watcher_ends_silently(watched, capsys: pytest.CaptureFixture[str]) -> None:
-    with watched(None) as stop:  # refused
-        until(lambda: not threads())
-    assert (stop.asked, stop.grace_seconds, capsys.readouterr().err) == (False, 30, "")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("SKYTRAIN_NOTICE", "aws"),
-        ("SKYTRAIN_NOTICE_ENDPOINT", "https://127.0.0.1"),
-        ("SKYTRAIN_GRACE_SECONDS", "2m"),
-    ],
-)
-def test_an_invalid_setting_is_a_user_error(watched, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^{name}: "), watched(None):
-        pass
 
 
 def test_a_service_that_hangs_delays_nothing(start, watched) -> None:

@@ -113,12 +113,6 @@ def gce(spot: bool) -> GceCloud:
     return cloud
 
 
-def test_an_own_machine_costs_nothing_without_a_given_price() -> None:
-    assert (billing_here(None).price_per_hour, billing_here(None).price_source) == (0.0, "own machine")
-    asked = billing_here(2.5)
-    assert (asked.price_per_hour, asked.price_source, asked.nodes) == (2.5, "--price-per-hour", 1)
-
-
 @pytest.mark.parametrize(
     ("where", "service", "usd", "source"),
     [

@@ -50,6 +50,7 @@ def test_a_plan_shows_tokens_epochs_and_the_share_of_validation(
     assert "! training goes over the text 8.9 times: it reads 6,144,000 tokens" in out
     assert "use more text or a train.max_steps of about 1,353" in out
     finished(store, "tokenize")
-    counted = plan_of(RECIPE, store).text
-    assert counted and (counted.tokens, counted.val_tokens, counted.estimated) == (8_000_000, 2_000_000, False)
-    assert counted.warning is None
+    counted = plan_of(RECIPE, store)
+    (text,) = counted.sources
+    assert (text.train_tokens, text.val_tokens, counted.estimated) == (6_000_000, 2_000_000, False)
+    assert text.warning is None

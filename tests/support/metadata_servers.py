@@ -74,7 +74,7 @@ class Ec2Cloud(Cloud):
     """IMDSv2: 401 without a valid token, 404 for an item that is not announced."""
 
     name, grace_seconds = "ec2", 110
-    why = "EC2 spot: terminate at 2026-11-20 10:02:00 UTC"
+    why = f"EC2 spot: terminate at {END}"
 
     def __init__(self) -> None:
         super().__init__()
