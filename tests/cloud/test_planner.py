@@ -31,7 +31,6 @@ from trainer.store import LocalStore
 
 SKY = Path(__file__).resolve().parents[2] / "sky"
 SMALL, LARGE = load_recipe("gpt2-124m"), load_recipe("gpt2-1558m")
-NODE = Machine("aws", "here", instance="p5", spot=False, accelerators="H100:8", usd_per_hour=60.0, vcpus=192)
 
 
 @pytest.mark.parametrize(

@@ -252,11 +252,6 @@ def only_task(answer: dict[str, Any]) -> dict[str, Any]:
     return task
 
 
-def place(answer: dict[str, Any]) -> tuple[Any, ...]:
-    task = only_task(answer)
-    return task["cloud"], task["region"], task["spot"], task["usd"]
-
-
 # SkyPilot's reading of them
 
 

@@ -19,7 +19,6 @@ from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SKY = ROOT / "sky"
-IMAGE = "registry.example.org/skytrain@sha256:" + "0" * 64
 
 
 # What the files are

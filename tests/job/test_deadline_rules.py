@@ -30,7 +30,6 @@ from trainer.process import StopSignal
 CHANGEOVER_SECONDS = changeover_seconds(installs=False)
 RECIPE = load_recipe("gpt2-124m")
 SECONDS_PER_STEP = 0.5
-SECONDS = SECONDS_PER_STEP * RECIPE.train.max_steps
 SPOT = Billing(1.0, machine=Machine(spot=True))
 
 
