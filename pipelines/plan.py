@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, find, read_manifest
@@ -10,7 +10,6 @@ from pipelines.recipe import Recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.text.amounts import SourcePlan, sources_planned
 from pipelines.tracking.ledger import GC, attempts
-from pipelines.tracking.records import without_none
 from trainer.amounts import val_share, val_tokens, validations
 from trainer.store import Store
 
@@ -23,14 +22,8 @@ class StagePlan:
     fingerprint: str
     exists: bool
     sibling: str | None = None  # prefix of the finished artifact of the same name that differs in the fewest fields
-    differs: Mapping[str, tuple[Any, Any]] | None = None  # field -> its value here and in the sibling
+    differs: Mapping[str, Mapping[str, Any]] | None = None  # field -> its value "here" and "there", in the sibling
     why: str | None = None  # the reason if it does not exist, and something of its name does
-
-    def to_json(self) -> dict[str, Any]:
-        values = without_none(asdict(self))
-        if self.differs is not None:
-            values["differs"] = {field: {"here": a, "there": b} for field, (a, b) in self.differs.items()}
-        return values
 
 
 @dataclass(frozen=True)
@@ -53,10 +46,6 @@ class RunPlan:
     evaluation_tokens: int = 0  # of each, an estimate
     evaluation_share: float = 0.0  # of the time of the training
     first_weights: str | None = None  # None: drawn from the seed
-
-    def to_json(self) -> dict[str, Any]:
-        stages = {name: stage.to_json() for name, stage in self.stages.items()}
-        return asdict(self) | {"stages": stages}
 
 
 def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | None = None) -> RunPlan:
@@ -100,7 +89,8 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
     fields = [f"{field}: {shortened(a)} here, {shortened(b)} there" for field, (a, b) in differs.items()]
     more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
     why = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}"
-    return StagePlan(plan.prefix, plan.fingerprint, False, sibling.prefix, differs, why)
+    values = {field: {"here": a, "there": b} for field, (a, b) in differs.items()}
+    return StagePlan(plan.prefix, plan.fingerprint, False, sibling.prefix, values, why)
 
 
 def nearest_sibling(store: Store, plan: ArtifactPlan) -> tuple[Manifest | None, dict[str, tuple[Any, Any]]]:

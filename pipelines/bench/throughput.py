@@ -140,21 +140,12 @@ def speed_on(
 
 
 def mfu_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, accelerators: str) -> float:
-    """MFU of one GPU, interpolated over the logarithm of the size between measured ones of the same engine.
-
-    A GPU that was measured with another engine only differs from the reference by one factor with all of them.
-    """
+    """MFU of one GPU, interpolated over the logarithm of the size between measured ones of the same engine."""
     import numpy as np
 
     engine, gpu = engine_of(model, runtime, precision, accelerators), gpu_of(accelerators)
-    here, there = (points("gpt2", "fused", name).values() for name in (gpu, REFERENCE))
-    factor = sum(here) / sum(there) if here else 1.0
-
-    def known(family: str) -> dict[float, float]:
-        of_reference = {size: factor * mfu for size, mfu in points(family, engine, REFERENCE).items()}
-        return dict(sorted((of_reference | points(family, engine, gpu)).items()))
-
-    by_size = known(model.family) or known("gpt2")
+    known = (points(family, engine, REFERENCE) | points(family, engine, gpu) for family in (model.family, "gpt2"))
+    by_size = dict(sorted(next(filter(None, known)).items()))
     mfu = float(np.interp(math.log(model.parameters), list(by_size), list(by_size.values())))
     # Elsewhere than in the fused engine (0.975) the forward pass again, a third of the FLOPs: computed, not measured.
     return mfu / 1.3 if runtime.recompute and not engine.startswith("fused") else mfu

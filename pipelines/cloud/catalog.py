@@ -56,17 +56,16 @@ def offers(wanted: MachineRequest) -> tuple[Machine, ...]:
     an unknown cloud or GPU, or without a catalog.
     """
     try:
-        from sky import catalog
+        import sky  # noqa: F401
     except ImportError as error:
         raise UserError(
             "prices come from SkyPilot's catalog; install it with: pip install 'skytrain[cloud]'"
         ) from error
     # SkyPilot asks EC2 for the account's regions as soon as there are keys. Prices need none, so keys that can't ask,
     # such as those of another S3 service, must not fail the plan.
-    reading = catalog.fallback_to_default_catalog(read)
     with silent_sky():
         try:
-            found: list[Machine] = reading(wanted)
+            found = read(wanted)
         except (OSError, ImportError) as error:
             raise UserError(
                 f"{wanted.cloud}: its price list cannot be fetched ({type(error).__name__}); "
@@ -80,7 +79,7 @@ def offers(wanted: MachineRequest) -> tuple[Machine, ...]:
             from sky.catalog import aws_catalog
 
             aws_catalog._user_df = aws_catalog._default_df  # SkyPilot has no other way to read it with unusable keys
-            found = reading(wanted)
+            found = read(wanted)
     cheapest: dict[tuple[str | None, str | None], Machine] = {}
     for one in sorted(found, key=lambda m: (price_of(m), m.region or "", m.instance or "")):
         cheapest.setdefault((one.region, one.instance), one)

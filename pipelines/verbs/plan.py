@@ -1,6 +1,7 @@
 """`skytrain plan`: the artifacts of a recipe, and with --cloud the cost of the missing ones."""
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -47,7 +48,7 @@ def plan(
     if not cloud:
         if deadline or budget or gpus or infra or nodes > 1:
             raise UserError("plan: --deadline, --budget, --gpus, --nodes and --infra belong to --cloud; add it")
-        print(json.dumps(found.to_json())) if as_json else print_plan(found)
+        print(json.dumps(asdict(found))) if as_json else print_plan(found)
         return
     from pipelines.cloud.catalog import CLOUDS
     from pipelines.cloud.planner import Limits, cloud_plan, parse_hours
@@ -63,7 +64,7 @@ def plan(
     installs = (ours.image or WORK_TREE) == WORK_TREE  # as `launch` would
     rented = cloud_plan(loaded, opened, limits, train_nodes, nodes, clouds, plans, installs)
     if as_json:
-        print(json.dumps(found.to_json() | {"cloud": rented.to_json()}))
+        print(json.dumps(asdict(found) | {"cloud": rented.to_json()}))
     else:
         print_plan(found)
         print_cloud_plan(rented)
