@@ -6,6 +6,7 @@ the run automatically; 141 the reader of the output has closed it (`| head`); 1 
 The verbs import heavy modules inside their functions, so that `--help` answers at once.
 """
 
+import io
 import math
 import os
 import select
@@ -46,6 +47,9 @@ PROGRAM = "skytrain"
 WHOLE = 1_000  # characters of a verb's description in --help
 PROJECT_FILE = "skytrain.yaml"
 EXIT_UNREAD = 128 + signal.SIGPIPE  # as the shell reports a program that SIGPIPE ended
+# For every Python that a command starts, ranks too: it imports nothing from the working folder, whose files may be
+# somebody else's, and writes UTF-8 into our files and pipes.
+CHILDREN = {"PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
     "Run": (run, plan, recipes),
     "Look": (report, status, logs, sample, serve, pull),
@@ -184,6 +188,9 @@ def options(
 
 
 def main() -> None:
+    os.environ.update(CHILDREN)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # ascii, latin-1 and cp1252 lack what tables are drawn with
     show_outages()
     try:
         app(prog_name=PROGRAM)

@@ -86,7 +86,7 @@ class User:
     def skytrain(self, *words: str, expect: int = 0, **environment: str) -> str:
         """The command's stdout and stderr."""
         done = subprocess.run(
-            [sys.executable, "-m", "pipelines.cli", *words],
+            [sys.executable, "-P", "-m", "pipelines.cli", *words],
             env=self.environment | environment,
             capture_output=True,
             text=True,

@@ -139,7 +139,7 @@ def job(project: Project, stage: str) -> Iterator[subprocess.Popen[str]]:
     script = yaml.safe_load((REPOSITORY / "sky" / f"{stage}.yaml").read_text())["run"]
     program = project.folder / ".local" / "bin" / "skytrain"
     program.parent.mkdir(parents=True, exist_ok=True)
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{SHIPPED_CLI}" "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -c "{SHIPPED_CLI}" "$@"\n')
     program.chmod(0o755)
     environment = project.whole_environment() | {
         "HOME": str(project.folder),
@@ -236,8 +236,8 @@ def test_a_run_stopped_while_torch_is_imported_does_not_wait_for_it(
     tmp_path: Path, undisturbed: Callable[[int], Project]
 ) -> None:
     project = undisturbed(1).copy(tmp_path / FOLDER_NAME)
-    (project.folder / "sitecustomize.py").write_text(SLOW_IMPORT)
-    project.environment["PYTHONPATH"] += os.pathsep + str(project.folder)
+    (project.home / "sitecustomize.py").write_text(SLOW_IMPORT)
+    project.environment["PYTHONPATH"] += os.pathsep + str(project.home)
     with project.started("run", "tiny.yaml", "--set", "train.seed=2") as process:
         project.wait_until(lambda: any(tmp_path.rglob("importing")), process)
         process.send_signal(signal.SIGTERM)

@@ -243,6 +243,29 @@ def test_short_help_version_and_completion_answer(folder: Path) -> None:
 # --- output
 
 
+FIRST_CHILD = """
+import subprocess, sys
+from pipelines.cli import main
+try:
+    main()
+except SystemExit:
+    print("✓ 東京")
+sys.exit(subprocess.run([sys.executable, "-c", "import json; print('✓')"]).returncode)
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_no_terminal_ends_a_command_and_no_module_of_the_working_folder_runs_in_its_processes(
+    folder: Path, encoding: str
+) -> None:
+    (folder / "json.py").write_text("import os; os._exit(9)")
+    command = [sys.executable, "-P", "-c", FIRST_CHILD, "--version"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(PYTHONIOENCODING=encoding), capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"") and b"? ??" in done.stdout
+
+
 def test_results_go_to_stdout_as_one_object_and_messages_to_stderr(folder: Path) -> None:
     done = skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize", "--json", "--price-per-hour", "3.5")
     assert (done.returncode, done.stderr) == (0, "")

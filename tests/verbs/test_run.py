@@ -39,7 +39,7 @@ cli.main()
 def test_the_first_heartbeat_of_a_job_waits_for_no_heavy_import(tmp_path: Path) -> None:
     project = Project(tmp_path / "project")
     done = subprocess.run(
-        [sys.executable, "-c", AT_THE_FIRST_HEARTBEAT],
+        [sys.executable, "-P", "-c", AT_THE_FIRST_HEARTBEAT],
         cwd=project.folder,
         env=project.environment,
         capture_output=True,

@@ -71,7 +71,7 @@ class MirrorProcess:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with open(os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-P", "-m", MODULE, self.store, self.run, str(self.home)],
+                    [sys.executable, "-m", MODULE, self.store, self.run, str(self.home)],
                     env=QUICK_MLFLOW | os.environ | SMALL | {"MLFLOW_TRACKING_URI": self.uri},
                     stdin=subprocess.PIPE,
                     stdout=output,
