@@ -73,14 +73,18 @@ def collect(
     commits_to_keep = _commits_to_keep(store, on_damage)
 
     def look(prefix: str, own: int | None = None) -> list[Leftover]:
-        found = _of_artifact(store, prefix, older_than_days, own)
+        try:
+            found = _of_artifact(store, prefix, older_than_days, own)
+        except UNREADABLE as error:
+            on_damage(f"{store.uri}/{prefix}: {error}")
+            return []
         keep = commits_to_keep(prefix) if found else ()
         return sorted((x for x in found if not x.key.startswith(keep)), key=_is_file)
 
     for prefix in artifacts(store):
         try:
             yield from look(prefix) if dry_run else _removed(store, prefix, look)
-        except (StaleAttempt, *UNREADABLE) as error:
+        except StaleAttempt as error:
             on_damage(f"{store.uri}/{prefix}: {error}")
     folders = [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]
     for leftover in (
@@ -96,7 +100,7 @@ def collect(
 def _removed(store: Store, prefix: str, look: Callable[..., list[Leftover]]) -> Iterator[Leftover]:
     """Remove the leftovers of an artifact; of an unfinished one as its next attempt, which looks at it once more.
     StaleAttempt once another process works on it."""
-    number, finished = latest_number(store, prefix) + 1, read_manifest(store, prefix) is not None
+    number, finished = latest_number(store, prefix) + 1, store.get(f"{prefix}/MANIFEST.json") is not None
     found, attempt = look(prefix), None
     if found and not finished:
         attempt = claim(store, prefix, GC, GC, number, Billing(), meter=Meter(None))

@@ -18,8 +18,7 @@ from pipelines.cloud.skypilot import (
     take_down,
 )
 from pipelines.cloud.tasks import run_label
-from pipelines.tracking.account import location
-from pipelines.tracking.forecast import Forecast, forecast
+from pipelines.tracking.account import Forecast, forecast, location
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.runs import Run, RunRecord, Summary, usable_runs
@@ -54,8 +53,8 @@ class Status:
     stepless_seconds: float | None  # of a training that runs, from its last row to its last heartbeat
 
 
-def status_of(run: Run, tasks: list[TaskStatus], now: float) -> Status:
-    """The status of a run at `now` (unix seconds), from its snapshot and SkyPilot's tasks."""
+def status_of(run: Run, tasks: list[TaskStatus]) -> Status:
+    """The status of a run, from its snapshot and SkyPilot's tasks."""
     machines = [attempt.machine for attempt in run.account.attempts]
     summary, present = run.summary, run.record.prefixes.values()
     stored = max((one for one in run.heartbeats if one.prefix in present), key=lambda o: o.beat.started, default=None)
@@ -74,7 +73,7 @@ def status_of(run: Run, tasks: list[TaskStatus], now: float) -> Status:
         newest=newest,
         places=list(dict.fromkeys(f"{m.cloud}/{location(m)}" for m in machines if m.cloud and location(m))),
         recoveries=sum(task.recoveries for task in tasks),
-        to_come=training_to_come(run, run.recipe.train, now),
+        to_come=training_to_come(run, run.recipe.train),
         stop_request=read_stop_request(run.store, run.name),
         unsaved_seconds=newest.time - progress.unsaved_since if newest and progress.unsaved_since else None,
         tasks=tasks,
@@ -83,13 +82,13 @@ def status_of(run: Run, tasks: list[TaskStatus], now: float) -> Status:
     )
 
 
-def training_to_come(run: Run, train: TrainConfig, now: float) -> Forecast | None:
-    """The forecast of the rest of the training at `now` (unix seconds); None if nothing is left or known."""
+def training_to_come(run: Run, train: TrainConfig) -> Forecast | None:
+    """The forecast of the rest of the training; None if nothing is left or known."""
     steps, prefix = max(run.summary.steps, train.first_step), run.record.prefixes.get("train")
     if steps >= run.last_step or prefix is None:
         return None
     attempts = [attempt for attempt in run.account.attempts if attempt.prefix == prefix]
-    return forecast(attempts, train.max_steps - steps, now)
+    return forecast(attempts, train.max_steps - steps)
 
 
 def reported_tasks(note: Callable[[str], None]) -> tuple[list[TaskStatus], str | None]:

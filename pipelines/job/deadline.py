@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from pipelines.job.prices import prices_from_environment
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account
-from pipelines.tracking.forecast import training_seconds
+from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account, training_seconds
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import read_run

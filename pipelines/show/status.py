@@ -1,6 +1,5 @@
 """The output of the verbs status and stop."""
 
-import math
 import time
 from collections.abc import Iterable
 
@@ -9,13 +8,12 @@ from rich.markup import escape
 
 from pipelines.cloud.control import Status
 from pipelines.show.console import console, duration, money, printable, say
-from pipelines.tracking.forecast import Forecast
+from pipelines.tracking.account import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
 
 STEPLESS_SECONDS = 120.0  # without a row, before `status` says so
 ENDED = ("failed", "interrupted", "lost", "stopped")  # states in which nobody trains
-ENDLESS = "endless"  # instead of an infinite number
 
 
 def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
@@ -35,9 +33,7 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
         spent = f"${money(summary.usd, summary.unpriced_hours)} so far"
         out.print(f"  {spent}, in {several(summary.attempts, 'attempt')}{where}{recovered}")
         if run.to_come:
-            out.print(f"  {to_go(run.to_come)}")
-            if math.isfinite(run.to_come.hours.middle) and run.state not in ENDED:
-                out.print(f"  {expected_end(run, run.to_come)}")
+            out.print(f"  {to_go(run, run.to_come)}")
         if run.silent_seconds and run.silent_seconds > SILENT_SECONDS:
             out.print(f"  [yellow]no heartbeat for {duration(run.silent_seconds)}[/]")
         if run.stepless_seconds and run.stepless_seconds > STEPLESS_SECONDS:
@@ -80,33 +76,11 @@ def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None, l
     say(f"{run}: {text}")
 
 
-# Forecasts
-
-
-def to_go(rest: Forecast) -> str:
-    """ "4 min 10 s and $0.31 to go (80%: 3 min 05 s to 6 min 00 s, $0.25 to $0.44)"."""
-    if not math.isfinite(rest.hours.middle):
-        return "no end in sight: at this rate of interruptions the training makes no progress"
-    text, low, high = (time_of(hours) for hours in (rest.hours.middle, rest.hours.low, rest.hours.high))
-    spans = [f"{low} to {high}"]
-    if rest.usd:
-        text += f" and {dollars(rest.usd.middle)}"
-        spans.append(f"{dollars(rest.usd.low)} to {dollars(rest.usd.high)}")
-    return f"{text} to go (80%: {', '.join(spans)})"
-
-
-def expected_end(run: Status, rest: Forecast) -> str:
-    end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + rest.hours.middle * 3600))
-    total = f", {dollars(run.summary.usd + rest.usd.middle)} in all" if rest.usd else ""
-    return f"trained about {end}{total}"
-
-
-def time_of(hours: float) -> str:
-    return duration(3600 * hours) if math.isfinite(hours) else ENDLESS
-
-
-def dollars(usd: float) -> str:
-    return ENDLESS if not math.isfinite(usd) else f"${usd:,.2f}" if usd < 100 else f"${usd:,.0f}"
+def to_go(run: Status, rest: Forecast) -> str:
+    """ "4 min 10 s and $0.31 to go; trained about Mon 30 Nov 12:00, $2.40 in all"."""
+    end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + rest.hours * 3600))
+    usd, total = (f" and ${rest.usd:,.2f}", f", ${run.summary.usd + rest.usd:,.2f} in all") if rest.usd else ("", "")
+    return f"{duration(3600 * rest.hours)}{usd} to go" + ("" if run.state in ENDED else f"; trained about {end}{total}")
 
 
 def several(number: object, unit: str) -> str:

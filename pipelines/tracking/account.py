@@ -8,6 +8,7 @@ seconds of phases, are machine time: two nodes for an hour are two hours. Every 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from pipelines.artifacts.traffic import GB
@@ -18,6 +19,8 @@ from pipelines.tracking.records import Heartbeat, Machine
 RECOVERY_PHASES = ("provision", "setup", "download", "compile", "idle")
 TRAFFIC = "traffic"  # a phase of the bill, of no time
 LATE_SHARE = 0.001  # of the time of training, from which on late data is named
+TRAINING_PHASES = ("train", "redone", "checkpoint", "evaluate")  # they make steps, or steps wait for them
+TAKEN_AWAY = ("interrupted", "stale", "lost")  # states of an attempt after which the run waits for a machine
 WASTED_PHASES = ("redone", "lost")
 # Longest gap between two attempts of one wait for spot. After a longer gap, the launch was down in between.
 LONGEST_POLL_SECONDS = 3600.0
@@ -168,7 +171,7 @@ def _interruption_costs(attempts: list[AttemptAccount]) -> Iterator[Cost]:
         for phase in WASTED_PHASES + (RECOVERY_PHASES if interrupted else ()):
             yield _phase_cost(attempt, phase)
         if not attempt.waited:  # a wait belongs to the interruption before it, if there was one
-            interrupted = attempt.state in ("interrupted", "stale", "lost")
+            interrupted = attempt.state in TAKEN_AWAY
 
 
 def late_share(phases: Mapping[str, float]) -> float:
@@ -347,17 +350,33 @@ def nothing_priced(account: Account) -> bool:
     return 0 < account.total.hours == account.total.unpriced_hours
 
 
-def account_tags(account: Account) -> dict[str, str]:
-    """An account as tags of an MLflow run: sums by stage, phase and market."""
-    groups = {"stage": account.by_stage, "phase": account.by_phase, "market": account.by_market}
-    tags = {
-        f"usd_by_{name}": ", ".join(f"{key} {cost.usd:.4f}" for key, cost in sorted(costs.items()))
-        for name, costs in groups.items()
-    }
-    usd = "unknown" if nothing_priced(account) else f"{account.total.usd:.4f}"
-    tags |= {"usd": usd, "billed_hours": f"{account.total.hours:.4f}"}
-    tags["unpriced_hours"] = f"{account.total.unpriced_hours:.4f}"
-    tags["usd_lost_to_interruptions"] = f"{account.interruptions.usd:.4f}"
-    if account.savings_usd is not None:
-        tags["usd_saved_against_on_demand"] = f"{account.savings_usd:.4f}"
-    return tags
+@dataclass(frozen=True)
+class Forecast:
+    """The rest of a training, if it goes on as so far."""
+
+    hours: float  # by the calendar
+    usd: float | None  # None: the price is unknown
+
+
+def forecast(attempts: Iterable[AttemptAccount], steps_left: float) -> Forecast | None:
+    """The rest of a training, from its attempts on one artifact; None before the first step.
+
+    A step that is left takes as long as a step so far, with its share of the time after interruptions: repeated steps,
+    start-ups, and waits for the next machine. The first start-up does not count.
+    """
+    trained = sorted((a for a in attempts if not a.waited), key=lambda a: a.number)
+    steps = sum(a.steps_kept for a in trained)
+    if not steps:
+        return None
+    lives = math.fsum(a.ended - a.started for a in trained)
+    first, last = trained[0], trained[-1]
+    billed = lives - (first.ended - first.started - training_seconds(first))
+    waits = (max(0.0, b.started - a.ended) for a, b in pairwise(trained) if a.state in TAKEN_AWAY)
+    usd = None if last.price_per_hour is None else math.fsum(a.bill.usd for a in trained) * billed / lives
+    share = steps_left / steps
+    return Forecast(share * (billed + math.fsum(waits)) / 3600, None if usd is None else share * usd)
+
+
+def training_seconds(attempt: AttemptAccount) -> float:
+    """Seconds of an attempt in the phases of training."""
+    return math.fsum(attempt.phases.get(phase, 0.0) for phase in TRAINING_PHASES)

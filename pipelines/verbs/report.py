@@ -15,8 +15,6 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from pipelines.tracking.runs import Run
 
-TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
-
 
 def report(
     runs: RunNames = None,
@@ -99,10 +97,6 @@ def rebuild_tracking(runs: "list[Run]") -> None:
     if not find_spec("mlflow"):
         raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")
     uri = tracking_uri(default_tracking_uri())
-    if uri.partition(":")[0].partition("+")[0] not in TRACKING_SCHEMES:
-        raise UserError(
-            f"MLFLOW_TRACKING_URI {redacted(uri)}: not an MLflow server; use http(s)://SERVER, or a database such as sqlite:///mlflow.db"
-        )
     for run in runs:
         rebuild(run.store, run.name, uri, lambda run: render([run]))
         say(f"{run.name}: sent to {redacted(uri)}")

@@ -32,10 +32,10 @@ def status(
     if orphans:
         print_orphans(store, as_json)
     opened = open_store(store_uri(store))
-    found = usable_runs(opened, runs or [], lambda run: control.status_of(run, [], time.time()), print_note_on_stderr)
+    found = usable_runs(opened, runs or [], lambda run: control.status_of(run, []), print_note_on_stderr)
     launched = not launched_runs(opened).isdisjoint(run.name for run in found)
     tasks, failure = control.reported_tasks(print_note_on_stderr) if launched else ([], None)
-    states = [control.status_of(run, control.tasks_of(run.name, tasks), time.time()) for run in found]
+    states = [control.status_of(run, control.tasks_of(run.name, tasks)) for run in found]
     if as_json:
         print(json.dumps([asdict(one) for one in states]), flush=True)
     elif not found:

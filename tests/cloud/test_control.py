@@ -94,14 +94,14 @@ def test_a_status_has_progress_cost_and_skypilots_jobs(store: LocalStore, capsys
     put_beat(store, began=now - 3600, phases=phases, progress=so_far, nodes=2, machine=machine)
     request = request_stop(store, RUN, "enough")
     job = TaskStatus(3, "train", "RECOVERING", 2, "train-3", "preempted", over=False)
-    found = status_of(Run(store, record), [job], now)
+    found = status_of(Run(store, record), [job])
     assert found.newest and (found.newest.stage, found.step, found.max_steps) == ("train", 50, 100)
     assert (found.summary.train_loss, found.recoveries) == (2.5, 2)
     assert found.summary.usd == pytest.approx(2 * 10.0 * 3600 / 3600, rel=0.01)
     assert found.stop_request == request and found.to_come
     print_status([found, replace(found, state="lost", tasks=[replace(job, over=True)])])
     running, _, lost = capsys.readouterr().out.partition("lost")
-    assert "in 1 attempt on slurm/north, 2 recovered by SkyPilot\n" in running and "  trained about " in running
+    assert "in 1 attempt on slurm/north, 2 recovered by SkyPilot\n" in running and "to go; trained about " in running
     assert "NO CHECKPOINT IS SAVED for 11 min 40 s: the key is refused\n  rank 1 was killed\n" in running
     assert "no new step for 6 min 40 s" in running and "job 3  train     RECOVERING" in running
     assert "trained about" not in lost and f"resume {RUN} continues it" in lost  # nobody trains

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,14 +39,14 @@ class Seen:
 
         self.client = MlflowClient(uri)
         found: list[Any] = []
-        if self.client.get_experiment_by_name(experiment):
-            self.experiment = self.client.get_experiment_by_name(experiment).experiment_id
-            found = self.client.search_runs([self.experiment], f"tags.`skytrain.run` = '{run}'")
-        self.runs = {one.data.tags.get("skytrain.stage", "run"): one for one in found}
-        assert len(self.runs) == len(found), f"stages appear twice: {[one.info.run_name for one in found]}"
+        if known := self.client.get_experiment_by_name(experiment):
+            found = self.client.search_runs([known.experiment_id], f"tags.`skytrain.run` = '{run}'")
+        assert len(found) <= 1
+        self.run: Any = found[0] if found else None
 
-    def points(self, stage: str, key: str) -> list[tuple[int, float]]:
-        if stage not in self.runs:
-            return []
-        history = self.client.get_metric_history(self.runs[stage].info.run_id, key)
+    def points(self, key: str) -> list[tuple[int, float]]:
+        history = self.client.get_metric_history(self.run.info.run_id, key) if self.run else []
         return sorted((m.step, m.value) for m in history)
+
+    def text(self, name: str) -> str:
+        return Path(self.client.download_artifacts(self.run.info.run_id, name)).read_text()

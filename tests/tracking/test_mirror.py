@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -18,7 +17,7 @@ import pytest
 import yaml
 from mlflow_runs import Seen, own_experiment, until
 from pipeline_runs import PRICE, Project, committed
-from run_records import RECIPE, RUN, TRAIN, attempted, done_run, recorded, row, segment
+from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, recorded, row, segment
 from servers import MlflowServer, free_ports
 
 from pipelines.artifacts.manifest import scratch
@@ -50,7 +49,7 @@ def send(store: LocalStore, uri: str) -> Mirror:
 # --- what MLflow has
 
 
-def test_a_run_is_a_parent_with_a_nested_run_for_each_stage_however_often_it_is_sent(
+def test_a_run_is_one_run_of_mlflow_however_often_it_is_sent(
     store: LocalStore, mlflow_server: str, experiment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SKYTRAIN_TAGS", "team=research")
@@ -62,38 +61,17 @@ def test_a_run_is_a_parent_with_a_nested_run_for_each_stage_however_often_it_is_
         rebuild(store, RUN, mlflow_server, lambda run: f"<html>{run.name}")
 
     seen = Seen(mlflow_server, experiment)
-    parent, train = seen.runs["run"], seen.runs["train"]
-    assert set(seen.runs) == {"run", "tokenize", "train", "evaluate", "export"}
-    assert {one.info.status for one in seen.runs.values()} == {"FINISHED"}
-    assert train.data.tags["mlflow.parentRunId"] == parent.info.run_id
-    assert seen.points("train", "train/loss") == [(1, 5.0), (2, 4.0)]
-    assert seen.points("evaluate", "val/loss") == [(0, 2.45678)]
-    for name, value in {
-        "val/loss": 2.45678,  # of evaluate, which validates on more tokens
-        "train/loss": 2.4,
-        "perf/tokens_per_second": 4321.0,
-        "tokens": 200 * 8192,
-        "world_size": 8,
-        "lm_eval/piqa/acc": 0.62,
-    }.items():
-        assert seen.points("run", name) == [(200, value)]
-    assert parent.data.metrics["cost/usd"] == pytest.approx(30.0)
-    assert train.data.metrics["cost/usd"] == pytest.approx(15.0)
-    assert float(parent.data.tags["skytrain.usd"]) == pytest.approx(30.0)
-    assert parent.data.tags["skytrain.hardware"] == "8 x NVIDIA H100" and train.data.tags["engine"] == "fused"
-    assert parent.data.tags["team"] == train.data.tags["team"] == "research"
-    assert {"parameters", "train.batch_tokens", "model.n_layer"} <= parent.data.params.keys()
-    assert train.data.params["train.max_steps"] == "200" and train.data.tags["skytrain.attempt"] == "2"
-    (given,) = train.inputs.dataset_inputs
-    assert json.loads(given.dataset.source)["uri"].startswith(f"{store.uri}/tokens/")
-
-    def text(stage: str, name: str) -> str:
-        return Path(seen.client.download_artifacts(seen.runs[stage].info.run_id, name)).read_text()
-
-    assert yaml.safe_load(text("run", "recipe.yaml")) == RECIPE.model_dump()
-    assert text("run", "report.html") == f"<html>{RUN}" and text("run", "sample.txt").startswith("def ")
-    assert len(json.loads(text("run", "account.json"))["attempts"]) == 5
-    assert text("train", "samples/step-00000002.txt") == "a text"
+    assert seen.run.info.status == "FINISHED"
+    assert seen.points("train/loss") == [(1, 5.0), (2, 4.0)]
+    assert seen.points("final/val/loss") == [(200, 2.45678)]
+    assert seen.points("final/lm_eval/piqa/acc") == [(200, 0.62)]
+    assert seen.points("cost/usd") == [(200, pytest.approx(30.0))]
+    tags, params = seen.run.data.tags, seen.run.data.params
+    assert (tags["device"], tags["world_size"], tags["team"]) == ("NVIDIA H100", "8", "research")
+    assert tags["skytrain.fingerprint.train"] == PLANS["train"].fingerprint
+    assert {"parameters", "train.batch_tokens", "model.n_layer"} <= params.keys() and params["train.max_steps"] == "200"
+    assert yaml.safe_load(seen.text("recipe.yaml")) == RECIPE.model_dump()
+    assert seen.text("report.html") == f"<html>{RUN}" and seen.text("samples/step-00000002.txt") == "a text"
 
 
 def test_a_redone_step_and_an_interrupted_run_that_goes_on_make_nothing_twice(
@@ -102,20 +80,19 @@ def test_a_redone_step_and_an_interrupted_run_that_goes_on_make_nothing_twice(
     attempted(store, "train", 1, state="interrupted", progress=Progress(step=3))
     recorded(store, "train")
     send(store, mlflow_server).send_rows([row(step, 10.0 - step) for step in (1, 2, 3)])
-    before = Seen(mlflow_server, experiment)
-    assert {one.info.status for one in before.runs.values()} == {"KILLED"}
+    before = Seen(mlflow_server, experiment).run
+    assert before.info.status == "KILLED"
 
     attempted(store, "train", 2, state="running", process=this_process(), progress=Progress(step=5))
     mirror = Mirror(store, RUN, mlflow_server)  # as on another machine
     mirror.send(ended=False)
     mirror.send_rows([row(step, 10.0 - step) | {"time": 9.0} for step in (3, 4, 5)])
     seen = Seen(mlflow_server, experiment)
-    assert {one.info.run_id for one in seen.runs.values()} == {one.info.run_id for one in before.runs.values()}
-    assert {one.info.status for one in seen.runs.values()} == {"RUNNING"}
-    assert seen.points("train", "train/loss") == [(step, 10.0 - step) for step in range(1, 6)]
+    assert (seen.run.info.run_id, seen.run.info.status) == (before.info.run_id, "RUNNING")
+    assert seen.points("train/loss") == losses(5)
 
 
-def test_a_finished_export_is_one_logged_model_and_one_version_and_latest_good_if_it_passed_a_target(
+def test_a_finished_export_is_one_version_and_latest_good_if_it_passed_a_target(
     store: LocalStore, mlflow_server: str, experiment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalStore, "uri", f"s3://bucket/{experiment}")  # a server refuses local folders
@@ -123,17 +100,10 @@ def test_a_finished_export_is_one_logged_model_and_one_version_and_latest_good_i
     recorded(store, recipe=RECIPE.model_copy(update={"name": experiment}))  # all tests share the registry
     for _ in range(2):
         send(store, mlflow_server)
-    seen = Seen(mlflow_server, experiment)
-    (logged,) = seen.client.search_logged_models([seen.experiment])
-    scores = {metric.key: metric.value for metric in logged.metrics}
-    assert len(scores) == len(logged.metrics)
-    assert scores["val/loss"] == 2.45678 and scores["cost/usd"] == pytest.approx(20.0)
-    assert logged.tags["skytrain.uri"].startswith("s3://bucket/") and logged.tags["skytrain.passed"] == "hellaswag"
-    assert [one.model_id for one in seen.runs["run"].outputs.model_outputs] == [logged.model_id]
-    (version,) = seen.client.search_model_versions(f"name = '{experiment}'")
-    assert version.source == logged.tags["skytrain.uri"]
-    good = seen.client.get_model_version_by_alias(experiment, "latest-good")
-    assert str(good.version) == str(version.version)
+    client = Seen(mlflow_server, experiment).client
+    (version,) = client.search_model_versions(f"name = '{experiment}'")
+    assert version.source == version.tags["skytrain.uri"] and version.tags["skytrain.passed"] == "hellaswag"
+    assert str(client.get_model_version_by_alias(experiment, "latest-good").version) == str(version.version)
 
 
 def test_a_server_that_refuses_the_version_has_the_rest(
@@ -143,9 +113,7 @@ def test_a_server_that_refuses_the_version_has_the_rest(
     recorded(store, recipe=RECIPE.model_copy(update={"name": experiment}))  # all tests share the registry
     send(store, mlflow_server)
     assert capsys.readouterr().out.count("refuses the export") == 1
-    seen = Seen(mlflow_server, experiment)
-    assert len(seen.client.search_logged_models([seen.experiment])) == 1
-    assert seen.runs["run"].info.status == "FINISHED"
+    assert Seen(mlflow_server, experiment).run.info.status == "FINISHED"
 
 
 def test_a_rebuild_gives_up_on_a_server_that_is_down(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,21 +175,21 @@ def test_rows_arrive_while_the_run_trains_and_a_killed_mirror_loses_and_doubles_
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
     run = train(mlflow_server)
     run.rows(range(1, 4))
-    until(lambda: Seen(mlflow_server, experiment).points("train", "train/loss") == losses(3), "the rows arrive")
+    until(lambda: Seen(mlflow_server, experiment).points("train/loss") == losses(3), "the rows arrive")
     assert run.mirror._child
     os.kill(run.mirror._child.pid, signal.SIGKILL)
     run.mirror._child.wait()
     run.rows(range(4, 7))
     run.mirror.start()  # as with the next heartbeat
-    until(lambda: Seen(mlflow_server, experiment).points("train", "train/loss") == losses(6), "the rows arrive")
+    until(lambda: Seen(mlflow_server, experiment).points("train/loss") == losses(6), "the rows arrive")
     measured = "system/cpu_utilization_percentage"
-    until(lambda: Seen(mlflow_server, experiment).points("train", measured), "the machine is measured")
+    until(lambda: Seen(mlflow_server, experiment).points(measured), "the machine is measured")
     run.rows(range(7, 10))
     assert run.end() is None
     seen = Seen(mlflow_server, experiment)
-    assert seen.points("train", "train/loss") == losses(9)
-    assert {one.info.status for one in seen.runs.values()} == {"KILLED"}
-    samples = seen.client.list_artifacts(seen.runs["train"].info.run_id, "samples")
+    assert seen.points("train/loss") == losses(9)
+    assert seen.run.info.status == "KILLED"
+    samples = seen.client.list_artifacts(seen.run.info.run_id, "samples")
     assert [file.path for file in samples] == [f"samples/step-0000000{step}.txt" for step in (3, 6, 9)]
 
 
@@ -235,13 +203,13 @@ def test_a_server_that_is_killed_and_comes_back_gets_everything(
     try:
         run = train(server.uri)
         run.rows(range(1, 4))
-        until(lambda: Seen(server.uri, experiment).points("train", "train/loss") == losses(3), "the rows arrive")
+        until(lambda: Seen(server.uri, experiment).points("train/loss") == losses(3), "the rows arrive")
         server.stop()
         run.rows(range(4, 10))
         until(lambda: "will try again" in run.mirror.log.read_text(), "the loss is noticed")
         server.start()
         assert run.end() is None
-        assert Seen(server.uri, experiment).points("train", "train/loss") == losses(9)
+        assert Seen(server.uri, experiment).points("train/loss") == losses(9)
     finally:
         server.stop()
 
@@ -357,23 +325,19 @@ def test_a_run_that_is_killed_and_run_again_has_each_step_once_its_costs_and_a_r
         project.kill_all(process)
     made = project.result(*options)
     seen = Seen(mlflow_server, experiment, made["run"])
-    assert {one.info.status for one in seen.runs.values()} == {"FINISHED"}
     steps = [(row["step"], row["train/loss"]) for row in project.series()]
-    assert seen.points("train", "train/loss") == steps
-    parent, train = seen.runs["run"], seen.runs["train"]
-    assert parent.data.metrics["cost/usd"] == pytest.approx(made["usd"])
-    assert [value for _, value in seen.points("run", "val/loss")] == [made["val_loss"]]
-    assert parent.data.tags["team"] == train.data.tags["team"] == "research"
+    assert seen.run.info.status == "FINISHED" and seen.points("train/loss") == steps
+    assert seen.run.data.metrics["cost/usd"] == pytest.approx(made["usd"])
+    assert seen.run.data.metrics["final/val/loss"] == made["val_loss"]
+    assert seen.run.data.tags["team"] == "research"
 
     fresh = f"sqlite:///{tmp_path}/rebuilt.db"
     project.environment["MLFLOW_TRACKING_URI"] = fresh
     project.run("report", "--rebuild-mlflow")
-    rebuilt = Seen(fresh, experiment, made["run"])
-    assert rebuilt.points("train", "train/loss") == steps
-    for stage, run in seen.runs.items():
-        again = rebuilt.runs[stage]
-        assert (again.data.params, again.info.status) == (run.data.params, run.info.status)
-        assert again.data.metrics.items() <= run.data.metrics.items()
+    again = Seen(fresh, experiment, made["run"])
+    assert again.points("train/loss") == steps
+    assert (again.run.data.params, again.run.info.status) == (seen.run.data.params, "FINISHED")
+    assert again.run.data.metrics.items() <= seen.run.data.metrics.items()
 
 
 # --- passwords and settings

@@ -21,26 +21,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tenacity import RetryCallState, Retrying, wait_exponential
-
 from pipelines.artifacts.manifest import scratch
 from pipelines.artifacts.store import open_store
 from pipelines.tracking.mlflow.mirror import Mirror
-from pipelines.tracking.mlflow.settings import (
-    QUICK_MLFLOW,
-    RedactedStream,
-    flush_seconds,
-    log,
-    tracking_is_off,
-    tracking_uri,
-)
-from pipelines.tracking.runs import Run
+from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, tracking_is_off, tracking_uri
+from pipelines.tracking.runs import Run, find_run
 from trainer.events import EVENTS_FILE, Row, Sampled, event_from_json
-from trainer.store import Store
 
 MODULE = "pipelines.verbs.mirror"
 NO_MLFLOW = 3  # exit code of a child that cannot import mlflow: a restart would not help
-POLL_SECONDS, REFRESH_SECONDS, RESTART_SECONDS = 1.0, 30.0, 30.0
+POLL_SECONDS, RETRY_SECONDS, REFRESH_SECONDS, RESTART_SECONDS = 1.0, 5.0, 30.0, 30.0
 MEMORY_BYTES = 2 << 30
 BYTES_AT_ONCE = 1 << 19  # of events, so some 1,000 rows
 # One thread for numpy and one arena for malloc: on a machine of 100 cores, theirs alone would reach the limit.
@@ -56,7 +46,8 @@ class MirrorProcess:
 
     def __init__(self, store: str, run: str, home: Path, *, default_uri: str) -> None:
         self.store, self.run, self.home = store, run, home
-        self.uri, self.off, self.flush_seconds = tracking_uri(default_uri), tracking_is_off(), flush_seconds()
+        self.off, self.flush_seconds = tracking_is_off(), flush_seconds()
+        self.uri = default_uri if self.off else tracking_uri(default_uri)
         self.log = home / "tracking" / run / "mlflow.log"
         self._child: subprocess.Popen[bytes] | None = None
         self._started = -math.inf
@@ -75,7 +66,7 @@ class MirrorProcess:
                     env=QUICK_MLFLOW | os.environ | SMALL | {"MLFLOW_TRACKING_URI": self.uri},
                     stdin=subprocess.PIPE,
                     stdout=output,
-                    stderr=output,
+                    stderr=subprocess.DEVNULL,  # libraries repeat the URI of a database, with its password
                     start_new_session=True,  # Ctrl-C is for the run, which then still records its end
                 )
 
@@ -98,7 +89,6 @@ class MirrorProcess:
 
 def mirror_until_end(page: Callable[[Run], str], code_tags: Mapping[str, str]) -> int:
     """The child: mirror the run argv[2] of the store argv[1], with the home folder argv[3], until stdin ends."""
-    sys.stdout = sys.stderr = RedactedStream(sys.stdout)
     os.nice(10)  # the cores are for the training; importing mlflow alone is 5 s of one
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the run, whose end is still to come
@@ -113,9 +103,12 @@ def mirror_until_end(page: Callable[[Run], str], code_tags: Mapping[str, str]) -
         return NO_MLFLOW
     ending = threading.Event()
     threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
-    store = open_store(sys.argv[1])
-    mirror = Mirror(store, sys.argv[2], uri, page, code_tags)
-    Follower(mirror, store, Path(sys.argv[3])).follow(ending)
+    try:
+        mirror = Mirror(open_store(sys.argv[1]), sys.argv[2], uri, page, code_tags)
+        Follower(mirror, Path(sys.argv[3])).follow(ending)
+    except Exception as error:
+        log(f"{type(error).__name__}: {error}")
+        return 1
     return 0
 
 
@@ -131,8 +124,8 @@ def _await_end(ending: threading.Event) -> None:
 class Follower:
     """Follows a run: its records in the store, and the events of its training on this machine."""
 
-    def __init__(self, mirror: Mirror, store: Store, home: Path) -> None:
-        self.mirror, self.store, self.home = mirror, store, home
+    def __init__(self, mirror: Mirror, home: Path) -> None:
+        self.mirror, self.home = mirror, home
         self.run: Run | None = None  # as last sent
         self._refreshed = 0.0
         self._events: Path | None = None  # of the newest attempt on this machine, and how much of them was sent
@@ -140,60 +133,55 @@ class Follower:
 
     def follow(self, ending: threading.Event) -> None:
         """Send all that is new, again and again, and the rest once `ending`; try again after any error."""
-
-        def failed(state: RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome else None
-            log(f"will try again: {type(error).__name__}: {error}")
-            self.mirror.forget()
-            self.run = None
-
-        def pause(seconds: float) -> None:
-            time.sleep(1.0) if ending.wait(seconds) else None
-
-        retrying = Retrying(wait=wait_exponential(max=30), before_sleep=failed, sleep=pause)
-        while not ending.wait(POLL_SECONDS):
-            retrying(self.send, ended=False)
-        retrying(self.send, ended=True)
+        ended = False
+        while not ended or self.run is None:
+            ended = ending.wait(POLL_SECONDS)
+            try:
+                self.send(ended)
+            except Exception as error:
+                log(f"will try again: {type(error).__name__}: {error}")
+                self.mirror.forget()
+                self.run = None
+                time.sleep(POLL_SECONDS)
+                ending.wait(RETRY_SECONDS)
 
     def send(self, ended: bool) -> None:
         """Send what is new since the last call; `ended`: everything that MLflow lacks."""
-        whole, now = ended or self.run is None, time.monotonic()
-        unknown = self._has_events() and not self.mirror.stage_id("train")
-        if whole or unknown or now - self._refreshed > REFRESH_SECONDS:
-            self.run, self._refreshed = self.mirror.send(ended, series=whole), now
-        if train := self.mirror.stage_id("train"):
-            if self._has_events():
-                self._send_events()
-            self._measure(train)
+        events = self._newest_events(self.run or find_run(self.mirror.store, self.mirror.name))
+        whole, now = ended or self.run is None or events != self._events, time.monotonic()
+        if whole or now - self._refreshed > REFRESH_SECONDS:
+            run = self.mirror.send(ended, series=whole)  # before the rows of a new attempt: those before them
+            self.run, self._refreshed = run, now
+        if events != self._events:
+            self._events, self._offset = events, 0
+        with suppress(FileNotFoundError):  # the stage has just finished
+            self._send_events()
+        self._measure()
 
-    def _has_events(self) -> bool:
-        """Look for the events of the newest attempt on this machine. A finished stage leaves none."""
-        prefix = self.run.record.prefixes.get("train") if self.run else None
-        found = scratch(self.home, self.store, prefix).glob(f"a*/{EVENTS_FILE}") if prefix else ()
-        newest = max(found, default=None)
-        if newest != self._events:
-            self._events, self._offset = newest, 0
-        return newest is not None
+    def _newest_events(self, run: Run | None) -> Path | None:
+        """The events of the newest attempt on this machine. A finished stage leaves none."""
+        prefix = run.record.prefixes.get("train") if run else None
+        found = scratch(self.home, self.mirror.store, prefix).glob(f"a*/{EVENTS_FILE}") if prefix else ()
+        return max(found, default=None)
 
     def _send_events(self) -> None:
         """Send rows and samples; the offset moves on once MLflow has them."""
-        assert self._events
-        with suppress(FileNotFoundError), self._events.open("rb") as file:  # the stage has just finished
-            while file.seek(self._offset) < self._events.stat().st_size:
+        lines = [b""]
+        while self._events and lines:
+            with self._events.open("rb") as file:
+                file.seek(self._offset)
                 lines = [line for line in file.readlines(BYTES_AT_ONCE) if line.endswith(b"\n")]
-                if not lines:
-                    return  # rank 0 is writing the last one
-                self.mirror.send_rows(rows_of(lines))
-                self._offset += sum(map(len, lines))
+            self.mirror.send_rows(rows_of(lines))
+            self._offset += sum(map(len, lines))
 
-    def _measure(self, train: str) -> None:
+    def _measure(self) -> None:
         """Let MLflow's monitor, a thread, measure CPU, memory, disk, network and GPUs while the training runs."""
         beats = self.run.attempts.get("train") if self.run else None
         training = beats and beats[-1].state == "running" and find_spec("psutil")
         if training and not any(thread.name == "SystemMetricsMonitor" for thread in threading.enumerate()):
             from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-            SystemMetricsMonitor(train, resume_logging=True, tracking_uri=self.mirror.uri).start()
+            SystemMetricsMonitor(self.mirror.run_id, resume_logging=True, tracking_uri=self.mirror.uri).start()
 
 
 def rows_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

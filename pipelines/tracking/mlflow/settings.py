@@ -1,21 +1,20 @@
 """Settings of MLflow, and its passwords: out of its URI, and out of every text that we write.
 
 A URL of a server is used without its user and password; MLflow reads those from its own variables. The URI of a
-database needs its password, and libraries repeat it in their errors: all output of the mirror is redacted.
+database needs its password, and libraries repeat it in their errors: each line of the mirror's log is redacted.
 """
 
-import io
 import os
 import re
 import time
 from collections.abc import Iterable, Mapping
-from typing import TextIO
 from urllib.parse import unquote, urlsplit
 
 from trainer.config import seconds_from_environment
 from trainer.errors import UserError
 
 TAG_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./ -]{0,99}")
+SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 USER, PASSWORD, TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
 
 # The mirror retries and logs its retries. Retries inside MLflow would hold a call to a dead server for 4 minutes.
@@ -65,11 +64,16 @@ def parse_tags(texts: Iterable[str], where: str) -> dict[str, str]:
 
 
 def tracking_uri(default: str) -> str:
-    """The MLflow to mirror to: MLFLOW_TRACKING_URI, or the default.
+    """The MLflow to mirror to: MLFLOW_TRACKING_URI, or the default. UserError for another scheme.
 
     Moves the user and password of a URL to MLflow's variables, which the mirror inherits: the URI can be shown.
     """
     uri, credentials = without_credentials(os.environ.get("MLFLOW_TRACKING_URI") or default)
+    if uri.partition(":")[0].partition("+")[0] not in SCHEMES:
+        raise UserError(
+            f"MLFLOW_TRACKING_URI: {redacted(uri)}: not a server, and MLflow keeps no runs in folders any more; use "
+            "http(s)://SERVER, or a database such as sqlite:///mlflow.db"
+        )
     os.environ.update(credentials | {name: os.environ[name] for name in credentials if os.environ.get(name)})
     return uri
 
@@ -100,20 +104,3 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 def log(message: str) -> None:
     """Write a line to the log of the mirror's process."""
     print(time.strftime("%Y-%m-%dT%H:%M:%S"), redacted(message), flush=True)
-
-
-class RedactedStream(io.TextIOBase):
-    """A text stream that hides the secrets of this process's environment."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        self.stream.write(redacted(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
