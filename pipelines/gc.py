@@ -231,7 +231,7 @@ def _cached(cache: Path, seconds: float) -> Iterator[Leftover]:
     for path in sorted([*shards, *(folder for folder in cache.glob("*") if SHA256.fullmatch(folder.name))]):
         with suppress(FileNotFoundError):  # another process has removed it meanwhile
             files = [one.stat() for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path.stat()]
-            unused = time.time() - max((status.st_mtime for status in files), default=path.stat().st_mtime)
+            unused = time.time() - max((status.st_atime for status in files), default=path.stat().st_atime)
             if unused > seconds and not (path.suffix == COMPLETE and is_leased(path)):
                 why = f"a copy that nothing here has used for {unused / 86_400:.1f} days"
                 yield Leftover(f"cache/{path.relative_to(cache)}", sum(one.st_size for one in files), why, path)

@@ -27,7 +27,7 @@ class DiskFull(UserError):
 
 
 class NotAFile(UserError):
-    """An object of the store is larger than any that skytrain wrote."""
+    """A path or an object of the store is not a regular file, or larger than any that skytrain wrote."""
 
 
 class Interrupted(Exception):

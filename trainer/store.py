@@ -160,7 +160,7 @@ class LocalStore:
         path = self.path_of(key)
         with _reading(path):
             try:
-                with open(path, "rb") as file:
+                with open_regular(path) as file:
                     refuse_huge(str(path), os.fstat(file.fileno()).st_size)
                     return file.read()
             except ABSENT:
@@ -170,7 +170,7 @@ class LocalStore:
         path, done = self.path_of(key), 0
         with _reading(path):
             try:
-                with open(path, "rb", buffering=0) as file:
+                with open_regular(path) as file:
                     while done < len(buffer) and (count := os.preadv(file.fileno(), [buffer[done:]], start + done)):
                         done += count
                 return done
@@ -194,14 +194,12 @@ class LocalStore:
         stored = self.path_of(key)
         with unavailable_if_failing(stored):
             try:
-                is_file = stat.S_ISREG(os.stat(stored).st_mode)
-            except ABSENT:
-                is_file = False
-            if not is_file:
-                raise FileNotFoundError(errno.ENOENT, "no such object", f"{self.uri}/{key}")
-            with open(stored, "rb") as source, replacing(Path(path)) as target:
-                while chunk := source.read(1 << 20):
-                    target.write(chunk)
+                source = open_regular(stored)
+            except ABSENT as error:
+                raise FileNotFoundError(errno.ENOENT, "no such object", f"{self.uri}/{key}") from error
+            with source, replacing(Path(path)) as target:
+                for part in parts_of(source, None):
+                    target.write(part)
 
     def entries(self, prefix: str) -> list[Entry]:
         # Only the folder of the prefix: a store may hold a thousand runs.
@@ -216,7 +214,8 @@ class LocalStore:
                         continue
                     with suppress(*ABSENT):  # deleted after the listing
                         status = path.stat()
-                        found.append(Entry(key, status.st_size, status.st_mtime))
+                        if stat.S_ISREG(status.st_mode):
+                            found.append(Entry(key, status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
@@ -245,6 +244,16 @@ class LocalStore:
 def share_of_node(most: int) -> int:
     """This process's share of `most` threads of a node, which torchrun's ranks divide; few cores have fewer."""
     return max(2, min(most, 4 * (os.cpu_count() or 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file, opened for reading. NotAFile for a device, a pipe or a socket, which might never answer or end."""
+    # The caller closes it; a pipe's opening waits for no writer.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise NotAFile(f"{path}: not a regular file; name one, or remove it from the store")
+    return file
 
 
 def slices(parts: Sequence[memoryview], start: int, size: int) -> Iterator[memoryview]:
@@ -372,7 +381,7 @@ def _sync_folder(folder: Path) -> None:
 def sha256_of(path: Path, check: Check | None = None) -> str:
     """sha256 of a file's content, in hex. `check` is called again and again; its exception ends the work."""
     digest = sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for part in parts_of(file, check):
             digest.update(part)
     return digest.hexdigest()

@@ -9,7 +9,9 @@ the bytes, and no others.
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+import stat
+import time
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipelines.artifacts.store import open_store
-from trainer.errors import StoreUnavailable, UserError
+from trainer.errors import StoreUnavailable, UserError, shown
 from trainer.store import ABSENT, PARTIAL, Check, LocalStore, Store, sha256_of, unavailable_if_failing
 from trainer.stored import Count, DamagedRecord, Key, Number, Sha256, Size, Stored, UnixSeconds, record_in, typed
 
@@ -26,6 +28,7 @@ FORMAT = 1
 FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export"}
 HERE = "."  # the place of a file that belongs to another artifact of the same store
 SHORT = 8  # hex digits of a fingerprint in names; the manifest holds all 64
+SMALL = 16 << 20  # bytes of a cached file that is hashed at every start: 10 ms
 
 
 class DamagedArtifact(UserError):
@@ -237,10 +240,18 @@ def scratch(home: Path, store: Store, prefix: str) -> Path:
     return home / "work" / sha256(store.uri.encode()).hexdigest()[:SHORT] / prefix
 
 
-def place_of(store: Store, prefix: str, file: File) -> tuple[Store, str]:
-    """The store that holds a file of the artifact `prefix` of `store`, and its key there."""
+def place_of(store: Store, prefix: str, file: File, places: Collection[str] = ()) -> tuple[Store, str]:
+    """The store that holds a file of the artifact `prefix` of `store`, and its key there.
+
+    DamagedArtifact for another store than `places`, those that the recipe names: a manifest alone leads nowhere else.
+    """
     if file.at is None:
         return store, f"{prefix}/{file.key}"
+    if file.at != HERE and file.at not in places:
+        raise DamagedArtifact(
+            f"{store.uri}/{key_of(prefix)}: names {shown(file.name)} in {shown(file.at)}, which tokens.source does not "
+            "name; remove it to build the artifact again"
+        )
     return (store if file.at == HERE else _other_store(file.at)), file.key
 
 
@@ -249,12 +260,12 @@ def _other_store(uri: str) -> Store:
     return open_store(uri)
 
 
-def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
-    """A local, verified copy of an artifact's file; in a local store the file itself.
+def fetch(store: Store, prefix: str, file: File, cache: Path, places: Collection[str] = ()) -> Path:
+    """A local, verified copy of an artifact's file; in a local store the file itself. `places`: see `place_of`.
 
     Several processes may fetch the same file: one downloads it, the others wait.
     """
-    store, key = place_of(store, prefix, file)
+    store, key = place_of(store, prefix, file, places)
     if isinstance(store, LocalStore):
         path = store.path_of(key)
         verify(store, key, file, path)
@@ -264,10 +275,10 @@ def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with (cache / f"lock-{file.sha256[0]}").open("w") as lock:  # sixteen, which stay: a few files share each
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
+        if not is_intact(path, file):
             download_verified(store, key, file, arriving)
+            seal(arriving, file.sha256)
             arriving.rename(path)
-        os.utime(path)  # the use: gc removes what nobody has used for long
     return path
 
 
@@ -278,6 +289,32 @@ def download_verified(store: Store, key: str, file: File, path: Path) -> None:
     except FileNotFoundError:
         path.unlink(missing_ok=True)  # an older one; `verify` names the missing object
     verify(store, key, file, path)
+
+
+def seal(path: Path, sha256: str) -> None:
+    """Date a cached file by the sha256 of its verified bytes, so that any later write shows in its date. The access
+    time is that of its last use: gc removes what nobody uses."""
+    os.utime(path, ns=(time.time_ns(), _date_of(sha256)))
+
+
+def is_intact(path: Path, file: File) -> bool:
+    """Whether a cached copy has the bytes that the manifest names: by its size and its seal. A small file, and one
+    without a seal, is hashed, and sealed if it is right."""
+    try:
+        status = os.stat(path)
+        if status.st_size != file.size or not stat.S_ISREG(status.st_mode):
+            return False
+        sealed = file.size > SMALL and status.st_mtime_ns == _date_of(file.sha256)
+        if not sealed and sha256_of(path) != file.sha256:
+            return False
+        seal(path, file.sha256)
+        return True
+    except ABSENT:
+        return False
+
+
+def _date_of(sha256: str) -> int:
+    return int(sha256[:7], 16) * 10**9  # nanoseconds: a second of the years 1970 to 1978
 
 
 def verify(store: Store, key: str, file: File, path: Path) -> None:

@@ -12,13 +12,23 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
-from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest, download_verified, fetch, key_of, place_of
+from pipelines.artifacts.manifest import (
+    DamagedArtifact,
+    File,
+    Manifest,
+    download_verified,
+    fetch,
+    is_intact,
+    key_of,
+    place_of,
+    seal,
+)
 from trainer.errors import DiskFull
 from trainer.store import LocalStore, Store
 
@@ -62,10 +72,18 @@ class Held:
 
 
 class ShardCache:
-    """The shards of an artifact as local, verified files."""
+    """The shards of an artifact as local, verified files. `places`: the other stores that may hold some."""
 
-    def __init__(self, store: Store, manifest: Manifest, cache: Path, budget_gb: float | Literal["auto"]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        cache: Path,
+        budget_gb: float | Literal["auto"],
+        places: Collection[str] = (),
+    ) -> None:
         self.store, self.manifest, self.cache, self.budget_gb = store, manifest, cache, budget_gb
+        self.places = places
         self.folder = cache / SHARDS
         self._removing = self.folder / REMOVING
         self._files = {file.name: file for file in manifest.files}  # of 100,000
@@ -77,16 +95,16 @@ class ShardCache:
         DiskFull if there is no room although every shard without a lease is removed.
         """
         file = self._files.get(name) or self.manifest.file(name)
-        store, key = place_of(self.store, self.manifest.prefix, file)
+        store, key = place_of(self.store, self.manifest.prefix, file, self.places)
         if isinstance(store, LocalStore):
             if name not in self._in_place:
-                self._in_place[name] = fetch(self.store, self.manifest.prefix, file, self.cache)
+                self._in_place[name] = fetch(self.store, self.manifest.prefix, file, self.cache, self.places)
             return self._in_place[name]
         path = self.folder / f"{file.sha256}{COMPLETE}"
         with _locked(self._lock_of(path.name)):
             with _locked(self._removing):
                 leased = _leased(path)
-            if leased and os.fstat(leased.fileno()).st_size == file.size:
+            if leased and is_intact(path, file):
                 return leased
             return self._download(file, path, store, key)
 
@@ -104,6 +122,7 @@ class ShardCache:
                     self._make_room(file, part, full=True)
             leased = _leased(part)
             assert leased
+            seal(part, file.sha256)
             part.rename(path)
             return leased
         finally:
@@ -147,7 +166,7 @@ class ShardCache:
                     status = os.stat(f"{entry.path}/{PART}")
                 else:
                     continue
-                yield Held(entry.name, status.st_size, status.st_mtime)
+                yield Held(entry.name, status.st_size, status.st_atime)
 
     def _remove(self, name: str) -> bool:
         """Remove a shard that nobody leases, or a download whose process was killed. Whether it did."""
@@ -179,13 +198,12 @@ def remove_unleased(shard: Path) -> None:
 
 
 def _leased(path: Path) -> BinaryIO | None:
-    """The file, open and leased, with its use recorded; None if it does not exist."""
+    """The file, open and leased; None if it does not exist."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return None
     fcntl.flock(file, fcntl.LOCK_SH)
-    os.utime(file.fileno())
     return file
 
 

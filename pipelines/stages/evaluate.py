@@ -20,6 +20,7 @@ from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow_events, held, pass_on_stop, raise_error_of_ranks
 from pipelines.stages.harness import harness_facts, verify_tasks
 from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_identity, measures_of
+from pipelines.text.adopted import places_of
 from pipelines.text.tokenizer import token_bytes, tokenizer_of
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError
@@ -151,7 +152,7 @@ def measure(
     from trainer.parallel import autocast_on, precision_on
 
     encoding = tokenizer_of(recipe.tokens, store, tokens.prefix)
-    shards = ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb)
+    shards = ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb, places_of(recipe.tokens))
     train = recipe.train
     val = TokenData(
         shards_in(tokens, "val"),

@@ -64,8 +64,10 @@ def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "
 
     if not source.startswith(HUB):
         return read_hellaswag(Path(source))
-    copy = cache / f"hellaswag-{hashlib.sha256(source.encode()).hexdigest()[:16]}.jsonl"
-    if not copy.exists():
+    known = f"hellaswag-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    copies = cache.glob(f"{known}-*.jsonl")  # with the sha256 of their bytes
+    copy = next((one for one in copies if one.stem.rpartition("-")[2] == sha256_of(one)), None)
+    if copy is None:
         name, _, revision = source.removeprefix(HUB).partition("@")
         load = partial(datasets_library().load_dataset, name, split="validation", revision=revision or None)
         try:
@@ -78,9 +80,10 @@ def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "
                 "name a jsonl file, or null to skip it"
             ) from error
         cache.mkdir(parents=True, exist_ok=True)
-        partial_copy = copy.with_suffix(f".{os.getpid()}")
-        partial_copy.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
-        partial_copy.replace(copy)
+        body = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        partial_copy = cache / f"{known}.{os.getpid()}"
+        partial_copy.write_bytes(body)
+        copy = partial_copy.replace(cache / f"{known}-{hashlib.sha256(body).hexdigest()}.jsonl")
     return read_hellaswag(copy)
 
 

@@ -20,6 +20,7 @@ from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
 from pipelines.stages.evaluate import FACTS_FILE, measure
 from pipelines.stages.measures import evaluation_in_training
+from pipelines.text.adopted import places_of
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.ledger import latest_number
 from pipelines.weight_sources import bring, find_parent
@@ -69,7 +70,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         runtime=recipe.runtime,
         train_shards=shards_in(tokens, "train"),
         val_shards=shards_in(tokens, "val"),
-        fetch=ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb).fetch,
+        fetch=ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb, places_of(recipe.tokens)).fetch,
         store=store,
         prefix=spec.prefix,
         folder=folder,

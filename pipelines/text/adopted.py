@@ -61,6 +61,11 @@ def place_in(config: TokensConfig) -> Store:
     return store
 
 
+def places_of(config: TokensConfig) -> set[str]:
+    """The URIs of the places whose shards a recipe adopts."""
+    return {open_store(one.source.removeprefix(LLMC)).uri for one in config.each() if one.adopts}
+
+
 def shards_found(config: TokensConfig) -> list[Found]:
     """The shards of a place by split, in the order of their names. UserError unless both splits have some."""
     from trainer.data.shards import split_of

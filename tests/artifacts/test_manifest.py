@@ -28,7 +28,7 @@ from pipelines.artifacts.manifest import (
     read_manifest,
     upload,
 )
-from trainer.errors import StoreUnavailable, UserError
+from trainer.errors import NotAFile, StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -197,7 +197,25 @@ def test_a_manifest_whose_files_lead_elsewhere_is_refused_and_nothing_is_fetched
         read_manifest(store, PLAN.prefix)
 
 
+def test_a_manifest_leads_to_no_store_that_the_recipe_does_not_name(tmp_path: Path) -> None:
+    store, file = LocalStore(tmp_path), File("val_000000.bin", "zero", 0, sha256(b"").hexdigest(), "file:///dev")
+    with pytest.raises(DamagedArtifact, match="names 'val_000000.bin' in 'file:///dev', which tokens.source does not"):
+        fetch(store, PLAN.prefix, file, tmp_path / "cache")
+    with pytest.raises(NotAFile, match="/dev/zero: not a regular file"):
+        fetch(store, PLAN.prefix, file, tmp_path / "cache", {"file:///dev"})
+
+
 # --- fetching
+
+
+def test_a_cached_copy_that_was_overwritten_is_fetched_again(
+    fresh_s3_store: Callable[[S3Account], Store], moto_server: S3Account, tmp_path: Path
+) -> None:
+    store = fresh_s3_store(moto_server)
+    file = finished(store, tmp_path).files[0]
+    path = fetch(store, PLAN.prefix, file, tmp_path / "cache")
+    path.write_bytes(bytes(len(BODY)))
+    assert fetch(store, PLAN.prefix, file, tmp_path / "cache").read_bytes() == BODY
 
 
 def test_a_file_of_a_local_store_is_read_in_place(tmp_path: Path) -> None:

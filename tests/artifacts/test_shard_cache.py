@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
+from pipelines.artifacts import manifest
 from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest
 from pipelines.artifacts.shard_cache import SHARDS, ShardCache
 from trainer.data.batches import TokenData
@@ -88,11 +89,6 @@ class Text:
 def cached(cache: ShardCache) -> list[Path]:
     """The complete shards on the disk."""
     return sorted(cache.folder.glob("*.bin"))
-
-
-def size(shard: Path | BinaryIO) -> int:
-    assert not isinstance(shard, Path)
-    return os.fstat(shard.fileno()).st_size
 
 
 def settled(data: TokenData) -> None:
@@ -275,16 +271,30 @@ def test_files_of_a_local_store_are_read_in_place_and_never_removed(tmp_path: Pa
     assert not text.home.exists() and not text.bucket.downloads()
 
 
-@pytest.mark.parametrize("damage", [None, b"", b"x"])
-def test_a_damaged_shard_of_the_store_is_named_and_a_cut_one_of_the_cache_is_replaced(
-    tmp_path: Path, damage: bytes | None
+@pytest.mark.parametrize("small", [0, 1 << 20])
+def test_a_cached_shard_that_was_cut_or_overwritten_is_replaced(
+    tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = Text(tmp_path, shards=2, windows=10)
+    monkeypatch.setattr(manifest, "SMALL", small)  # larger files are hashed when their date is not that of their seal
+    text = Text(tmp_path, shards=1, windows=10)
     cache = text.cache(shards=2)
     cache.fetch(text.shards[0].name)
     (path,) = cached(cache)
-    path.write_bytes(path.read_bytes()[:-2])
-    assert size(cache.fetch(text.shards[0].name)) == text.shard_bytes
+    whole = path.read_bytes()
+    for damage in (whole[:-2], b"\1" * len(whole)):
+        path.write_bytes(damage)
+        assert not isinstance(found := cache.fetch(text.shards[0].name), Path) and found.read() == whole
+    assert len(text.bucket.downloads()) == 3
+    if not small:
+        monkeypatch.setattr(manifest, "sha256_of", None)
+    cache.fetch(text.shards[0].name)
+    assert len(text.bucket.downloads()) == 3
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"x"])
+def test_a_damaged_shard_of_the_store_is_named(tmp_path: Path, damage: bytes | None) -> None:
+    text = Text(tmp_path, shards=2, windows=10)
+    cache = text.cache(shards=2)
     stored = text.bucket.stored.path_of(text.key(1))
     stored.unlink() if damage is None else stored.write_bytes(damage)
     with pytest.raises(DamagedArtifact, match=f"s3://bucket/{text.key(1)}: damaged: it is ") as refused:

@@ -193,6 +193,21 @@ class TestLocalStore:
         (tmp_path / "run" / ".partial-left-by-kill-9").write_bytes(b"half")
         assert [entry.key for entry in store.entries("")] == ["run/a"]
 
+    def test_a_device_or_a_pipe_is_no_object_and_blocks_no_reader(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path)
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "device").symlink_to("/dev/zero")
+        assert store.entries("") == []
+        for key in ("pipe", "device"):
+            reads: list[Callable[[str], object]] = [
+                store.get,
+                lambda key: store.read_into(key, 0, memoryview(bytearray(1))),
+                lambda key: store.download(key, tmp_path / "copy"),
+            ]
+            for read in reads:
+                with pytest.raises(NotAFile, match=f"{key}: not a regular file"):
+                    read(key)
+
     @pytest.mark.parametrize("prefix", ["", "run/", "run/checkpoints/"])
     def test_a_listing_that_fails_is_no_empty_listing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str

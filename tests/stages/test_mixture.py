@@ -17,6 +17,7 @@ from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.recipe import Recipe, changed_recipe, load_recipe
 from pipelines.stage import Work, plans_of
 from pipelines.stages import tokenize
+from pipelines.text.adopted import places_of
 from pipelines.text.amounts import sources_planned
 from trainer.data.batches import TokenData
 from trainer.data.shards import read_shard, write_shard
@@ -57,7 +58,7 @@ def test_training_and_validation_read_every_source_in_proportion(
     mine, _ = work("tokenize"), shards(tmp_path / "shards")
     recipe = mixture(tmp_path, packing=packing)
     manifest = made(mine, recipe)
-    cache = ShardCache(mine.store, manifest, mine.home / "cache", "auto")
+    cache = ShardCache(mine.store, manifest, mine.home / "cache", "auto", places_of(recipe.tokens))
     data = TokenData(
         shards_in(manifest, "train"), cache.fetch, 8, 0, 257, recipe.tokens.weights, manifest.facts.get("eot")
     )
@@ -97,7 +98,7 @@ def test_a_damaged_shard_of_a_source_names_both_artifacts(work: Callable[[str], 
     source = find(mine.store, tokenize.plan(recipe.model_copy(update={"tokens": recipe.tokens.each()[0]}), {}))
     assert source
     mine.store.put(own.key, b"x" * own.size)
-    cache = ShardCache(mine.store, manifest, mine.home / "cache", "auto")
+    cache = ShardCache(mine.store, manifest, mine.home / "cache", "auto", places_of(recipe.tokens))
     with pytest.raises(DamagedArtifact, match=f"remove {key_of(source.prefix)} and that of the mixture"):
         cache.fetch(own.name)
     for one in (source, manifest):

@@ -15,6 +15,7 @@ from pipelines.gc import collect
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import Work
 from pipelines.stages import tokenize
+from pipelines.text.adopted import places_of
 from trainer.data.batches import TokenData
 from trainer.data.shards import read_shard, write_shard
 from trainer.errors import UserError
@@ -60,7 +61,7 @@ def adopted(work: Work, source: str, *changes: str, store: Store | None = None) 
 
 
 def tokens_of(work: Work, manifest: Manifest, split: str) -> list[list[int]]:
-    cache = ShardCache(work.store, manifest, work.home / "cache", "auto")
+    cache = ShardCache(work.store, manifest, work.home / "cache", "auto", places_of(work.recipe.tokens))
     return [read_shard(cache.fetch(shard.name), shard.header).tolist() for shard in shards_in(manifest, split)]
 
 
@@ -127,7 +128,7 @@ def test_adopted_shards_can_be_packed(work: Callable[[str], Work], tmp_path: Pat
     manifest = adopted(mine, str(source), "tokens.packing=documents")
     assert manifest.identity == stream | {"packing": "documents", "row_tokens": 9}
     shards = shards_in(manifest, "train")
-    cache = ShardCache(mine.store, manifest, mine.home / "cache", "auto")
+    cache = ShardCache(mine.store, manifest, mine.home / "cache", "auto", places_of(mine.recipe.tokens))
     data = TokenData(shards, cache.fetch, 8, 0, eot=manifest.facts["eot"])
     rows = sum(shard.rows or 0 for shard in shards)
     assert all(row[0] == EOT for row in data.windows([data.order[n] for n in range(rows)]))
