@@ -340,8 +340,10 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
         for field in ("n_embd", "block_size"):  # fp8 products need rows of 16, and sum over tokens in groups of 16
             if (value := getattr(config, field)) % 16:
                 return f"model.{field} {value} is not a multiple of 16, which fp8 products need"
-    if config.n_embd // config.n_head % 8 or config.n_embd // config.n_head > 128:
-        return f"the head size {config.n_embd // config.n_head} is not a multiple of 8 up to 128"
+        if config.attention_width % 16:
+            return f"the width of all heads, {config.attention_width}, is not a multiple of 16, which fp8 products need"
+    if config.head_size % 8 or config.head_size > 128:
+        return f"the head size {config.head_size} is not a multiple of 8 up to 128"
     if config.n_embd > WIDEST_NORM:
         return f"model.n_embd {config.n_embd} is more than {WIDEST_NORM}, the widest row of its norm kernels"
     return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.formats.weights import Weights, require
 from pipelines.text.tokenizer import vocabulary
-from trainer.models.llama import EPSILON, LlamaConfig
+from trainer.models.llama import LlamaConfig
 from trainer.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def add_model(writer: "gguf.GGUFWriter", weights: Weights, kind: str) -> None:
     writer.add_value_length(config.head_size)
     writer.add_rope_dimension_count(config.head_size)
     writer.add_rope_freq_base(config.rope_base)
-    writer.add_layer_norm_rms_eps(EPSILON)
+    writer.add_layer_norm_rms_eps(config.epsilon)
     writer.add_vocab_size(config.vocab_size)
 
 

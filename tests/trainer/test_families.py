@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.__main__ import read_config
+from trainer.checkpoint.pieces import Piece
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import choose_engine
 from trainer.errors import UserError
@@ -33,8 +34,10 @@ CONFIGS = {
     "llama, grouped, tied": LlamaConfig(**SIZES, n_kv_head=2, tied_head=True, rope_base=500.0),
     "llama, QK-norm": LlamaConfig(**SIZES, n_kv_head=3, qk_norm=True, n_inner=50),
     "llama, QK-norm, tied": LlamaConfig(**{**SIZES, "n_embd": 84}, n_kv_head=1, qk_norm=True, tied_head=True),
+    "llama, own heads and epsilon": LlamaConfig(**SIZES, n_kv_head=3, head_dim=10, epsilon=1e-2),
     "modern": ModernConfig(**SIZES),
     "modern, grouped": ModernConfig(**{**SIZES, "n_embd": 84, "vocab_size": 257}, n_kv_head=3, rope_base=777.0),
+    "modern, own heads and epsilon": ModernConfig(**{**SIZES, "n_embd": 50}, head_dim=12, epsilon=1e-2),
 }
 WITHOUT_CLASS = {
     "modern, weighted": ModernConfig(**SIZES, residual_lambdas=True),
@@ -110,6 +113,27 @@ def test_the_config_and_weights_of_transformers_give_the_section_and_the_weights
         )
 
 
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_a_model_of_transformers_defaults_is_read_with_its_logits(name: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"vocab_size": 300, "intermediate_size": 96, "max_position_embeddings": 40}
+    theirs = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes, **more)).eval()
+    values = theirs.config.to_dict()
+    for given in (values, {key: value for key, value in values.items() if value != 1e-6 and key != "head_dim"}):
+        config = ANY_MODEL.validate_python(section_of_hf(given, "config.json"))
+        assert config.model_dump()["epsilon"] == 1e-6 and config.head_size == (128 if name == "Qwen3" else 16)
+    stored = {key: Stored("hf", tuple(t.shape), lambda t=t: t) for key, t in theirs.state_dict().items()}  # type: ignore[misc]
+    found = from_hub_layout("hf", theirs.config.to_json_string(), stored)
+    ours, tokens = plain_model(config), some_tokens(2, 30, config)
+    found.fill({f"model.{key}": Piece.whole(p) for key, p in ours.state_dict().items()}, config)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens)[..., :300], theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    scaled = values | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": None}
+    with pytest.raises(UserError, match="its rotary positions are scaled .*llama3.*, as Llama 3.1's are"):
+        section_of_hf(scaled, "config.json")
+
+
 # --- counts and initial weights
 
 
@@ -126,7 +150,7 @@ def test_shapes_parameters_and_flops_are_those_of_the_module(config: ModelConfig
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
     vectors = sum(math.prod(shape) for shape in found.values() if len(shape) == 1)
-    attention = 12 * config.n_embd * sum(config.contexts)  # torch counts none of a CPU's
+    attention = 12 * config.attention_width * sum(config.contexts)  # torch counts none of a CPU's
     assert counter.get_total_flops() == (config.flops_per_token - 6 * vectors - attention) * config.block_size
 
 

@@ -17,7 +17,7 @@ class Gpt2Step(FusedStep[Operand]):
 
     BLOCK_LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     NORMS = ("ln_1", "ln_2", "ln_f")
-    EPSILON, ACTIVATION = 1e-5, "gelu"
+    ACTIVATION = "gelu"
     up_sums: Tensor
 
     def __init__(self, config: ModelConfig, state: FlatState, products: Products[Any], deterministic: bool) -> None:

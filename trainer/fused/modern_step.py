@@ -18,7 +18,7 @@ from trainer.fused.kernels import Mix, MixGradients
 from trainer.fused.products import Normed, Operand, Products, ResidualGrad
 from trainer.fused.rotary_step import RotaryStep
 from trainer.fused.step import Norm, Saved
-from trainer.models.modern import EPSILON, SMEAR_WIDTH, SOFTCAP, ModernConfig
+from trainer.models.modern import SMEAR_WIDTH, SOFTCAP, ModernConfig
 
 
 class ModernStep(RotaryStep[Operand]):
@@ -26,7 +26,7 @@ class ModernStep(RotaryStep[Operand]):
 
     PACKED = {"attn.qkv": RotaryStep.QKV, "mlp.up": ("mlp.up_proj",)}
     NORMS = None
-    EPSILON, ACTIVATION, SENSE = EPSILON, "relu2", -1
+    ACTIVATION, SENSE = "relu2", -1
     norms_heads = norms_embedding = True
     cap = SOFTCAP
     config: ModernConfig

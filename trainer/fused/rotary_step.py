@@ -18,7 +18,6 @@ from trainer.fused.flat import FlatState
 from trainer.fused.products import Normed, Operand, Products
 from trainer.fused.step import Block, FusedStep, Saved, SavedMlp
 from trainer.models.grouped import GroupedHeads
-from trainer.models.llama import EPSILON
 from trainer.models.rotary import waves
 
 
@@ -36,6 +35,10 @@ class RotaryStep(FusedStep[Operand]):
         self.turning = config.n_head + config.kv_heads  # heads with positions
         self.waves: dict[int, tuple[Tensor, Tensor]] = {}  # by length of a sequence
 
+    @property
+    def epsilon(self) -> float:
+        return self.config.epsilon
+
     def _waves(self, T: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of all positions, (T, D/2) fp32."""
         if T not in self.waves:
@@ -46,7 +49,7 @@ class RotaryStep(FusedStep[Operand]):
 
     def place(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand], B: int) -> Tensor | None:
         cos, sin = self._waves(len(x) // B)
-        return rotary.rotate(qkv, cos, sin, self.turning, self.norms_heads, self.EPSILON)
+        return rotary.rotate(qkv, cos, sin, self.turning, self.norms_heads, self.epsilon)
 
     def place_backward(self, i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> None:
         cos, sin = self._waves(len(dqkv) // B)
@@ -59,7 +62,6 @@ class LlamaStep(RotaryStep[Operand]):
 
     PACKED = {"attn.qkv": RotaryStep.QKV, "mlp.up": ("mlp.gate_proj", "mlp.up_proj")}
     NORMS = ("attn_norm", "mlp_norm", "norm")
-    EPSILON = EPSILON
 
     def mlp(self, p: Products[Operand], block: Block, y: Operand) -> tuple[Operand, SavedMlp[Operand]]:
         pre = p.linear(block.up, y)

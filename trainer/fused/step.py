@@ -94,7 +94,6 @@ class FusedStep(Generic[Operand]):
     BLOCK_LAYERS: ClassVar[tuple[str, str, str, str]]  # before and after attention, the MLP's first and last
     PACKED: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # layers of several parameters, which lie side by side
     NORMS: ClassVar[tuple[str, str, str] | None]  # a block's two and the head's; None: they have no parameters
-    EPSILON: ClassVar[float]
     ACTIVATION: ClassVar[Activation]
     norms_embedding = False
     cap: float | None = None  # logits are cap · tanh(z / cap) of the head's products z
@@ -109,7 +108,7 @@ class FusedStep(Generic[Operand]):
         self.current = products  # the policy of the current update
         self.first = True  # the next micro-batch overwrites the gradients
         self.order: tuple[Tensor, Tensor] | None = None  # a micro-batch's tokens, sorted, and their places
-        shape = (config.n_head, config.n_embd, self.device, deterministic, config.kv_heads)
+        shape = (config.n_head, config.attention_width, self.device, deterministic, config.kv_heads)
         reaches = {reach: None if reach == config.block_size else reach for reach in config.contexts}
         kinds = {reach: Attention(*shape, window) for reach, window in reaches.items()}
         self.attentions = list(kinds.values())
@@ -133,6 +132,11 @@ class FusedStep(Generic[Operand]):
         return [*blocks, ["lm_head" if "lm_head.weight" in config.shapes else "wte"]]
 
     # --- of a family
+
+    @property
+    def epsilon(self) -> float:
+        """Of every norm."""
+        return 1e-5
 
     def place(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand], B: int) -> Tensor | None:
         """Give block `i`'s queries and keys their positions, in place; `norm` is that of the block's input x. Returns
@@ -178,12 +182,12 @@ class FusedStep(Generic[Operand]):
 
     def _norm(self, index: int, writer: Linear | None, reader: Linear) -> Norm:
         if self.NORMS is None:
-            return Norm(index, None, NormWeights(None, None, self.EPSILON), writer, reader, None)
+            return Norm(index, None, NormWeights(None, None, self.epsilon), writer, reader, None)
         name = self.NORMS[2] if index == 2 * self.n_blocks else f"h.{index // 2}.{self.NORMS[index % 2]}"
         weight, bias = (self.state.weights.get(f"{name}.{part}") for part in ("weight", "bias"))
         C, count = self.config.n_embd, 1 if bias is None else 3
         sums = torch.zeros(count, kernels.norm_partials(C, self.device), C, device=self.device)
-        return Norm(index, name, NormWeights(weight, bias, self.EPSILON), writer, reader, sums)
+        return Norm(index, name, NormWeights(weight, bias, self.epsilon), writer, reader, sums)
 
     def _zero(self) -> None:
         """Zero the gradients and partial sums to which every micro-batch adds."""

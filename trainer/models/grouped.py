@@ -19,10 +19,11 @@ HF_SIZES = {
     "vocab_size": "vocab_size",
     "n_kv_head": "num_key_value_heads",
 }
+HF_EPSILON = 1e-6  # of a config.json without rms_norm_eps
 
 
 class GroupedHeads(ModelConfig, ABC):
-    """A section with `n_kv_head` and rotary positions."""
+    """A section with `n_kv_head`, RMSNorm and rotary positions."""
 
     n_kv_head: int | None = Field(
         default=None, ge=1, description="Number of heads of keys and values; must divide n_head; null: n_head"
@@ -30,7 +31,10 @@ class GroupedHeads(ModelConfig, ABC):
     rope_base: float = Field(
         default=10_000.0, gt=1, allow_inf_nan=False, description="Base of the rotary positions' wavelengths"
     )
+    head_dim: int | None = Field(default=None, ge=2, description="Width of a head; null: n_embd / n_head")
+    epsilon: float = Field(default=1e-5, gt=0, lt=1, description="Added to the mean square in every RMSNorm")
 
+    added: ClassVar[tuple[str, ...]] = ("head_dim", "epsilon")
     hf_layer: ClassVar[Mapping[str, str]]  # modules of a block: ours, and transformers'
     hf_outside: ClassVar[Mapping[str, str]]  # the others
     hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]]  # in a config.json; an absent field has the first value
@@ -40,22 +44,27 @@ class GroupedHeads(ModelConfig, ABC):
         return self.n_kv_head or self.n_head
 
     @property
+    def head_size(self) -> int:
+        return self.head_dim or super().head_size
+
+    @property
     def vocabulary_rows(self) -> tuple[str, ...]:
         return ("wte.weight", "lm_head.weight")
 
     @property
     def implied(self) -> dict[str, Any]:
-        return {"n_kv_head": self.kv_heads}
+        return {"n_kv_head": self.kv_heads, "head_dim": self.head_size}
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
         if self.n_head % self.kv_heads:
             near = next(n for n in range(min(self.kv_heads, self.n_head), 0, -1) if self.n_head % n == 0)
             raise ValueError(f"n_kv_head {self.kv_heads} does not divide n_head {self.n_head}; {near} would")
-        if self.n_embd % self.n_head == 0 and self.head_size % 2:
+        if (self.head_dim or self.n_embd % self.n_head == 0) and self.head_size % 2:
+            given = f"head_dim {self.head_dim}" if self.head_dim else f"n_head {self.n_head}"
             raise ValueError(
-                f"n_head {self.n_head} gives heads of the odd width {self.head_size}, and rotary positions turn pairs; "
-                f"use another n_head or n_embd"
+                f"{given} gives heads of the odd width {self.head_size}, and rotary positions turn pairs; "
+                f"use another n_head, n_embd or head_dim"
             )
         return self
 
@@ -67,6 +76,7 @@ class GroupedHeads(ModelConfig, ABC):
             # transformers 5 reads rope_parameters, older versions read rope_theta.
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_base},
             "rope_theta": self.rope_base,
+            "rms_norm_eps": self.epsilon,
             "attention_dropout": 0.0,
         }
 
@@ -92,20 +102,25 @@ class GroupedHeads(ModelConfig, ABC):
 
     @classmethod
     def fields_of_hf(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        family, rope = cls.model_fields["family"].default, values.get("rope_parameters") or {}
+        family = cls.model_fields["family"].default
+        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
         for name, allowed in cls.hf_constants.items():
             if (value := values.get(name, allowed[0])) not in allowed:
                 raise UserError(f"{where}: {name} is {shown(value)}; family {family} here has {allowed[0]!r}")
-        if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
-            raise UserError(f"{where}: rope_parameters are {shown(rope)}; family {family} here has rope_type 'default'")
+        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise UserError(
+                f"{where}: its rotary positions are scaled ({shown(rope)}), as Llama 3.1's are; family {family} here "
+                "has plain ones (rope_type 'default')"
+            )
         given: dict[str, Any] = {ours: values.get(theirs) for ours, theirs in HF_SIZES.items()}
         given["n_kv_head"] = given["n_kv_head"] or given["n_head"]
         for name, value in given.items():
             if type(value) is not int:
                 raise UserError(f"{where}: {HF_SIZES[name]} is {shown(value)}, which is not a number")
-        if values.get("head_dim") not in (None, given["n_embd"] // max(1, given["n_head"])):
-            raise UserError(f"{where}: head_dim is {shown(values['head_dim'])}; here it is hidden_size / heads")
+        head = values.get("head_dim") or given["n_embd"] // max(1, given["n_head"])
         base = rope.get("rope_theta", values.get("rope_theta", cls.model_fields["rope_base"].default))
-        if not isinstance(base, int | float):
-            raise UserError(f"{where}: rope_theta is {shown(base)}, which is not a number")
-        return given | {"family": family, "rope_base": float(base)}
+        epsilon = values.get("rms_norm_eps", HF_EPSILON)
+        for name, value in (("head_dim", head), ("rope_theta", base), ("rms_norm_eps", epsilon)):
+            if type(value) not in ((int,) if name == "head_dim" else (int, float)):
+                raise UserError(f"{where}: {name} is {shown(value)}, which is not a number")
+        return given | {"family": family, "rope_base": float(base), "head_dim": head, "epsilon": float(epsilon)}

@@ -12,7 +12,7 @@ from pydantic import Field
 from trainer.errors import UserError, shown
 from trainer.models.grouped import GroupedHeads
 
-EPSILON = 1e-5  # of every RMSNorm, as Llama 2 and 3
+QWEN3_HEAD = 128  # head_dim of a Qwen3 whose config.json has none
 # Ours in a block, and transformers'.
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -26,9 +26,7 @@ HF_CONSTANTS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "rope_scaling": (None,),
     "use_sliding_window": (False,),
-    "rms_norm_eps": (EPSILON,),
 }
 
 
@@ -73,9 +71,10 @@ class LlamaConfig(GroupedHeads):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c, kv, inner, d = self.n_embd, self.kv_heads * self.head_size, self.inner, self.head_size
+        heads = self.attention_width
         layer: dict[str, tuple[int, ...]] = {
             "attn_norm": (c,),
-            **{"attn.q_proj": (c, c), "attn.k_proj": (kv, c), "attn.v_proj": (kv, c), "attn.o_proj": (c, c)},
+            **{"attn.q_proj": (heads, c), "attn.k_proj": (kv, c), "attn.v_proj": (kv, c), "attn.o_proj": (c, heads)},
             **({"attn.q_norm": (d,), "attn.k_norm": (d,)} if self.qk_norm else {}),
             "mlp_norm": (c,),
             **{"mlp.gate_proj": (inner, c), "mlp.up_proj": (inner, c), "mlp.down_proj": (c, inner)},
@@ -101,7 +100,6 @@ class LlamaConfig(GroupedHeads):
             "intermediate_size": self.inner,
             "head_dim": self.head_size,
             "hidden_act": "silu",
-            "rms_norm_eps": EPSILON,
             "attention_bias": False,
             "tie_word_embeddings": self.tied_head,
             **({} if self.qk_norm else {"mlp_bias": False}),
@@ -112,6 +110,8 @@ class LlamaConfig(GroupedHeads):
         inner = values.get("intermediate_size")
         if type(inner) is not int:
             raise UserError(f"{where}: intermediate_size is {shown(inner)}, which is not a number")
+        if values.get("model_type") == "qwen3":
+            values = {"head_dim": QWEN3_HEAD, **values}
         return super().fields_of_hf(values, where) | {
             "n_inner": inner,
             "qk_norm": values.get("model_type") == "qwen3",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.language_model import Context, Embedding, LanguageModel, Linear
-from trainer.models.llama import EPSILON, LlamaConfig
+from trainer.models.llama import LlamaConfig
 from trainer.models.model_config import ModelConfig
 from trainer.models.rotary import RMSNorm, RotaryAttention, waves
 
@@ -22,7 +22,7 @@ class Attention(RotaryAttention):
         super().__init__(config, layer)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
-            self.q_norm, self.k_norm = (RMSNorm(config.head_size, EPSILON) for _ in range(2))
+            self.q_norm, self.k_norm = (RMSNorm(config.head_size, config.epsilon) for _ in range(2))
 
     def placed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if self.qk_norm:
@@ -48,9 +48,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(config.n_embd, EPSILON)
+        self.attn_norm = RMSNorm(config.n_embd, config.epsilon)
         self.attn = Attention(config, layer)
-        self.mlp_norm = RMSNorm(config.n_embd, EPSILON)
+        self.mlp_norm = RMSNorm(config.n_embd, config.epsilon)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context | None = None) -> Tensor:
@@ -67,7 +67,7 @@ class Llama(LanguageModel):
         super().__init__(config, recompute)
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = RMSNorm(config.n_embd, EPSILON)
+        self.norm = RMSNorm(config.n_embd, config.epsilon)
         if not config.tied_head:
             self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
 

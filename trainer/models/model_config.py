@@ -52,7 +52,9 @@ class ModelConfig(Section, ABC):
     family: str = Field(default="gpt2", description="Architecture")
     n_layer: int = Field(ge=1, le=LAYERS, description="Number of transformer blocks")
     n_head: int = Field(ge=1, description="Number of attention heads; must divide n_embd")
-    n_embd: int = Field(ge=1, description="Width of the residual stream; a multiple of n_head")
+    n_embd: int = Field(
+        ge=1, description="Width of the residual stream; a multiple of n_head, unless head_dim is given"
+    )
     block_size: int = Field(ge=1, description="Length of a training sequence, T, and of the context [tokens]")
     vocab_size: int = Field(
         default=50_257,
@@ -72,7 +74,7 @@ class ModelConfig(Section, ABC):
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
-        if self.n_embd % self.n_head:
+        if self.n_embd % self.n_head and getattr(self, "head_dim", None) is None:
             raise ValueError(
                 f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}; "
                 f"{self.n_embd - self.n_embd % self.n_head or self.n_head} would be"
@@ -88,6 +90,11 @@ class ModelConfig(Section, ABC):
     def head_size(self) -> int:
         """The width of a head."""
         return self.n_embd // self.n_head
+
+    @property
+    def attention_width(self) -> int:
+        """The width of all heads of queries together."""
+        return self.n_head * self.head_size
 
     @property
     def kv_heads(self) -> int:
@@ -145,7 +152,7 @@ class ModelConfig(Section, ABC):
         looked_up = ("wpe.", "ve.") if tied else ("wpe.", "ve.", "wte.")
         n = sum(prod(shape) for name, shape in self.shapes.items() if not name.startswith(looked_up))
         n += (self.padded_vocab_size - self.vocab_size) * self.n_embd
-        return 6 * n + 12 * self.n_embd * sum(self.contexts)
+        return 6 * n + 12 * self.attention_width * sum(self.contexts)
 
     # --- as Hugging Face's transformers has it
 

@@ -13,7 +13,6 @@ from pydantic import Field, model_validator
 from trainer.errors import UserError, shown
 from trainer.models.grouped import GroupedHeads
 
-EPSILON = 1e-6  # of every RMSNorm
 GATE_WIDTH = 32  # the first numbers of the residual stream decide how much of a value embedding is added
 SMEAR_WIDTH = 24  # the first numbers of an embedding decide how much of the one before it is added
 SOFTCAP = 15.0  # logits are SOFTCAP · tanh(z / SOFTCAP), as in Gemma 2 (2024)
@@ -27,7 +26,6 @@ OUTSIDE = {"wte": "model.embed_tokens", "lm_head": "lm_head"}
 HF_CONSTANTS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("relu2",),
     "attention_bias": (False,),
-    "rms_norm_eps": (EPSILON,),
     "final_logit_softcapping": (SOFTCAP,),
     "tie_word_embeddings": (False,),
 }
@@ -43,6 +41,7 @@ class ModernConfig(GroupedHeads):
     rope_base: float = Field(
         default=100_000.0, gt=1, allow_inf_nan=False, description="Base of the rotary positions' wavelengths"
     )
+    epsilon: float = Field(default=1e-6, gt=0, lt=1, description="Added to the mean square in every RMSNorm")
 
     residual_lambdas: bool = Field(
         default=False,
@@ -78,9 +77,10 @@ class ModernConfig(GroupedHeads):
         "modded-nanogpt); transformers has no class for it",
     )
 
-    added: ClassVar[tuple[str, ...]] = (
+    options: ClassVar[tuple[str, ...]] = (
         *("residual_lambdas", "value_embeddings", "window", "window_pattern", "smear", "backout"),
     )
+    added: ClassVar[tuple[str, ...]] = (*GroupedHeads.added, *options)
     title: ClassVar[str] = "nanochat"
     hf_layer: ClassVar[Mapping[str, str]] = LAYER
     hf_outside: ClassVar[Mapping[str, str]] = OUTSIDE
@@ -114,7 +114,7 @@ class ModernConfig(GroupedHeads):
     def used(self) -> str:
         """The options that are on, in words."""
         fields = type(self).model_fields
-        return " and ".join(f"model.{name}" for name in self.added if getattr(self, name) != fields[name].default)
+        return " and ".join(f"model.{name}" for name in self.options if getattr(self, name) != fields[name].default)
 
     @property
     def why_not_fused(self) -> str | None:
@@ -128,9 +128,9 @@ class ModernConfig(GroupedHeads):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        c, kv = self.n_embd, self.kv_heads * self.head_size
+        c, kv, heads = self.n_embd, self.kv_heads * self.head_size, self.attention_width
         layer: dict[str, tuple[int, ...]] = {
-            **{"attn.q_proj": (c, c), "attn.k_proj": (kv, c), "attn.v_proj": (kv, c), "attn.o_proj": (c, c)},
+            **{"attn.q_proj": (heads, c), "attn.k_proj": (kv, c), "attn.v_proj": (kv, c), "attn.o_proj": (c, heads)},
             **{"mlp.up_proj": (4 * c, c), "mlp.down_proj": (c, 4 * c)},
         }
         shapes: dict[str, tuple[int, ...]] = {}
@@ -167,10 +167,10 @@ class ModernConfig(GroupedHeads):
             "model_type": "nanochat",
             "intermediate_size": 4 * self.n_embd,
             "hidden_act": "relu2",
-            "rms_norm_eps": EPSILON,
             "attention_bias": False,
             "final_logit_softcapping": SOFTCAP,
             "tie_word_embeddings": False,
+            **({"head_dim": self.head_dim} if self.head_dim else {}),
         }
 
     @classmethod

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainer.models.language_model import Context, Embedding, LanguageModel, Linear, band
 from trainer.models.model_config import ModelConfig
-from trainer.models.modern import EPSILON, GATE_WIDTH, SMEAR_WIDTH, SOFTCAP, ModernConfig
+from trainer.models.modern import GATE_WIDTH, SMEAR_WIDTH, SOFTCAP, ModernConfig
 from trainer.models.rotary import RotaryAttention, rms_norm, waves
 
 # First values.
@@ -32,6 +32,7 @@ class Attention(RotaryAttention):
 
     def __init__(self, config: ModernConfig, layer: int) -> None:
         super().__init__(config, layer)
+        self.epsilon = config.epsilon
         if config.contexts[layer] < config.block_size:
             self.window = config.contexts[layer]
         if layer in config.value_layers:
@@ -45,7 +46,7 @@ class Attention(RotaryAttention):
     def placed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # The other sense of rotation, as nanochat and transformers' NanoChat turn.
         q, k = super().placed(q, k, cos, -sin)
-        return rms_norm(q, EPSILON), rms_norm(k, EPSILON)
+        return rms_norm(q, self.epsilon), rms_norm(k, self.epsilon)
 
 
 class MLP(nn.Module):
@@ -65,6 +66,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModernConfig, layer: int) -> None:
         super().__init__()
+        self.epsilon = config.epsilon
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
 
@@ -77,10 +79,10 @@ class Block(nn.Module):
         embedded: Tensor | None = None,
         near: Tensor | None = None,
     ) -> Tensor:
-        normed = rms_norm(x, EPSILON)
+        normed = rms_norm(x, self.epsilon)
         more = None if embedded is None else self.attn.gated(normed, embedded)
         x = x + self.attn(normed, cos, sin, context, more, near)
-        return x + self.mlp(rms_norm(x, EPSILON))
+        return x + self.mlp(rms_norm(x, self.epsilon))
 
 
 class Modern(LanguageModel):
@@ -110,7 +112,7 @@ class Modern(LanguageModel):
         near = None  # the mask of the short layers, one for all
         if context is None and self.config.window is not None:
             near = band(tokens.size(1), self.config.window, tokens.device)
-        x = rms_norm(self.wte(tokens), EPSILON)
+        x = rms_norm(self.wte(tokens), self.config.epsilon)
         if self.config.smear:
             x = self.smeared(x, context)
         first = middle = x
@@ -122,7 +124,7 @@ class Modern(LanguageModel):
             middle = x if i == self.config.n_layer // 2 else middle
         if self.config.backout:
             x = x - self.backout_lambda * middle
-        return rms_norm(x, EPSILON)
+        return rms_norm(x, self.config.epsilon)
 
     def smeared(self, x: Tensor, context: Context | None) -> Tensor:
         """Embeddings (B, T, C) with a part of the one before each."""

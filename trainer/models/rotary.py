@@ -32,10 +32,10 @@ class RotaryAttention(nn.Module):
         super().__init__()
         self.n_head, self.kv_heads, self.layer = config.n_head, config.kv_heads, layer
         kv = config.kv_heads * config.head_size
-        self.q_proj = Linear(config.n_embd, config.n_embd, bias=False)
+        self.q_proj = Linear(config.n_embd, config.attention_width, bias=False)
         self.k_proj = Linear(config.n_embd, kv, bias=False)
         self.v_proj = Linear(config.n_embd, kv, bias=False)
-        self.o_proj = Linear(config.n_embd, config.n_embd, bias=False)
+        self.o_proj = Linear(config.attention_width, config.n_embd, bias=False)
 
     def placed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, H, T, D) with their positions."""
@@ -52,7 +52,7 @@ class RotaryAttention(nn.Module):
     ) -> Tensor:
         """`more` (B, T, kv_heads, head_size) is added to the values; `band` (T, T) is the mask of the window, for rows
         without a context."""
-        B, T, C = x.shape
+        B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, self.n_head, -1).transpose(1, 2)
         k, v = (made(x).view(B, T, self.kv_heads, -1).transpose(1, 2) for made in (self.k_proj, self.v_proj))
         q, k = self.placed(q, k, cos, sin)
@@ -63,7 +63,7 @@ class RotaryAttention(nn.Module):
             if band is not None:  # with a mask, CUDA's attention in little memory takes no grouped keys
                 k, v = (heads.repeat_interleave(self.n_head // self.kv_heads, 1) for heads in (k, v))
             y = attention(q, k, v, band, causal=band is None)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 def rms_norm(x: Tensor, epsilon: float) -> Tensor:
