@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from starlette.concurrency import iterate_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from pipelines.sample import Fragment, TextModel
 from trainer.errors import UserError, cut
@@ -34,6 +35,8 @@ MAX_TEXTS = 16  # prompts times n
 WAITING = 8  # requests at most, besides the one that is served
 WAIT_SECONDS = 120.0  # then a waiting request is refused
 GENERATION_SECONDS = 600.0  # of one request, with the time that its client takes to read
+ARRIVAL_SECONDS = 10.0  # of a request: else silent connections would use up all that the server takes
+MAX_STOPS = 4
 PAGE = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -88,7 +91,7 @@ class CompletionRequest(BaseModel):
     top_k: int | None = Field(default=None, ge=1)
     n: int = Field(default=1, ge=1, le=MAX_TEXTS)
     seed: int | None = Field(default=None, ge=0, lt=1 << 62)
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None  # accepted and not used
@@ -96,16 +99,22 @@ class CompletionRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, values: Any) -> Any:
-        """OpenAI's clients may send null for "not given"."""
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+        """OpenAI's clients may send null for "not given", and one stop string alone."""
+        if not isinstance(values, dict):
+            return values
+        given = {k: v for k, v in values.items() if v is not None}
+        return given | {"stop": [given["stop"]]} if isinstance(given.get("stop"), str) else given
 
     @property
     def prompts(self) -> list[str]:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+class Answer(JSONResponse):
+    """JSON in ASCII, which holds what UTF-8 cannot: half of a surrogate pair in what a message quotes."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
 
 
 class Queue:
@@ -160,14 +169,14 @@ def make_app(
         elif not isinstance(error, Refused):
             message = str(error) if isinstance(error, UserError) else "an internal error; the server's terminal has it"
             error = Refused(500, message)
-        return JSONResponse(error.body, error.status)
+        return Answer(error.body, error.status)
 
     for kind in (Exception, UserError, Refused, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, refusal)
     for path, (name, media_type) in PAGE.items():
         app.add_api_route(path, page(name, media_type), methods=["GET"])
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, Any]:
         return {"status": "ok", "model": model.run, "busy": queue.turn.locked(), "waiting": queue.waiting}
 
@@ -180,6 +189,10 @@ def make_app(
         if name != model.run:
             raise Refused(404, f"no such model; this endpoint serves {model.run}", "model", "model_not_found")
         return about
+
+    @app.post("/v1/chat/completions")
+    async def chat() -> None:
+        raise Refused(404, "chat is not served: a base model continues text; use /v1/completions")
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
@@ -197,7 +210,7 @@ def make_app(
                 return Response(status_code=499)
         choices = [choice(n, text, end) for n, (text, end) in enumerate(zip(texts, ends, strict=True))]
         usage = usage_of(prompts, [end.tokens for end in ends])
-        return JSONResponse(base | {"choices": choices, "usage": usage})
+        return Answer(base | {"choices": choices, "usage": usage})
 
     async def fragments(asked: CompletionRequest, prompts: list[list[int]]) -> AsyncIterator[Fragment]:
         """Wait for the turn, and generate: n texts for each prompt, one prompt after the other, in a thread."""
@@ -209,7 +222,7 @@ def make_app(
         async with queue.wait():
             late = time.monotonic() + seconds
             for first, prompt in enumerate(prompts):
-                steps = model.continue_prompt(prompt, asked.max_tokens, seeds, sampling, asked.stops)
+                steps = model.continue_prompt(prompt, asked.max_tokens, seeds, sampling, asked.stop)
                 async for step in iterate_in_threadpool(steps):
                     if time.monotonic() > late:
                         raise Refused(503, f"the generation took more than {seconds:g} s", code="timeout")
@@ -300,10 +313,24 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", []), *more]}
             await send(message)
 
+        late, arriving = asyncio.get_running_loop().time() + ARRIVAL_SECONDS, scope["type"] == "http"
+
+        async def receive_in_time() -> Message:
+            nonlocal arriving
+            if not arriving:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(late):
+                    message = await receive()
+            except TimeoutError:
+                message = {"type": "http.disconnect"}
+            arriving = bool(message.get("more_body"))
+            return message
+
         if scope["type"] == "http" and (refusal := self.refusal(scope)):
-            await JSONResponse(refusal.body, refusal.status)(scope, receive, send_with_headers)
+            await Answer(refusal.body, refusal.status)(scope, receive, send_with_headers)
         elif scope["type"] != "websocket":  # there are none
-            await self.app(scope, receive, send_with_headers)
+            await self.app(scope, receive_in_time, send_with_headers)
 
     def refusal(self, scope: Scope) -> Refused | None:
         """Why a request is refused."""
@@ -318,3 +345,29 @@ class Guard:
         if scope["method"] == "POST" and headers.get(b"content-type", "").partition(";")[0] != "application/json":
             return Refused(415, "the Content-Type is application/json")  # a foreign page can't send that unasked
         return None
+
+
+class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Closes a connection on which no request has arrived for ARRIVAL_SECONDS; uvicorn waits for ever."""
+
+    limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._limit_wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._limit_wait()
+
+    def _limit_wait(self) -> None:
+        if self.limit is None and self._waits():
+            self.limit = self.loop.call_later(ARRIVAL_SECONDS, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        self.limit = None
+        if self._waits():
+            self.transport.close()
+
+    def _waits(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete

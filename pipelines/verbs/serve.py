@@ -29,7 +29,7 @@ def serve(
     """
     import uvicorn
 
-    from pipelines.serve.app import make_app
+    from pipelines.serve.app import ImpatientProtocol, make_app
     from pipelines.show.console import say
 
     listening = listen(host, port)
@@ -48,6 +48,7 @@ def serve(
         hosts = {f"{name}:{bound}" for name in (LOOPBACK, "localhost", "[::1]")} if local else None
         config = uvicorn.Config(
             make_app(model, hosts),
+            http=ImpatientProtocol,
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -23,7 +23,7 @@ import uvicorn
 from browser import COMPLAINTS, Browser, open_browser
 
 from pipelines.sample import TextModel
-from pipelines.serve.app import MAX_BYTES, MAX_TEXTS, Queue, Refused, make_app
+from pipelines.serve.app import MAX_BYTES, MAX_TEXTS, ImpatientProtocol, Queue, Refused, make_app
 from pipelines.text.tokenizer import tokenizer
 from pipelines.verbs.serve import listen
 from trainer.errors import UserError
@@ -63,7 +63,8 @@ class Endpoint:
         self.port = self.socket.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
         app = make_app(self.model, {self.address}, **limits)
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+        bounds: dict[str, Any] = {"http": ImpatientProtocol, "limit_concurrency": 8, "timeout_graceful_shutdown": 1}
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", **bounds))
         self.thread = threading.Thread(target=lambda: self.server.run(sockets=[self.socket]))
         self.thread.start()
         while not self.server.started:
@@ -168,6 +169,12 @@ def test_a_stop_string_ends_a_text_before_it(endpoint: Endpoint) -> None:
         ({"prompt": ["a"] * 9, "n": 2}, 400, "n", f"9 prompts x 2 are more than {MAX_TEXTS} texts"),
         ({"top_p": "0.5"}, 400, "top_p", "valid number"),
         ({"logprobs": 1}, 400, "logprobs", "unrecognized request argument"),
+        ({"stop": list("abcde")}, 400, "stop", "at most 4 items"),
+        ({"stop": [1]}, 400, "stop", "valid string"),
+        ({"model": "\ud83c"}, 404, "model", "does not exist"),
+        ({"\ud83c": 1}, 400, None, ""),
+        (b'"text"', 400, None, "must be a JSON object"),
+        (b"1", 400, None, "must be a JSON object"),
         ({"model": "gpt-4"}, 404, "model", "the model 'gpt-4' does not exist; this endpoint serves speaker"),
         (b"{", 400, None, "must be a JSON object"),
         (b"[]", 400, None, "must be a JSON object"),
@@ -188,7 +195,9 @@ def test_only_the_paths_of_openais_completions_are_there(endpoint: Endpoint) -> 
     (model,) = endpoint.ask("/v1/models")[1]["data"]
     assert endpoint.ask("/v1/models/speaker") == (200, model) and model["id"] == "speaker"
     assert endpoint.ask("/health") == (200, {"status": "ok", "model": "speaker", "busy": False, "waiting": 0})
-    assert endpoint.ask("/v1/chat/completions", {"messages": []})[0] == 404
+    status, answer = endpoint.ask("/v1/chat/completions", {"messages": []})
+    assert status == 404 and "chat is not served" in answer["error"]["message"]
+    assert endpoint.send("HEAD", "/health").status == 200
     assert endpoint.ask("/docs")[0] == endpoint.ask("/openapi.json")[0] == 404  # FastAPI's load foreign scripts
     status, answer = endpoint.ask("/v1/completions")
     assert status == 405 and "Method Not Allowed" in answer["error"]["message"]
@@ -209,6 +218,21 @@ def test_a_foreign_page_gets_nothing(endpoint: Endpoint) -> None:
     answer = endpoint.send("OPTIONS", "/v1/completions", Origin=f"http://{endpoint.address}")
     assert answer.status == 405 and not [name for name in answer.headers if name.startswith("access-control")]
     assert answer.headers["x-frame-options"] == "DENY"
+
+
+def test_silent_connections_are_closed_and_lock_nobody_out(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.serve.app.ARRIVAL_SECONDS", 0.5)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {endpoint.address}\r\nContent-Type: application/json\r\n"
+    whole = f"GET /health HTTP/1.1\r\nHost: {endpoint.address}\r\n\r\n"
+    starts = ("", "GET ", head, f"{head}Content-Length: 9\r\n\r\n", f"{whole}GET ")
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", endpoint.port), 30)) for _ in range(10)]
+        for number, connection in enumerate(silent[:8]):
+            connection.sendall(starts[number % len(starts)].encode())
+        for connection in silent:
+            while connection.recv(65536):
+                pass
+    assert endpoint.ask(body={"max_tokens": 1})[0] == 200
 
 
 # --- one at a time
