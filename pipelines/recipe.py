@@ -388,8 +388,9 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
     """A shipped recipe or a file, with `section.field=value` changes. UserError names the wrong field and file."""
     path = shipped().get(name_or_path) or Path(name_or_path)
     if not os.path.isfile(path):
+        beside = [f"{name_or_path}{end}" for end in (".yaml", ".yml") if os.path.isfile(f"{name_or_path}{end}")]
         begun = [name for name in shipped() if name_or_path and name.startswith(name_or_path)]
-        near = begun or difflib.get_close_matches(name_or_path, shipped(), 1)
+        near = beside or begun or difflib.get_close_matches(name_or_path, shipped(), 1)
         hint = f"did you mean '{near[0]}'?" if near else f"shipped are {', '.join(shipped())}"
         raise UserError(f"{cut(name_or_path)}: neither a shipped recipe nor a file; {hint}")
     values = read_yaml(path)

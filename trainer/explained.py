@@ -14,9 +14,12 @@ from trainer.models.model_config import REMOVED_FIELDS
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserError:
     """pydantic's errors as one line each: `where: train.learning_rte: unknown field; did you mean …`."""
     lines: dict[str, list[str]] = {}  # a union reports one error for each member: join them into one line a field
-    for e in error.errors():
+    # Misspelt fields first: they are why others are missing.
+    for e in sorted(error.errors(), key=lambda e: e["type"] == "missing"):
         path, message = _one_line(e, model)
-        lines.setdefault(path, []).append(message)
+        meant = {line.rpartition("'?")[0].rpartition("did you mean '")[2] for known in lines.values() for line in known}
+        if e["type"] != "missing" or path.rpartition(".")[2] not in meant:
+            lines.setdefault(path, []).append(message)
     complaints = (": ".join(filter(None, (where, path, ", or ".join(m)))) for path, m in lines.items())
     return UserError("\n".join(complaints))
 
@@ -42,6 +45,11 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     if len(path) > 1 and path[-1] not in known:
         path = path[:-1]
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] in ("model_type", "model_attributes_type"):
+        message = "must be fields: {NAME: VALUE, …}"
+    elif error["type"] == "string_pattern_mismatch":
+        fields = [section.model_fields[path[-1]] for section in sections if path[-1] in section.model_fields]
+        message = f"must be: {fields[0].description}" if fields else "has a wrong form"
     message = message[0].lower() + message[1:]
     got = "" if error["type"] == "value_error" else f" (got {shown(error['input'])})"
     return ".".join(path), f"{message}{got}{_near_value(error)}"
@@ -52,7 +60,7 @@ def _near_value(error: ErrorDetails) -> str:
     if error["type"] != "literal_error":
         return ""
     known = re.findall("'([^']*)'", error["ctx"]["expected"])
-    near = difflib.get_close_matches(str(error["input"]).lower(), known, 1)
+    near = difflib.get_close_matches(str(error["input"]).lower(), known, 1, cutoff=0.7)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 

@@ -360,7 +360,7 @@ def _open_partial(path: Path) -> BinaryIO:
             if error.errno in (errno.EACCES, errno.EROFS):
                 raise UserError(f"{path.parent}: not writable ({error.strerror}); choose a writable folder") from error
             raise
-    raise FileNotFoundError(errno.ENOENT, "another process removes the folder again and again", str(path.parent))
+    raise UserError(f"{path.parent}: cannot be made, or is removed again and again; choose another folder")
 
 
 def _sync(file: BinaryIO) -> None:

@@ -373,6 +373,8 @@ def open_store(uri: str) -> Store:
             raise UserError(f"store {uri!r}: {prefix!r} is not a valid prefix; use one such as 'team/runs'") from None
     if kind == "file" and rest:
         return _local(uri, Path(rest))
+    if re.fullmatch(r"[\w.-]*\w", uri) and not os.path.isdir(uri):
+        raise UserError(f"store {uri!r}: neither a bucket nor a folder that exists; write s3://{uri} or ./{uri}")
     if uri and not scheme:
         return _local(uri, Path(uri))
     raise UserError(f"store {uri!r}: not a store; give s3://BUCKET/PREFIX, file://PATH or a path (./NAME)")

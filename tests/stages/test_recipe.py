@@ -165,9 +165,12 @@ def test_a_shipped_recipe_divides_its_batch_over_one_gpu_and_over_eight(name: st
 # --- mistakes
 
 
-def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert complaint("smoek") == "smoek: neither a shipped recipe nor a file; did you mean 'smoke'?"
     assert "shipped are smoke, smoke-modern, gpt2-124m" in complaint("zzz")
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path)
+    assert complaint("my").endswith("did you mean 'my.yaml'?")
     assert "shipped are smoke, smoke-modern, gpt2-124m" in complaint("a" * 300)  # longer than a file's name may be
 
 
@@ -179,7 +182,9 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
         ("tokens.colour=red", "my.yaml: tokens.colour: unknown field; known here: source, sources, subset, "),
         ("train.max_steps=fast", "my.yaml: train.max_steps: input should be a valid integer (got 'fast')"),
         ("train.schedule=sine", "my.yaml: train.schedule: input should be 'cosine', 'wsd', 'linear' or 'constant'"),
-        ("name=Big Run", "my.yaml: name: string should match pattern"),
+        ("name=Big Run", "my.yaml: name: must be: Name of the run and of its artifacts: up to 63 of a-z, 0-9, '.'"),
+        ("model=3", "my.yaml: model: must be fields: {NAME: VALUE, …} (got 3)"),
+        ("runtime.device=gpu", "runtime.device: input should be 'auto', 'cpu', 'cuda' or 'mps' (got 'gpu')"),
         (
             "tokens.tokenizer=gpt3",
             "my.yaml: tokens.tokenizer: input should be 'gpt2', 'bytes' or {file: …, sha256: …} (got 'gpt3')",
@@ -230,6 +235,11 @@ def test_all_mistakes_of_a_recipe_are_reported_at_once(tmp_path: Path) -> None:
         load_recipe(str(path))
     fields = [line.split(": ")[1] for line in str(mistake.value).splitlines()]
     assert sorted(fields) == ["model.n_layer", "train.learning_rate", "train.max_stepps"]
+    path.write_text(path.read_text().replace("max_steps:", "max_stps:"))  # one line, and none that it is missing
+    with pytest.raises(UserError) as mistake:
+        load_recipe(str(path))
+    assert [line.split(": ")[1] for line in str(mistake.value).splitlines()][0] == "train.max_stps"
+    assert "missing" not in str(mistake.value)
 
 
 @pytest.mark.parametrize(

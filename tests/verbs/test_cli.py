@@ -83,6 +83,11 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
             ["run", "tiny.yaml", "--store", "ftp://host/x"],
             "error: store 'ftp://host/x': not a store; give s3://BUCKET/PREFIX, file://PATH or a path (./NAME)",
         ),
+        (
+            ["run", "tiny.yaml", "--store", "my-bucket"],
+            "error: store 'my-bucket': neither a bucket nor a folder that exists; write s3://my-bucket or ./my-bucket",
+        ),
+        (["run", "tiny.yaml", "--store", "file:///proc/x"], "error: /proc/x/runs: cannot be made, or is removed again"),
         (["plan", "tiny.yaml", "--set", "tokens.source=nowhere/*.txt"], "error: tokens.source: no file matches"),
         (["report", "nope"], "error: nope: no such run in file://"),
         (

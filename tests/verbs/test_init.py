@@ -43,14 +43,14 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_an_option_wins_over_the_environment_and_both_over_the_file(tmp_path: Path) -> None:
-    written(tmp_path, "store: from-file\ntracking: 'https://mlflow.example.org'\n")
+    written(tmp_path, "store: ./from-file\ntracking: 'https://mlflow.example.org'\n")
     for arguments, more, store in (
-        (["--store", "from-option"], {"SKYTRAIN_STORE": "from-variable"}, "from-option"),
-        ([], {"SKYTRAIN_STORE": "from-variable"}, "from-variable"),
-        ([], {}, "from-file"),
+        (["--store", "./from-option"], {"SKYTRAIN_STORE": "./from-variable"}, "./from-option"),
+        ([], {"SKYTRAIN_STORE": "./from-variable"}, "./from-variable"),
+        ([], {}, "./from-file"),
     ):
         done = skytrain(tmp_path, "status", "nobody", *arguments, **more)
-        assert done.returncode == 2 and f"no such run in file://{tmp_path}/{store}" in done.stderr
+        assert done.returncode == 2 and f"no such run in file://{tmp_path}{store[1:]}" in done.stderr
 
     project = Project.read(tmp_path / "skytrain.yaml")
     for shell, then in (
@@ -69,7 +69,7 @@ def test_an_option_wins_over_the_environment_and_both_over_the_file(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_launch_takes_place_budget_and_image_of_the_file_unless_an_option_gives_them(tmp_path: Path) -> None:
-    written(tmp_path, "store: runs\ninfra: lambda\nbudget: 7\nimage: example.org/me/skytrain:1\n")
+    written(tmp_path, "store: ./runs\ninfra: lambda\nbudget: 7\nimage: example.org/me/skytrain:1\n")
     more = {"SKYPILOT_API_SERVER_ENDPOINT": "http://127.0.0.1:9"}
     job = in_a_process(tmp_path, "launch", "smoke", "--dry-run", "--budget", "9", **more).stdout
     assert "SKYTRAIN_BUDGET: '9'" in job and "SKYTRAIN_IMAGE: example.org/me/skytrain:1" in job
@@ -136,7 +136,7 @@ def test_init_writes_the_file_checks_the_bucket_and_replaces_no_file_without_a_w
     assert yaml.safe_load(text) == {"store": options[2], "tracking": "off", "budget": 25}
     assert moto_server.secret_key not in done.stdout + text
 
-    done = skytrain(tmp_path, "init", "--store", "runs", **more)
+    done = skytrain(tmp_path, "init", "--store", "./runs", **more)
     assert done.returncode == 2 and done.stderr.startswith("error: init: skytrain.yaml exists; edit it, or add --repl")
-    done = in_a_process(tmp_path, "init", "--store", "runs", "--replace", **more)
+    done = in_a_process(tmp_path, "init", "--store", "./runs", "--replace", **more)
     assert done.returncode == 0 and "is writable, and refuses a second create" in done.stdout
