@@ -8,14 +8,16 @@ venv=${SKYTRAIN_VENV:-}
 if [ -z "$venv" ]; then
   PATH="$HOME/.local/bin:$PATH"   # SkyPilot installs uv there
   own_home=$(getent passwd "$(id -un)" | cut -d: -f6)   # on Slurm, HOME belongs to the cluster and is removed with it
-  sum=$(cat "$tree/pyproject.toml" "$tree/constraints.txt" | sha256sum | cut -c1-16)
+  gpus=$tree/docker/locks/cuda.in   # the torch that was measured on GPUs; its pins replace those of constraints.txt
+  sum=$(cat "$tree/pyproject.toml" "$tree/constraints.txt" "$gpus" | sha256sum | cut -c1-16)
   venv=$own_home/.cache/skytrain/venv-$sum
   mkdir -p "$(dirname "$venv")"
   exec 9> "$venv.lock" && flock 9   # the second process waits, then finds it complete
   if [ ! -e "$venv/made" ]; then
     rm -rf "$venv"
     uv venv --python '>=3.11,<3.13' "$venv"
-    uv pip install --python "$venv/bin/python" --constraint "$tree/constraints.txt" "$tree[formats,eval]"
+    sed -n 's/^\([a-z-]*==\).*/^\1/p' "$gpus" | grep -vf - "$tree/constraints.txt" | cat - "$gpus" > "$venv/constraints.txt"
+    uv pip install --python "$venv/bin/python" --constraint "$venv/constraints.txt" "$tree[formats,eval]"
     touch "$venv/made"
   fi
 fi

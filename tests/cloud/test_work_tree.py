@@ -26,10 +26,13 @@ def node(tmp_path: Path) -> Iterator[dict[str, str]]:
     yield {"HOME": str(tmp_path / "cluster"), "PATH": f"{programs}:{os.environ['PATH']}"}
 
 
-def test_eight_recoveries_install_once_although_slurm_removes_their_home(node: dict[str, str], tmp_path: Path) -> None:
+def test_eight_recoveries_install_the_measured_torch_once(node: dict[str, str], tmp_path: Path) -> None:
     for i in range(8):
         subprocess.run(["bash", ROOT / "sky" / "environment.sh"], env=node | {"HOME": f"{tmp_path}/{i}"}, check=True)
     calls = (tmp_path / "uv.log").read_text().splitlines()
     assert [line.split()[0] for line in calls] == ["venv", "pip"]
     (venv,) = (tmp_path / "home" / ".cache" / "skytrain").glob("venv-*/")
+    pins = (venv / "constraints.txt").read_text().splitlines()
+    assert [pin for pin in pins if pin.startswith(("torch==", "triton=="))] == ["torch==2.11.0", "triton==3.6.0"]
+    assert len(pins) > 100  # and the other packages' versions
     assert f'exec "{venv}/bin/python"' in (tmp_path / "7" / ".local" / "bin" / "skytrain").read_text()
