@@ -10,7 +10,9 @@ from pipelines.recipe import Recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.text.amounts import SourcePlan, sources_planned
 from pipelines.tracking.ledger import GC, attempts
+from pipelines.weight_sources import FIXED_IN_A_BRANCH
 from trainer.amounts import val_share, val_tokens, validations
+from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.store import Store
 
 
@@ -24,6 +26,7 @@ class StagePlan:
     sibling: str | None = None  # prefix of the finished artifact of the same name that differs in the fewest fields
     differs: Mapping[str, Mapping[str, Any]] | None = None  # field -> its value "here" and "there", in the sibling
     why: str | None = None  # the reason if it does not exist, and something of its name does
+    longer: str | None = None  # how to continue the sibling, whose training this one repeats from step 0 and exceeds
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,26 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
     fields = [f"{field}: {shortened(a)} here, {shortened(b)} there" for field, (a, b) in differs.items()]
     more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
     why = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}"
+    longer = how_to_continue(store, sibling, differs)
+    why = f"{why}; {longer}" if longer else why
     values = {field: {"here": a, "there": b} for field, (a, b) in differs.items()}
-    return StagePlan(plan.prefix, plan.fingerprint, False, sibling.prefix, values, why)
+    return StagePlan(plan.prefix, plan.fingerprint, False, sibling.prefix, values, why, longer)
+
+
+def how_to_continue(store: Store, sibling: Manifest, differs: Mapping[str, tuple[Any, Any]]) -> str | None:
+    """The option that continues a finished training; None unless this one has more steps and is a possible branch."""
+    more, less = differs.get("train.max_steps", (0, 0))
+    fixed = {f"train.{field}" for field in FIXED_IN_A_BRANCH}
+    possible = all(field.startswith("train.") and field not in fixed for field in differs)
+    commits = committed_folders(store, sibling.prefix) if more > less and possible else []
+    step = f"train.branch_from=run:{sibling.run}@{step_of(commits[0])}" if commits else ""
+    return f"it starts at step 0; --set {step} continues {sibling.run} instead" if commits else None
 
 
 def nearest_sibling(store: Store, plan: ArtifactPlan) -> tuple[Manifest | None, dict[str, tuple[Any, Any]]]:
     """The finished artifact of the same stage and label that differs in the fewest fields, and those fields."""
     folder = plan.prefix.partition("/")[0]
-    keys = (e.key for e in store.entries(f"{folder}/") if e.key.endswith("/MANIFEST.json"))
+    keys = (e.key for e in store.entries(f"{folder}/{plan.label}-") if e.key.endswith("/MANIFEST.json"))
     found = [m for key in keys if (m := read_manifest(store, key.removesuffix("/MANIFEST.json")))]
     siblings = [manifest for manifest in found if manifest.label == plan.label]
     compared = [(m, differences(plan.identity, m.identity)) for m in siblings]

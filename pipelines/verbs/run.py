@@ -71,6 +71,7 @@ def run(
     from pipelines.job.budget import Budget
     from pipelines.job.notice import watching
     from pipelines.nodes.address import let_workers_exit_first, this_node
+    from pipelines.plan import stage_plan
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
     from pipelines.stage import STAGES, check_export, missing, planned, run_name
@@ -95,6 +96,8 @@ def run(
     check_home()
     refuse_what_ends_late(loaded, lambda: missing(opened, plans, stage), launched=unless_stopped or bool(node.rank))
     if not unless_stopped:
+        if longer := stage_plan(opened, plans["train"]).longer:
+            screen.note(f"{run_name(plans)}: {longer}")
         clear_stop_request(opened, run_name(plans))
     elif request := read_stop_request(opened, run_name(plans)):
         raise Stopped(str(request))

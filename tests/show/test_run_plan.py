@@ -9,6 +9,7 @@ from pipelines.plan import plan_of
 from pipelines.recipe import load_recipe
 from pipelines.show.plan import print_plan
 from pipelines.stage import STAGES
+from trainer.checkpoint.commits import Commit, TrainState
 from trainer.store import LocalStore
 
 
@@ -31,6 +32,17 @@ def test_a_plan_names_the_fields_that_differ_from_the_nearest_sibling(store: Loc
     assert near.why == f"differs from {TRAIN} in train.seed: 7 here, 1337 there"
     far = plan_of(recipe_with(*(f"train.{f}=0.5" for f in ("beta1", "beta2", "epsilon", "grad_clip"))), store)
     assert (far.stages["train"].why or "").endswith(" and 1 more fields")
+
+
+def test_a_longer_training_names_the_way_to_continue_the_finished_one(store: LocalStore) -> None:
+    finished(store, "train")
+    commit = Commit(200, 1, 8, 0.0, TrainState(step=200), "", ())
+    store.put(f"{TRAIN}/checkpoints/step-00000200-a0001/COMMIT.json", commit.encode())
+    longer = plan_of(recipe_with("train.max_steps=300"), store).stages["train"]
+    assert longer.longer == f"it starts at step 0; --set train.branch_from=run:{RUN}@200 continues {RUN} instead"
+    assert (longer.why or "").endswith(longer.longer)
+    for other in (["train.max_steps=100"], ["train.max_steps=300", "train.seed=7"]):  # shorter, or no branch of it
+        assert plan_of(recipe_with(*other), store).stages["train"].longer is None
 
 
 def test_a_plan_changes_nothing(store: LocalStore) -> None:
