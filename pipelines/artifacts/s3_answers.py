@@ -127,7 +127,8 @@ def explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -
 
     where = f"{what} at {_without_secrets(endpoint)}"
     if is_transient(error):
-        return StoreUnavailable(f"{where}: no success within {time_limit_s:g} s; last: {brief(error)}")
+        last = f"no success within {time_limit_s:g} s; last: {brief(error)}"
+        return StoreUnavailable(f"{_without_secrets(endpoint)} does not answer: {last} (to {what}); check the network")
     if isinstance(error, exceptions.ClientError):
         code = code_of(error)
         if code in REMEDIES:
