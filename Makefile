@@ -3,14 +3,18 @@
 
 PYTHON ?= python3
 PY := .venv/bin/python
+EXTRAS := [dev,cloud,formats,eval]
 # Removed first and written last, so a set-up that was interrupted is made anew. The clone's path is in the
 # name because a venv does not survive a move: its scripts, and the link to this source tree, are absolute.
-INSTALLED := .venv/installed-$(shell pwd | cksum | cut -d ' ' -f 1)
+HERE := $(shell pwd | cksum | cut -d ' ' -f 1)
+INSTALLED := .venv/installed-$(HERE)
+# What `make demo` needs: the package without its extras.
+CORE := .venv/core-$(HERE)
 
 .PHONY: help install demo test test-all format lint docs clean
 
 help:
-	@echo "make demo     set up, then run the recipe 'smoke' through all stages (minutes, on a CPU)"
+	@echo "make demo     set up what it needs, then run the recipe 'smoke' through all stages (minutes, on a CPU)"
 	@echo "make test     set up, then the tests of every promise that matters (minutes on two cores)"
 	@echo "make test-all the same, and the slow tests: containers, the Slurm cloud, crashes of real processes"
 	@echo "make format   ruff: format, and fix imports"
@@ -24,17 +28,16 @@ install: $(INSTALLED)
 
 # editable_mode=compat links the clone by a plain path entry. The default may use an import hook instead, which
 # runs after the path search: there a folder of the same name in the working directory would win.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED) $(CORE): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
-	    echo "make install: $(PYTHON) is not Python 3.11 or 3.12; name one: make install PYTHON=python3.12" >&2; exit 1; }
-	@[ -e "$@" ] || { echo "making .venv"; "$(PYTHON)" -m venv --clear .venv; }
-	@echo "installing skytrain and its dependencies into .venv (some minutes; 2.5 GB, more if torch comes with CUDA)"
-	@rm -f .venv/installed-*
-	@"$(PY)" -m pip install --quiet --no-input --disable-pip-version-check \
-	    -c constraints.txt -e '.[dev,cloud,formats,eval]' --config-settings editable_mode=compat
+	    echo "make: $(PYTHON) is not Python 3.11 or 3.12; name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@[ -n "$(wildcard .venv/*-$(HERE))" ] || { echo "making .venv"; "$(PYTHON)" -m venv --clear .venv; }
+	@rm -f "$@"
+	"$(PY)" -m pip install --no-input --disable-pip-version-check -c constraints.txt \
+	    -e '.$(if $(findstring installed,$@),$(EXTRAS))' --config-settings editable_mode=compat
 	@touch "$@"
 
-demo: install
+demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(CORE))
 	.venv/bin/skytrain run smoke
 
 # More workers than cores: the tests wait for servers and processes part of the time. All workers share one server of

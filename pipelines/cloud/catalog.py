@@ -16,6 +16,7 @@ from trainer.errors import StoreUnavailable, UserError
 from trainer.store import Store
 
 CLOUDS = ("aws", "gcp", "lambda")  # the default of `plan --cloud`: the clouds that the extra `cloud` installs
+INSTALL = "make install, or pip install -e '.[cloud]'"
 CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # private clusters: no spot market, no price list
 
 
@@ -58,9 +59,7 @@ def offers(wanted: MachineRequest) -> tuple[Machine, ...]:
     try:
         import sky  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            "prices come from SkyPilot's catalog; install it with: pip install 'skytrain[cloud]'"
-        ) from error
+        raise UserError(f"prices come from SkyPilot's catalog, which is not installed: {INSTALL}") from error
     # SkyPilot asks EC2 for the account's regions as soon as there are keys. Prices need none, so keys that can't ask,
     # such as those of another S3 service, must not fail the plan.
     with silent_sky():

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import requests
 
 from pipelines.artifacts.store import open_store
+from pipelines.cloud.catalog import INSTALL
 from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds
 from pipelines.tracking.mlflow.settings import without_credentials
 from trainer.errors import StoreUnavailable, UserError
@@ -47,7 +48,7 @@ def store_commits(store: Store) -> Finding:
         body = store.get(key)
         store.delete(key)
     except (UserError, StoreUnavailable) as error:
-        return broken("store", store.uri, str(error).removeprefix(f"create {store.uri}/{key} at "))
+        return broken("store", store.uri, str(error).replace(f"/{key}", ""))
     if not first or second or body != b"first":
         remedy = "this server ignores If-None-Match: *; commits need a server that obeys it (S3, R2, MinIO, Ceph 17, …)"
         return broken("store", f"{store.uri}: a second create replaced the first", remedy)
@@ -120,7 +121,7 @@ def skypilot() -> Finding:
     try:
         found = version("skypilot")
     except PackageNotFoundError:
-        return Finding("skypilot", "not installed", "note", "needed to launch: pip install '.[cloud]'")
+        return Finding("skypilot", "not installed", "note", f"needed to launch: {INSTALL}")
     if not api_server_is_up():
         return Finding("skypilot", f"{found}; its server does not answer", "note", "sky api start")
     clouds = enabled_clouds()

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
 from pipelines.bench.throughput import check_gpus
-from pipelines.cloud.catalog import CLUSTERS
+from pipelines.cloud.catalog import CLUSTERS, INSTALL
 from pipelines.cloud.checks import Finding, broken, check_image_name, mlflow_answers, store_commits
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import ManagedJob
@@ -31,7 +31,7 @@ def preflight(
     try:
         yield Finding("skypilot", version("skypilot"))
     except PackageNotFoundError:
-        yield broken("skypilot", "not installed", "pip install '.[cloud]'")
+        yield broken("skypilot", "not installed", INSTALL)
     yield from unfit_gpus(job, recipe)
     yield from texts_reachable(recipe, job.stages, remote)
     weights = first_source(recipe)  # the plan of the run has found those of the Hub and of runs

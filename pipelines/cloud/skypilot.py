@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from pipelines.cloud.catalog import MachineRequest
+from pipelines.cloud.catalog import INSTALL, MachineRequest
 from pipelines.cloud.tasks import ManagedJob
 from trainer.errors import UserError
 
@@ -50,7 +50,7 @@ def reach_api_server(note: Callable[[str], None]) -> None:
         from sky.client import sdk
         from sky.server import common
     except ImportError as error:
-        raise UserError("SkyPilot is not installed: pip install '.[cloud]'") from error
+        raise UserError(f"SkyPilot is not installed: {INSTALL}") from error
     if common.is_api_server_local() and not api_server_is_up():
         note("starting SkyPilot's API server on this machine; `sky api stop` ends it")
         with sky_logging.silent():
@@ -101,7 +101,7 @@ def dag_of(job: ManagedJob, secrets: Mapping[str, str]) -> "Dag":
     try:
         from sky.utils import dag_utils
     except ImportError as error:
-        raise UserError("launch: SkyPilot is not installed: pip install '.[cloud]'") from error
+        raise UserError(f"SkyPilot is not installed: {INSTALL}") from error
     try:
         return dag_utils.load_chain_dag_from_yaml_str(job.to_yaml(), secrets_overrides=list(secrets.items()))
     except ValueError as error:

@@ -84,6 +84,6 @@ def check_packages(formats: list[str]) -> None:
     for name in formats:
         if (package := NEEDS.get(name)) and not importlib.util.find_spec(package):
             raise UserError(
-                f"export.formats: {name} needs the package {package}; `pip install {package}` and run the "
-                "same command again, or leave the format out"
+                f"export.formats: {name} needs the package {package}: make install, pip install {package}, "
+                "or leave the format out; then run the same command again"
             )

@@ -37,7 +37,9 @@ print(json.dumps([name for name in sys.argv[1:] if not manager.match_tasks([name
 def verify_tasks(tasks: Sequence[str]) -> None:
     """UserError if the harness is not installed, or does not know one of the tasks."""
     if importlib.util.find_spec(PACKAGE) is None:
-        raise UserError("evaluate.lm_eval: needs the package lm-eval; `pip install 'lm-eval[hf]'`, or set it to null")
+        raise UserError(
+            "evaluate.lm_eval: needs the package lm-eval: make install, pip install 'lm-eval[hf]', or set it to null"
+        )
     done = subprocess.run([sys.executable, "-c", UNKNOWN, *tasks], capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"evaluate.lm_eval: {cause_in(done.stderr)}")

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from pipelines.artifacts.store import S3Store
 from pipelines.cli import app
+from pipelines.cloud.catalog import INSTALL
 from pipelines.cloud.checks import Finding, mlflow_answers, store_commits
 from pipelines.cloud.preflight import credentials, preflight
 from pipelines.cloud.request import LaunchRequest, secrets_from_shell, variables_from_shell
@@ -157,7 +158,7 @@ def test_a_machine_without_clouds_can_run_and_learns_what_a_launch_needs(tmp_pat
     found = {finding["what"]: finding for finding in json.loads(done.stdout)}
     assert done.exit_code == 0
     assert {found[name]["state"] for name in ("python", "store")} == {"ok"}
-    assert found["skypilot"]["remedy"] in ("sky api start", "needed to launch: pip install '.[cloud]'")
+    assert found["skypilot"]["remedy"] in ("sky api start", f"needed to launch: {INSTALL}")
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 

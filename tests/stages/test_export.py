@@ -286,7 +286,7 @@ def test_a_format_without_its_package_is_refused_before_any_work(
     work = tiny_work(tmp_path, "export")
     work.recipe = work.recipe.model_copy(update={"export": work.recipe.export.model_copy(update={"formats": ["gguf"]})})
     monkeypatch.setitem(export.NEEDS, "gguf", "no_such_package")
-    with pytest.raises(UserError, match=r"export.formats: gguf needs the package no_such_package; `pip install"):
+    with pytest.raises(UserError, match=r"export.formats: gguf needs the package no_such_package: make install"):
         export.build(work)
     assert not list(work.folder.iterdir())
 
