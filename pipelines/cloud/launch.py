@@ -29,6 +29,7 @@ from pipelines.cloud.skypilot import (
     submit_job,
 )
 from pipelines.cloud.tasks import ManagedJob, managed_job
+from pipelines.plan import stage_plan
 from pipelines.recipe import Recipe
 from pipelines.stage import check_export, missing
 from pipelines.text.tokenizer import keep_tokenizer
@@ -111,6 +112,8 @@ def checked_job(
         if wrong and not dry_run:
             raise UserError(nothing_launched(wrong))
 
+    if longer := stage_plan(store, launch.plans["train"]).longer:
+        report(Finding("train", longer, "note"))
     check(preflight(job, request, launch.recipe, store, launch.secrets))
     ask = not dry_run or api_server_is_up()
     if ask:

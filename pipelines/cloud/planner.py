@@ -171,6 +171,8 @@ def cloud_plan(
         raise UserError(f"plan --cloud: none of {', '.join(clouds)} offers {', '.join(train_nodes)}")
     if text_is_only_here(recipe, clouds):  # `launch` tokenizes it here
         del offered["tokenize"]
+    if "evaluate" in work.stages:
+        offered["export"] = offered["evaluate"]
     whole = {stage: found or offered["train"] for stage, found in offered.items()}
     return plan_run(work, whole, {"train": nodes}, limits, map(str, errors))
 
@@ -194,11 +196,14 @@ def plan_run(
     """A candidate for every machine that is offered for training, with the other stages on their cheapest machines.
 
     Without machines to train on, or with trained weights: one candidate of the other stages. `node_counts`: 1 where it
-    has no stage. UserError if no machine can train the run.
+    has no stage. Export on the machines of evaluate is on the same one. UserError if no machine can train the run.
     """
     recipe, nodes = work.recipe, node_counts.get("train", 1)
+    exports = offered.get("export") == offered.get("evaluate") and "evaluate" in work.stages
     other = {
-        stage: estimate_stage(stage, work, min(offered[stage], key=price_of), node_counts.get(stage, 1))
+        stage: estimate_stage(
+            stage, work, min(offered[stage], key=price_of), node_counts.get(stage, 1), exports and stage == "export"
+        )
         for stage in STAGES
         if stage != "train" and offered.get(stage)
     }
@@ -232,8 +237,11 @@ def plan_run(
     return CloudPlan(tuple(candidates), chosen, tuple(notes), assumed)
 
 
-def estimate_stage(stage: str, work: Workload, machine: Machine, nodes: int) -> StageEstimate:
-    """The expected hours and dollars of a stage on `nodes` machines. UserError for an unknown GPU."""
+def estimate_stage(stage: str, work: Workload, machine: Machine, nodes: int, is_up: bool = False) -> StageEstimate:
+    """The expected hours and dollars of a stage on `nodes` machines, which an earlier stage has started if they are up.
+
+    UserError for an unknown GPU.
+    """
     if stage not in work.stages:
         return StageEstimate(None)
     recipe, between = work.recipe, prior_seconds_between_failures(machine, nodes) / 3600
@@ -265,12 +273,13 @@ def estimate_stage(stage: str, work: Workload, machine: Machine, nodes: int) -> 
     segment = min(segment, hours)
     start = (START_SECONDS + (INSTALL_SECONDS if work.installs else 0.0)) / 3600
     restart, stall = start + state / CHECKPOINT_BYTES_PER_SECOND / 3600, STALL_SECONDS / 3600 if state else 0.0
-    billed = start + (hours * billed_per_useful_hour(between, segment, restart, stall) if hours else 0.0)
+    billed = hours * billed_per_useful_hour(between, segment, restart, stall) if hours else 0.0
+    billed += 0.0 if is_up else start
     preemptions, saves = billed / between, hours / segment if hours else 0.0
     usd_of_traffic = usd_per_byte_sent * (sent + state * saves) + usd_per_byte_received * (
         received + state * preemptions
     )
-    in_all = billed + WAIT_SECONDS / 3600 * (1 + preemptions)
+    in_all = billed + WAIT_SECONDS / 3600 * (preemptions + (not is_up))
     return StageEstimate(machine, in_all, billed * usd_per_hour + usd_of_traffic, preemptions, nodes, usd_of_traffic)
 
 

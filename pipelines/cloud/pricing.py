@@ -80,6 +80,8 @@ def within_limits(
     """
     train = job.task("train")
     offered = {task.name: [one for m in task.rented if (one := prices[task.name][m])] for task in job.tasks}
+    if request.until == "export" and "evaluate" in offered:
+        offered.setdefault("export", offered["evaluate"])
     if limits.hours is not None and train and not offered["train"]:
         infras = ", ".join(dict.fromkeys(machine.infra for machine in train.machines))
         raise UserError(

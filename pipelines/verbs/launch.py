@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -104,41 +104,42 @@ def launch(
     opened = open_store(store_uri(store))
     done_by = time.time() + 3600 * parse_hours(deadline) if deadline else None
     variables, secrets = variables_from_shell(env or []), secrets_from_shell(secret or [])
-    try:
-        loaded, plans = planned(recipe, set_ or [], opened)
-        request = LaunchRequest(
-            run=run_name(plans),
-            store=opened.uri,
-            until=stage,
-            infra=infra or ours.infra,
-            spot=spot,
-            nodes=nodes,
-            gpus=gpus,
-            image=image or ours.image or WORK_TREE,
-            budget=ours.budget if budget is None else budget,
-            deadline=done_by,
-            variables=variables,
-        )
-        prepared = planned_launch(request, loaded, plans, opened, secrets)
-        if prepared is None:
-            say(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
-        elif dry_run:
-            print_dry_run(prepared)
-        else:
-            submit_after_checks(prepared, lambda question: yes or typer.confirm(question))
-    except StoreUnavailable as error:  # a run waits until the store is back; a launch ends
-        raise UserError(f"launch: {error}") from error
+    out = sys.stdout
+    with redirect_stdout(sys.stderr if dry_run else out):  # of SkyPilot, too: its log keeps the stdout of its import
+        try:
+            loaded, plans = planned(recipe, set_ or [], opened)
+            request = LaunchRequest(
+                run=run_name(plans),
+                store=opened.uri,
+                until=stage,
+                infra=infra or ours.infra,
+                spot=spot,
+                nodes=nodes,
+                gpus=gpus,
+                image=image or ours.image or WORK_TREE,
+                budget=ours.budget if budget is None else budget,
+                deadline=done_by,
+                variables=variables,
+            )
+            prepared = planned_launch(request, loaded, plans, opened, secrets)
+            if prepared is None:
+                say(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
+            elif dry_run:
+                print_dry_run(prepared, out)
+            else:
+                submit_after_checks(prepared, lambda question: yes or typer.confirm(question))
+        except StoreUnavailable as error:  # a run waits until the store is back; a launch ends
+            raise UserError(f"launch: {error}") from error
 
 
-def print_dry_run(prepared: "Launch") -> None:
-    """The job on stdout, the findings and the plan on stderr. UserError at the end if it would fail."""
+def print_dry_run(prepared: "Launch", out: TextIO) -> None:
+    """Print the job to `out`, the findings and the plan to stdout. UserError at the end if it would fail."""
     from pipelines.cloud.launch import checked_job, nothing_launched
     from pipelines.show.cloud_plan import print_launch_report
     from pipelines.show.findings import print_note_on_stderr
 
-    with redirect_stdout(sys.stderr):  # of SkyPilot, too
-        job, _, wrong = checked_job(prepared, print_launch_report, print_note_on_stderr, dry_run=True)
-    print(job.to_yaml(prepared.secrets), end="", flush=True)
+    job, _, wrong = checked_job(prepared, print_launch_report, print_note_on_stderr, dry_run=True)
+    print(job.to_yaml(prepared.secrets), end="", flush=True, file=out)
     if wrong:
         raise UserError(nothing_launched(wrong))
 

@@ -1,14 +1,18 @@
 """`skytrain launch`: its record, its dry run, and the faults that it refuses. test_cluster.py submits jobs."""
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from pipeline_runs import TINY, write_texts
+from typer.testing import CliRunner
 
 from pipelines.artifacts.manifest import find
+from pipelines.cli import app
+from pipelines.cloud import launch
 from pipelines.cloud.launch import Launch, planned_launch
 from pipelines.cloud.request import LaunchRequest
 from pipelines.stage import STAGES, planned, run_name
@@ -47,6 +51,22 @@ def test_a_recorded_run_is_identified_by_its_name_and_refuses_another_text(texts
         planned(f"run:{name}", [], store)
 
 
+def test_a_dry_run_prints_the_job_alone_on_stdout(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SkyPilot's log writes to the stdout that it finds when it is imported: the check of --infra does that first."""
+    found: list[Any] = []
+
+    def log_as_skypilot(*_: Any) -> None:
+        print("\x1b[33mW 11-26 sky.py: a coloured line\x1b[0m", file=found[0])
+
+    monkeypatch.setattr(launch, "check_places", lambda infra: found.append(sys.stdout))
+    monkeypatch.setattr(launch, "api_server_is_up", lambda: False)
+    monkeypatch.setattr(launch, "dag_of", log_as_skypilot)
+    done = CliRunner().invoke(app, ["launch", "tiny.yaml", "--dry-run", "--infra", "slurm/here"])
+    assert "a coloured line" in done.stderr and "sky.py" not in done.stdout, done
+    header, *tasks = yaml.safe_load_all(done.stdout)
+    assert header["name"].startswith("tiny-") and [task["name"] for task in tasks] == ["train", "evaluate"]
+
+
 def launch_of(recipe: str, store: LocalStore, *changes: str, **options: Any) -> Launch:
     loaded, plans = planned(recipe, changes, store)
     found = planned_launch(LaunchRequest(run_name(plans), store.uri, **options), loaded, plans, store, {})
@@ -63,7 +83,7 @@ def test_text_that_only_this_machine_has_is_tokenized_here_before_the_launch(tex
         ("tiny.yaml", (own,), {"infra": "aws"}),
     ):
         launch = launch_of(recipe, store, *changes, **options)
-        assert (launch.here, launch.stages, launch.job.stages) == (("tokenize",), rest, rest)
+        assert (launch.here, launch.stages, launch.job.stages) == (("tokenize",), rest, ["train", "evaluate"])
         assert launch.question.startswith("Run tokenize here, then launch ")
     cluster = launch_of("tiny.yaml", store, own, infra="slurm/here")
     assert (cluster.here, cluster.stages) == ((), list(STAGES))

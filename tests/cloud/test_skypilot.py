@@ -133,6 +133,7 @@ for name, question in json.load(sys.stdin).items():
 print("ANSWERS" + json.dumps(answers))
 """
 CLOUDS = ("aws", "gcp", "lambda")
+TASKS = ("tokenize", "train", "evaluate")  # of a launch of all stages
 GIVEN = {"SKYTRAIN_RECIPE": "smoke", "SKYTRAIN_STORE": "s3://bucket/prefix"}
 
 
@@ -271,8 +272,9 @@ def test_without_a_machine_that_fits_below_the_price_cap_a_launch_fails_with_one
     assert message.endswith("; try another --infra or --gpus, or without --spot")
 
 
-def test_a_launch_is_one_job_of_four_tasks_labelled_with_the_runs_name(answers: dict[str, Any]) -> None:
-    assert [task["name"] for task in answers["all stages"]["tasks"]] == list(STAGES)
+def test_a_launch_is_one_job_whose_last_task_evaluates_and_exports(answers: dict[str, Any]) -> None:
+    assert [task["name"] for task in answers["all stages"]["tasks"]] == list(TASKS)
+    assert "--stage export " in json.loads(answers["all stages"]["tasks"][-1]["yaml"])["run"]
     for task in answers["all stages"]["tasks"]:
         assert task["labels"] == {"project": "skytrain", "run": "tiny-v1-12345678"}
         assert list(task["image"].values()) == [f"docker:{IMAGE}"]
@@ -302,13 +304,10 @@ def test_a_job_has_the_price_of_every_machine_that_it_may_run_on(answers: dict[s
         ("lambda", "us-east-1", False, 31.92),
     }
     assert {r["accelerators"] for r in rows(answers["prices"])} == {"H100:8"}
-    assert {r["instance"] for r in rows(answers["prices"], "export")} == {
-        "m6i.xlarge",
-        "n2-standard-16",
-        "cpu_16x_general",
-    }
+    tokenize = {"c6i.4xlarge", "n2-standard-16", "cpu_16x_general"}
+    assert {r["instance"] for r in rows(answers["prices"], "tokenize")} == tokenize
     placed = {task["name"]: task for task in answers["prices"]["placed"]}
-    for stage in STAGES:  # SkyPilot's choice among the machines with type and region, at its price
+    for stage in TASKS:  # SkyPilot's choice among the machines with type and region, at its price
         chosen = placed[stage]
         (price,) = (
             r["usd_per_hour"]
@@ -377,8 +376,8 @@ def test_a_dry_run_prints_the_job_its_price_and_no_secret(answers: dict[str, Any
     done = answers["a dry run"]
     assert done["ended"] == 0 and "SkyPilot's server: not up, so it is unknown" in done["stderr"], done
     header, *tasks = yaml.safe_load_all(done["stdout"])
-    assert header["name"].startswith("tiny-") and [task["name"] for task in tasks] == list(STAGES)
-    assert [task["num_nodes"] for task in tasks] == [1, 2, 1, 1]
+    assert header["name"].startswith("tiny-") and [task["name"] for task in tasks] == list(TASKS)
+    assert [task["num_nodes"] for task in tasks] == [1, 2, 1]
     (price,) = json.loads(tasks[1]["envs"]["SKYTRAIN_PRICES"])
     assert price["usd_per_hour"] == 28.0
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in done["stdout"] + done["stderr"]
