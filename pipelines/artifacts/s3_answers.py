@@ -5,10 +5,14 @@ takes it for one.
 """
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from trainer.errors import StoreUnavailable, UserError, cut
+from trainer.stored import MOST_FILE_BYTES
+
+T = TypeVar("T")
 
 # Transient server errors, besides every 5xx but 501: load, a conflicting write in progress
 # (create's 409), and bodies that were damaged or cut in transfer.
@@ -58,7 +62,19 @@ SENT_BY_EVERY_SERVER = {
 
 
 class OddAnswer(Exception):
-    """A successful answer that lacks what every S3 server sends: something else has answered."""
+    """A successful answer that no S3 server gives: something else has answered."""
+
+
+def understood(request: Callable[[], T]) -> T:
+    """The result of a request. OddAnswer if a field of its answer is missing, or not of its kind."""
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        return request()
+    except (UserError, BotoCoreError):  # some are ValueErrors, too
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise OddAnswer(f"{type(error).__name__}: {error}") from error
 
 
 def is_transient(error: BaseException) -> bool:
@@ -152,10 +168,14 @@ def explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -
 
 
 def refuse_odd_answer(event_name: str, http_response: Any, parsed: dict[str, Any], **_: Any) -> None:
-    """OddAnswer for a success without the field that every S3 server sends; boto3 calls this after every request."""
+    """OddAnswer for a success without the field that every S3 server sends, or with a size that no object has; boto3
+    calls this after every request."""
     field = SENT_BY_EVERY_SERVER.get(event_name.rpartition(".")[2])
     if http_response.status_code < 300 and field and field not in parsed:
         raise OddAnswer(f"no {field} in the answer")
+    size = max(parsed.get("ContentLength", 0), int(parsed.get("ContentRange", "/0").rpartition("/")[2]))
+    if size > MOST_FILE_BYTES:
+        raise OddAnswer(f"an object of {size:,} bytes")
 
 
 def code_of(error: Any) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from pipelines.artifacts.s3_answers import (
@@ -33,6 +33,7 @@ from pipelines.artifacts.s3_answers import (
     is_refusal,
     is_transient,
     refuse_odd_answer,
+    understood,
 )
 from pipelines.artifacts.traffic import count_answer, count_request
 from trainer.config import seconds_from_environment
@@ -59,6 +60,7 @@ CHUNK_BYTES = 1 << 20
 # memory for each.
 CONNECTIONS_OF_NODE = 64
 PART_ATTEMPTS = 5  # then the whole transfer begins again, until the time limit
+CONTENT_TYPES = {".json": "application/json", ".jsonl": "application/x-ndjson", ".md": "text/markdown; charset=utf-8"}
 SILENCE_SECONDS = 60.0  # of a server, in the middle of an answer too
 
 
@@ -166,7 +168,7 @@ class S3Store:
         def attempt() -> None:
             body.seek(0)
             with self._transfers() as transfers:
-                transfers.upload(body, **self._where_of_transfer(key)).result()
+                transfers.upload(body, **self._where_of_transfer(key), extra_args=_content_type(key)).result()
 
         self._until_answered(f"put {self._uri_of(key)}", attempt)
 
@@ -210,19 +212,22 @@ class S3Store:
         """The objects whose keys begin with `prefix`, in order of their keys; they need not be ours."""
         request = {"Bucket": self.bucket, "Prefix": self.prefix + prefix}
         found: list[Entry] = []
-        while True:
-            page = self._until_answered(
-                f"list {self.uri}/{prefix}",
-                lambda: self._client.list_objects_v2(**request),
-            )
-            found += [
+
+        def attempt() -> tuple[list[Entry], str | None]:
+            page = self._client.list_objects_v2(**request)
+            entries = [
                 Entry(item["Key"][len(self.prefix) :], item["Size"], item["LastModified"].timestamp(), item["ETag"])
                 for item in page.get("Contents", [])
                 if not item["Key"].endswith("/")  # folder markers of web consoles
             ]
-            if not page.get("IsTruncated"):
+            return entries, page["NextContinuationToken"] if page["IsTruncated"] else None
+
+        while True:
+            entries, more = self._until_answered(f"list {self.uri}/{prefix}", attempt)
+            found += entries
+            if more is None:
                 return sorted(found, key=lambda one: one.key)
-            request["ContinuationToken"] = page["NextContinuationToken"]
+            request["ContinuationToken"] = more
 
     def read(self, found: Entry, start: int, size: int) -> bytes:
         """A range of an object's bytes. UserError if the object was removed or has other contents by now."""
@@ -245,9 +250,12 @@ class S3Store:
 
     def clock(self) -> float:
         request = {"Bucket": self.bucket, "Prefix": self.prefix, "MaxKeys": 1}
-        answer = self._until_answered(f"list {self.uri}/", lambda: self._client.list_objects_v2(**request))
-        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-        return parsedate_to_datetime(date).timestamp() if date else time.time()
+
+        def attempt() -> float:
+            date = self._client.list_objects_v2(**request)["ResponseMetadata"]["HTTPHeaders"].get("date")
+            return parsedate_to_datetime(date).timestamp() if date else time.time()
+
+        return self._until_answered(f"list {self.uri}/", attempt)
 
     @property
     def endpoint(self) -> str:
@@ -264,12 +272,12 @@ class S3Store:
         return {"Bucket": self.bucket, "Key": self.prefix + checked_key(key)}
 
     def _uri_of(self, key: str) -> str:
-        return f"{self.uri}/{key}"
+        return f"{self.uri}/{checked_key(key)}"
 
     def _put_object(self, key: str, body: bytes, **conditions: str) -> None:
         # The server compares the MD5 before it stores: a damaged body never becomes an object.
         md5 = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
-        self._client.put_object(**self._where(key), Body=body, ContentMD5=md5, **conditions)
+        self._client.put_object(**self._where(key), Body=body, ContentMD5=md5, **_content_type(key), **conditions)
 
     def _get_object(self, key: str) -> bytes | None:
         try:
@@ -315,7 +323,7 @@ class S3Store:
         )
         answered = False
         try:
-            answer = attempts(request)
+            answer = attempts(understood, request)
             self._accepted.add(kind)
             answered = True
             return answer
@@ -417,6 +425,12 @@ def client_from_environment(uri: str, time_limit_s: float, attempts: int) -> Any
     client.meta.events.register("after-call.s3", refuse_odd_answer)
     client.meta.events.register("after-call.s3", count_answer)
     return client
+
+
+def _content_type(key: str) -> dict[str, str]:
+    """The argument of a request that stores an object, by its name."""
+    kind = CONTENT_TYPES.get(PurePosixPath(key).suffix)
+    return {"ContentType": kind} if kind else {}
 
 
 def _range(start: int, size: int) -> str:

@@ -210,7 +210,7 @@ def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dic
     found = vocabulary(encoding)
     vocab = {token: i for i, token in enumerate(found.tokens)}
     end_of_text = found.tokens[found.end_of_text]
-    config = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end_of_text) | {
+    config = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), end_of_text) | {
         "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": model_max_length,
         "add_prefix_space": False,

@@ -565,6 +565,17 @@ def test_a_right_that_was_never_there_is_a_mistake_at_once(short: tuple[S3Store,
         store.put("a", b"x")
 
 
+def test_objects_carry_the_content_types_of_their_names(short: tuple[S3Store, FaultyProxy]) -> None:
+    store, _ = short
+    store.create("a/MANIFEST.json", b"{}")
+    store.put("a/README.md", b"#")
+    store.write([memoryview(bytes(s3.PART_BYTES + 1))], "a/rows.jsonl")
+    store.put("a/train_000000.bin", b"")
+    kinds = [store._client.head_object(**store._where(one.key))["ContentType"] for one in store.entries("a/")]
+    assert kinds[:3] == ["application/json", "text/markdown; charset=utf-8", "application/x-ndjson"]
+    assert "octet-stream" in kinds[3]
+
+
 def test_a_listing_of_many_pages_is_complete(s3_store: S3Store) -> None:
     keys = [f"many/{number:04}" for number in range(1_100)]
     with ThreadPoolExecutor(16) as pool:

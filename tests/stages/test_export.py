@@ -91,6 +91,7 @@ def test_a_pipeline_of_transformers_generates_from_the_folder(exported: tuple[Wo
     encoding = tokenizer("bytes")
     assert answer["generated_text"] == encoding.decode(greedy(model, encoding.encode("ab"), 4))
     assert generate.tokenizer.special_tokens_map["eos_token"] == "<|endoftext|>"
+    assert [sum(mask) for mask in generate.tokenizer(["a", "abc"], padding=True)["attention_mask"]] == [1, 3]
 
 
 def test_weights_that_a_number_format_cannot_hold_are_named(

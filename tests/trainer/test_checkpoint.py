@@ -3,7 +3,9 @@
 The ranks are threads of this process, each with its Checkpointer. The store and its objects are real.
 """
 
+import json
 import re
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +21,9 @@ from trainer_runs import committed_steps
 
 import trainer.checkpoint.checkpointer
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commits import Commit, TrainState
-from trainer.checkpoint.pieces import Piece
+from trainer.checkpoint.commits import Commit, FileReceipt, TrainState
+from trainer.checkpoint.loading import contents_of
+from trainer.checkpoint.pieces import SHARDING, DamagedPieces, Piece
 from trainer.errors import Interrupted, StoreUnavailable, UserError
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
@@ -332,6 +335,15 @@ def test_a_checkpoint_of_another_model_is_not_loaded(
     found = {name: Piece.whole(torch.zeros(shape))}
     assert checkpointer(store).load_latest(found, quiet_log()) is None
     assert re.search(complaint, capsys.readouterr().out) and not found[name].live.any()
+
+
+def test_a_header_with_a_shape_of_many_huge_numbers_is_damage_at_once() -> None:
+    header = {"model.a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    sharding = {"model.a": {"saved_offsets": [0], "shape": [10**18] * 200_000}}  # their product: minutes
+    body = json.dumps(header | {"__metadata__": {SHARDING: json.dumps(sharding)}}).encode()
+    buffer = memoryview(struct.pack("<Q", len(body)) + body + b"four")
+    with pytest.raises(DamagedPieces, match="model.a is at no place"):
+        contents_of(FileReceipt("rank-00000-of-00001.safetensors", len(buffer), "0" * 64), buffer)
 
 
 # --- concurrent attempts

@@ -163,6 +163,8 @@ def test_a_pickle_is_refused_and_never_loaded(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"anything")
     for path in (folder, folder / "pytorch_model.bin", tmp_path / "old.bin", tmp_path / "model.pt"):
         assert "a pickle" in complaint(path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
+    assert "model.gguf: GGUF is not read; name the model's folder" in complaint(tmp_path / "model.gguf")
     hf_folder(folder, drawn())
     (folder / "model.safetensors").write_bytes((folder / "pytorch_model.bin").read_bytes())
     assert "a pickle" in complaint(folder)
@@ -189,6 +191,7 @@ def test_a_missing_and_an_extra_tensor_are_refused_by_name(tmp_path: Path) -> No
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "truncated, or not a safetensors file"),
         ({"a": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}, "I64"),
         ({"a": []}, "truncated, or not a safetensors file"),
+        ({"a": {"dtype": "F32", "shape": [10**18] * 200_000, "data_offsets": [0, 8]}}, "not a safetensors file"),
     ],
 )
 def test_a_header_that_lies_is_refused(tmp_path: Path, header: Any, word: str) -> None:

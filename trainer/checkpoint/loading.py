@@ -22,7 +22,9 @@ from trainer.errors import NotAFile
 from trainer.parallel import World
 from trainer.process import failpoint
 from trainer.store import Store
+from trainer.stored import MOST_COUNT
 
+MOST_DIMENSIONS = 8  # of a tensor: the product of a million huge numbers would take minutes
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 Ranges = dict[str, tuple[int, int]]  # by tensor: the first element of the flattened tensor, and the end
@@ -158,7 +160,8 @@ def contents_of(receipt: FileReceipt, start_of_file: memoryview) -> Contents:
             shape, dtype = tuple(sharding["shape"]), header[name]["dtype"]
             if dtype not in TORCH_DTYPES:
                 raise ValueError(f"{name} holds {dtype}, no weights or moments")
-            if not all(type(number) is int and number >= 0 for number in (start, count, first, last, *shape)):
+            numbers = (start, count, first, last, *shape)
+            if len(shape) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n <= MOST_COUNT for n in numbers):
                 raise ValueError(f"{name} is at no place")
             inside = 8 + size + last <= receipt.size and start + count <= math.prod(shape)
             if not inside or last - first != count * TORCH_DTYPES[dtype].itemsize:

@@ -89,7 +89,7 @@ class WeightsFile:
             padded = name in model.vocabulary_rows and found and found[0] >= model.vocab_size
             if found != (found[:1] if padded else shape[:1]) + shape[1:]:
                 where = self.tensors[name].where
-                raise UserError(f"{where}: {name} has the shape {list(found)}; this model's is {list(shape)}")
+                raise UserError(f"{where}: {name} has the shape {cut(str(list(found)))}; this model's is {list(shape)}")
 
     def fill(self, pieces: "Mapping[str, Piece]", model: ModelConfig) -> None:
         """Fill the pieces `model.…` of a rank. UserError if a weight is not finite."""
@@ -206,9 +206,13 @@ def read_tensor(path: Path, name: str) -> "Tensor":
 
 
 def refuse_pickle(path: Path, where: str) -> None:
-    """UserError for a file of torch.save, by its name and by its first bytes: it is never loaded."""
+    """UserError for a file of torch.save, by its name and by its first bytes: it is never loaded. And for GGUF."""
     with path.open("rb") as file:
         start = file.read(4)
+    if start == b"GGUF":
+        raise UserError(
+            f"{where}: GGUF is not read; name the model's folder in Hugging Face's format, with {CONFIG_FILE}"
+        )
     # torch.save writes a zip file, and once wrote a bare pickle of protocol 2 or later.
     if path.suffix in PICKLES or start[:2] == b"PK" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
         raise UserError(
