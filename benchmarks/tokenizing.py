@@ -83,15 +83,14 @@ def stage(source: str, work: Path) -> int:
     from pipelines.artifacts.store import S3Store
     from pipelines.recipe import TokensConfig
     from pipelines.text.shard_writer import ShardsJob, make_shards
-    from pipelines.text.sources import source_identity
+    from pipelines.text.sources import text_of
 
     config = TokensConfig(source=f"{source}/*.parquet", shard_tokens=SHARD_TOKENS, val_shards=1)
-    text = source_identity(config.source, None, None, "text")
-    plan = ArtifactPlan("tokenize", "bench", {"stage": "tokenize", "text": text})
+    plan = ArtifactPlan("tokenize", "bench", {"stage": "tokenize", "text": text_of(config).identity()})
     store = S3Store(BUCKET, work.name)
     put = partial(upload, store, plan.prefix, 1)
     job = ShardsJob(config, plan, store, work, put, lambda: None, print)
-    return [progress.stored for progress in make_shards(job)][-1]
+    return [*make_shards(job)][-1]
 
 
 def encode_document(row: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, find, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.stage import plans_of, run_name
-from pipelines.text.amounts import SourcePlan, sources_planned
+from pipelines.text.mixture import SourcePlan, sources_planned
 from pipelines.tracking.ledger import GC, attempts
 from pipelines.weight_sources import FIXED_IN_A_BRANCH
 from trainer.amounts import val_share, val_tokens, validations

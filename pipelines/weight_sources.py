@@ -16,8 +16,7 @@ from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, File, fetch, read_manifest
 from pipelines.recipe import Recipe
-from pipelines.text.columns import reason_of
-from pipelines.text.retry import with_retries
+from pipelines.text.hub import reason_of, with_retries
 from pipelines.tracking.runs import Run, find_run, full_names
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT

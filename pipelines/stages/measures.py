@@ -15,10 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from pipelines.recipe import Recipe
-from pipelines.text.columns import datasets_library
 from pipelines.text.encode import Encoder
-from pipelines.text.hub import HUB
-from pipelines.text.retry import LOOK_SECONDS, with_retries
+from pipelines.text.hub import HUB, LOOK_SECONDS, datasets_library, with_retries
 from trainer.errors import UserError
 from trainer.store import sha256_of
 

@@ -14,9 +14,8 @@ from pipelines.stage import Built, Work
 from pipelines.text.adopted import adopted_shards, identity_of_shards, shards_found
 from pipelines.text.mixture import mixed_facts, mixed_files, plan_of_text, recipes_of_sources, texts_of
 from pipelines.text.receipts import ShardReceipt, finished_receipts, forget_receipts
-from pipelines.text.shard_writer import Reading, ShardsJob, make_shards, rows_in
+from pipelines.text.shard_writer import Reading, ShardsJob, SplitShard, make_shards, rows_in, split_text
 from pipelines.text.sources import text_of
-from pipelines.text.split import SplitShard, split_text
 from pipelines.text.tokenizer import TOKENIZER_FILE, kept_tokenizer, tokenizer_of
 from pipelines.tracking.ledger import attempts
 from trainer.errors import Interrupted, UserError
@@ -159,7 +158,7 @@ def make_all_shards(work: Work) -> list[ShardReceipt]:
     folder = work.folder / work.plan.name  # the sources of a mixture have shards of the same names
     folder.mkdir(exist_ok=True)
     reading, started = Reading(), time.monotonic()
-    drawn = before = 0.0  # tokens of earlier attempts
+    drawn = 0.0
 
     def draw() -> None:
         """Move the bar within a shard: over the bytes of the text, or over tokens where there is a limit."""
@@ -180,9 +179,11 @@ def make_all_shards(work: Work) -> list[ShardReceipt]:
     row_tokens = work.recipe.row_tokens
     job = ShardsJob(config, work.plan, work.store, folder, put, draw, work.screen.note, reading, row_tokens)
     with work.screen.bar("tokenize", config.max_tokens or size) as bar:
-        for progress in make_shards(job):
-            before = progress.stored - progress.new
-            work.report(tokens=progress.stored, tokens_per_second=progress.new / (time.monotonic() - started))
+        shards = make_shards(job)
+        before = next(shards)  # tokens of earlier attempts
+        work.report(tokens=before)
+        for stored in shards:
+            work.report(tokens=stored, tokens_per_second=(stored - before) / (time.monotonic() - started))
         if size is not None:
             bar.update(size, f"{short_number(size)} bytes")
     work.check()

@@ -17,7 +17,7 @@ from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow, held
 from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_identity
-from pipelines.text.amounts import sources_planned
+from pipelines.text.mixture import sources_planned
 from pipelines.tracking.ledger import (
     attempts,
     prior_seconds_between_failures,

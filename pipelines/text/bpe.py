@@ -10,16 +10,13 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from pipelines.recipe import TokensConfig
-from pipelines.text.files import first_documents
-from pipelines.text.sources import text_of
+from pipelines.text.sources import first_documents, text_of
 from pipelines.text.tokenizer import TOKENIZER_FILE, byte_symbols, encoding_of, tokenizer_files
 from trainer.errors import UserError
 
 DOCUMENT_CHARACTERS = 10_000  # of each document at most: a long one must not outweigh many others
 # Bytes: llm.c's tokenizer has one byte for a length. Longer tokens are runs of spaces or dashes anyway.
 LONGEST_TOKEN = 128
-# The bytes and <|endoftext|>; the largest vocabularies in use (Gemma's). Above 65,536 ids shards hold uint32.
-LEAST_IDS, MOST_IDS = 257, 262_144
 
 
 @dataclass
@@ -51,7 +48,6 @@ def train_bpe(sample: Sample, vocab_size: int) -> bytes:
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    assert LEAST_IDS <= vocab_size <= MOST_IDS, vocab_size
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.text.columns import TextBatch, batch_of, utf8, without_surrogates
+from pipelines.text.documents import utf8
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -87,39 +87,38 @@ class Encoder:
     def encoding(self) -> "tiktoken.Encoding":
         return pickle.loads(self._pickled)  # noqa: S301  (made above)
 
-    def tokens(self, texts: TextBatch) -> TokenBatch:
+    def tokens(self, documents: Sequence[bytes]) -> TokenBatch:
         """The tokens of documents, each behind <|endoftext|>. A literal "<|endoftext|>" inside a text is ordinary."""
         import numpy as np
 
-        ids, bounds = self.encode(texts)
-        tokens = np.empty(len(ids) + len(texts), self.dtype)
-        starts = bounds[:-1] + np.arange(len(texts))
+        ids, bounds = self.encode(documents)
+        tokens = np.empty(len(ids) + len(documents), self.dtype)
+        starts = bounds[:-1] + np.arange(len(documents))
         tokens[starts] = self.eot
         for start, first, end in zip(starts.tolist(), bounds.tolist(), bounds[1:].tolist(), strict=False):
             tokens[start + 1 : start + 1 + end - first] = ids[first:end]
-        return TokenBatch(tokens, starts, len(texts.content))
+        return TokenBatch(tokens, starts, sum(map(len, documents)))
 
-    def encode(self, texts: TextBatch) -> "tuple[Ids, np.ndarray]":
+    def encode(self, documents: Sequence[bytes]) -> "tuple[Ids, np.ndarray]":
         """The ids of all documents, one behind the other, and their bounds (documents + 1,)."""
         import numpy as np
 
         if self.ranks is None:
-            rows = [encode(self.encoding, text) for text in texts.texts()]
+            rows = [encode(self.encoding, document.decode()) for document in documents]
             return np.concatenate(rows), np.cumsum([0, *map(len, rows)])
         started = time.thread_time()
-        documents = [texts.content[start:end] for start, end in itertools.pairwise(texts.bounds.tolist())]
-        encoded = self.fast().encode_batch(documents, parallel=False)
+        encoded = self.fast().encode_batch(list(documents), parallel=False)
         self._seconds += time.thread_time() - started
         ids, bounds = np.asarray(encoded.layout.content.data), np.asarray(encoded.layout.offsets.data)
-        different = {number: encode(self.encoding, texts.text(number)) for number in may_differ(texts)}
+        different = {n: encode(self.encoding, one.decode()) for n, one in enumerate(documents) if may_differ(one)}
         if not different:
             return ids, bounds
-        rows = [different[n] if n in different else ids[bounds[n] : bounds[n + 1]] for n in range(len(texts))]
+        rows = [different[n] if n in different else ids[bounds[n] : bounds[n + 1]] for n in range(len(documents))]
         return np.concatenate(rows), np.cumsum([0, *map(len, rows)])
 
     def rows(self, texts: Sequence[str]) -> "list[Ids]":
         """The ids of each of several texts."""
-        ids, bounds = self.encode(batch_of([utf8(text) for text in texts]))
+        ids, bounds = self.encode([utf8(text) for text in texts])
         return [ids[begin:end] for begin, end in itertools.pairwise(bounds.tolist())]
 
     def fast(self) -> Any:
@@ -141,19 +140,14 @@ def _rank_file(encoding: "tiktoken.Encoding") -> bytes:
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
 
 
-def may_differ(texts: TextBatch) -> list[int]:
-    """The documents that the two libraries may give other ids."""
-    patterns = (pattern for first, pattern in DIFFERENT.items() if first in texts.content)
-    found = (match.start() for pattern in patterns for match in pattern.finditer(texts.content))
-    return sorted({int(texts.bounds.searchsorted(place, side="right")) - 1 for place in found})
+def may_differ(document: bytes) -> bool:
+    """Whether the two libraries may give other ids."""
+    return any(first in document and pattern.search(document) for first, pattern in DIFFERENT.items())
 
 
 def encode(encoding: "tiktoken.Encoding", text: str) -> "Ids":
     """The ids of tiktoken's `encode_ordinary` as an array: 40 bytes a token less than a list of ints."""
-
     try:
         return encoding.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:
-        return encode(encoding, without_surrogates(text))
     except ValueError as error:  # about 1M spaces before a word exhaust the stack of its regular expressions
         raise UserError(f"tiktoken cannot encode a document ({error}): {text[:40].strip()!r}…; remove it") from error

@@ -5,37 +5,39 @@ import glob
 import io
 import json
 import os
-from collections.abc import Generator, Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
-from pipelines.text import text
-from pipelines.text.columns import (
-    TextBatch,
-    check_column,
-    column_batches,
-    no_column,
-    packed,
-    reading,
-)
-from pipelines.text.retry import with_retries
-from pipelines.text.text import Piece, Text, grouped, read_piece
+from pipelines.text.documents import column_documents, utf8
+from pipelines.text.hub import reading, with_retries
 from trainer.errors import UserError
 from trainer.store import Entry, sha256_of
 
 KINDS = ("parquet", "jsonl", "txt")
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # names of files, and of pyarrow's codecs
+PIECE_BYTES = 64 << 20  # of text
 COLUMN_BYTES = 8 << 20  # of text, decoded at once
 BUFFER_BYTES = 1 << 20  # of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of some editors
-RowGroup = tuple[int, int]  # rows, and bytes of text before compression
 
 
 @dataclass(frozen=True)
-class Files(Text):
-    """Files of one kind, read one after the other.
+class Piece:
+    """A share of a text that one process reads: some files, or some row groups or bytes of a file."""
+
+    names: tuple[str, ...]
+    first: int = 0  # row group or byte
+    end: int | None = None  # behind the last one; None: to the end of the file
+    documents: int | None = None  # None: not known before it is read
+    bytes: int = 0  # of the text of row groups
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of one kind, read one after the other: a text of a fixed order, pinned to a version.
 
     A document is a row of parquet, a line of jsonl that is not blank, or a file of txt (invalid UTF-8 becomes U+FFFD,
     line ends become \\n).
@@ -46,9 +48,10 @@ class Files(Text):
     column: str
     where: str  # as the user wrote it
     pinned: str | None = None  # the commit on the Hub; None: identified by contents
-    objects: tuple[Entry, ...] = ()  # of paths in S3
+    objects: dict[str, Entry] = field(default_factory=dict)  # of paths in S3
 
     def identity(self) -> dict[str, Any]:
+        """Its canonical identity, for the fingerprint: equal identities give equal documents."""
         identity: dict[str, Any] = {"source": "files", "kind": self.kind}
         if self.kind != "txt":
             identity["text_column"] = self.column
@@ -56,7 +59,7 @@ class Files(Text):
             return identity | {"files": self.where, "revision": self.pinned}
         self._look()
         if self.objects:
-            return identity | {"etag": [one.etag.strip('"') for one in self.objects]}
+            return identity | {"etag": [one.etag.strip('"') for one in self.objects.values()]}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return identity | {"sha256": list(pool.map(sha256_of_text, self.paths))}
 
@@ -67,39 +70,14 @@ class Files(Text):
         if self.kind == "parquet":
             empty = not any(piece.documents for piece in pieces)
         else:
-            empty = next((one for piece in pieces for one in self._documents(piece)), None) is None
+            empty = next((one for piece in pieces for one in self.read(piece)), None) is None
         if empty:
             raise UserError(f"tokens.source: '{self.where}' has no documents; at least one is required")
 
-    def text_bytes(self) -> int | None:
-        if self.pinned is not None or any(path.endswith(tuple(PACKED)) for path in self.paths):
-            return None
-        if self.kind == "parquet":
-            return sum(size for path in self.paths for _, size in row_groups(path, self.column))
-        return sum(self._size(path) or 0 for path in self.paths)  # of jsonl with its other fields
-
-    def pieces(self) -> list[Piece]:
-        paths = self._found()
-        if self.kind == "txt":
-            return grouped(((path, self._size(path)) for path in paths), whole=True)
-        if self.kind == "jsonl":
-            return [piece for path in paths for piece in self._ranges(path)]
-        with ThreadPoolExecutor(8) as pool:
-            groups = list(pool.map(lambda path: row_groups(path, self.column), paths))
-        return [piece for found in zip(paths, groups, strict=True) for piece in self._row_groups(*found)]
-
-    def read(self, piece: Piece) -> Iterator[TextBatch]:
-        return self._rows(piece) if self.kind == "parquet" else packed(self._documents(piece))
-
-    def count(self, piece: Piece) -> int:
-        if piece.documents is not None:
-            return piece.documents
-        return sum(1 for _, line in self._lines(piece) if line.strip())
-
-    def _found(self) -> tuple[str, ...]:
-        """The paths, with a pattern of URLs resolved. Called only when documents are read, because it asks a server."""
+    def resolved(self) -> Self:
+        """The same text, with a pattern of URLs as its files. Asks the server, so only for reading."""
         if self.pinned is None or not glob.has_magic(self.paths[0]):
-            return self.paths
+            return self
         import fsspec
 
         with reading(self.where):
@@ -107,20 +85,49 @@ class Files(Text):
             found = [system.unstrip_protocol(path) for path in sorted(with_retries(lambda: system.glob(pattern)))]
         if not found:
             raise UserError(f"tokens.source: no file matches '{self.where}'")
-        return tuple(found)
+        return replace(self, paths=tuple(found))
 
-    # Parquet
+    def text_bytes(self) -> int | None:
+        """About the bytes of its text; None if only a server knows, or if it is packed."""
+        if self.pinned is not None or any(path.endswith(tuple(PACKED)) for path in self.paths):
+            return None
+        if self.kind == "parquet":
+            return sum(size for path in self.paths for _, size in row_groups(path, self.column))
+        return sum(self._size(path) or 0 for path in self.paths)  # of jsonl with its other fields
 
-    def _row_groups(self, path: str, groups: list[RowGroup]) -> Iterator[Piece]:
-        """Consecutive row groups of a file with about PIECE_BYTES of text."""
-        first = rows = size = 0
-        for number, (more_rows, more_bytes) in enumerate(groups, 1):
-            rows, size = rows + more_rows, size + more_bytes
-            if size >= text.PIECE_BYTES or number == len(groups):
-                yield Piece((path,), first, number, rows, size)
-                first, rows, size = number, 0, 0
+    def pieces(self) -> list[Piece]:
+        """All of the text, in order. UserError if it cannot be read."""
+        if self.kind == "parquet":
+            with ThreadPoolExecutor(8) as pool:
+                by_path = zip(self.paths, pool.map(lambda path: row_groups(path, self.column), self.paths), strict=True)
+                return [piece for path, groups in by_path for piece in pieces_of(path, groups)]
+        if self.kind == "jsonl":
+            return [piece for path in self.paths for piece in self._ranges(path)]
+        groups = grouped([PIECE_BYTES if (size := self._size(path)) is None else size for path in self.paths])
+        names = [self.paths[group.start : group.stop] for group in groups]
+        return [Piece(few, documents=len(few) if self.kind == "txt" else None) for few in names]
 
-    def _rows(self, piece: Piece) -> Iterator[TextBatch]:
+    def count(self, piece: Piece) -> int:
+        """The number of documents of a piece."""
+        if piece.documents is None and self.kind == "jsonl":
+            return sum(1 for _, line in self._lines(piece) if line.strip())
+        return sum(1 for _ in self.read(piece)) if piece.documents is None else piece.documents
+
+    def read(self, piece: Piece) -> Iterator[bytes]:
+        """The documents of a piece, in UTF-8. UserError for a damaged file, with its place."""
+        if self.kind == "parquet":
+            yield from self._rows(piece)
+        elif self.kind == "jsonl":
+            for number, line in self._lines(piece):
+                if line.strip():
+                    yield utf8(self._text_of(line, piece, number))
+        else:
+            for path in piece.names:
+                with reading(path), unpacked(path) as file:
+                    text = file.read().removeprefix(BYTE_ORDER_MARK).decode(errors="replace")
+                yield text.replace("\r\n", "\n").replace("\r", "\n").encode()
+
+    def _rows(self, piece: Piece) -> Iterator[bytes]:
         """The text column of some row groups."""
         import pyarrow.parquet as pq
 
@@ -134,7 +141,7 @@ class Files(Text):
             pq.ParquetFile(file, metadata=metadata_of(path), buffer_size=BUFFER_BYTES) as parquet,
         ):
             for found in parquet.iter_batches(at_once, groups, [self.column], use_threads=False):
-                yield from column_batches(found.column(0))
+                yield from column_documents(found.column(0))
 
     # Lines and whole files
 
@@ -143,7 +150,7 @@ class Files(Text):
         if path.endswith(tuple(PACKED)):
             return None
         if self.objects:
-            return next(one.size for at, one in zip(self.paths, self.objects, strict=True) if at == path)
+            return self.objects[path].size
         with reading(path):
             return None if "://" in path else os.path.getsize(path)
 
@@ -152,20 +159,8 @@ class Files(Text):
         if (size := self._size(path)) is None:
             yield Piece((path,))
             return
-        for first in range(0, size, text.PIECE_BYTES):
-            yield Piece((path,), first, min(size, first + text.PIECE_BYTES))
-
-    def _documents(self, piece: Piece) -> Iterator[str]:
-        """The documents of a piece other than parquet."""
-        if self.kind == "jsonl":
-            for number, line in self._lines(piece):
-                if line.strip():
-                    yield self._text_of(line, piece, number)
-            return
-        for path in piece.names:
-            with reading(path), unpacked(path) as file:
-                found = file.read().removeprefix(BYTE_ORDER_MARK).decode(errors="replace")
-            yield found.replace("\r\n", "\n").replace("\r", "\n")
+        for first in range(0, size, PIECE_BYTES):
+            yield Piece((path,), first, min(size, first + PIECE_BYTES))
 
     def _lines(self, piece: Piece) -> Iterator[tuple[int, bytes]]:
         """The lines that begin in a piece, numbered from 0."""
@@ -184,26 +179,40 @@ class Files(Text):
 
     def _text_of(self, line: bytes, piece: Piece, number: int) -> str:
         """The text of line `number` of a piece. UserError with its place for a damaged one."""
+
+        def place() -> str:
+            path = piece.names[0]
+            before = sum(1 for _ in self._lines(Piece(piece.names, 0, piece.first))) if piece.first else 0
+            return f"line {before + number + 1} of '{path}'"
+
         try:
             row = json.loads(line.decode(errors="replace"))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"tokens.source: {self._place(piece, number)} is not JSON ({error})") from error
+            raise UserError(f"tokens.source: {place()} is not JSON ({error})") from error
         if not isinstance(row, dict) or self.column not in row:
-            names = list(row) if isinstance(row, dict) else []
-            raise no_column(self.column, self._place(piece, number), names)
+            raise no_column(self.column, place(), row if isinstance(row, dict) else ())
         value = row[self.column]
         if not isinstance(value, str | None):
-            raise UserError(
-                f"tokens.text_column: '{self.column}' of {self._place(piece, number)} is "
-                f"{type(value).__name__}, not a string"
-            )
+            kind = type(value).__name__
+            raise UserError(f"tokens.text_column: '{self.column}' of {place()} is {kind}, not a string")
         return value or ""
 
-    def _place(self, piece: Piece, number: int) -> str:
-        """A line of a piece, for people: counted from 1 in its file."""
-        path = piece.names[0]
-        before = sum(1 for _ in self._lines(Piece(piece.names, 0, piece.first))) if piece.first else 0
-        return f"line {before + number + 1} of '{path}'"
+
+def grouped(sizes: list[int]) -> Iterator[range]:
+    """Numbers of consecutive items of about PIECE_BYTES together."""
+    first = total = 0
+    for end, size in enumerate(sizes, 1):
+        total += size
+        if total >= PIECE_BYTES or end == len(sizes):
+            yield range(first, end)
+            first, total = end, 0
+
+
+def pieces_of(path: str, groups: list[tuple[int, int]]) -> Iterator[Piece]:
+    """Consecutive row groups of a parquet file."""
+    for numbers in grouped([size for _, size in groups]):
+        rows, sizes = zip(*groups[numbers.start : numbers.stop], strict=True)
+        yield Piece((path,), numbers.start, numbers.stop, sum(rows), sum(sizes))
 
 
 def opened(path: str) -> IO[bytes]:
@@ -211,9 +220,9 @@ def opened(path: str) -> IO[bytes]:
     if "://" not in path:
         return open(path, "rb", buffering=BUFFER_BYTES)
     if path.startswith("s3://"):
-        from pipelines.text.objects import S3Files
+        from pipelines.text.objects import opened_object
 
-        return cast(IO[bytes], S3Files().open(path))
+        return opened_object(path)
     import fsspec
 
     return cast(IO[bytes], with_retries(lambda: fsspec.open(path, "rb").open()))
@@ -229,14 +238,27 @@ def metadata_of(path: str) -> Any:
 
 
 @functools.cache
-def row_groups(path: str, column: str) -> list[RowGroup]:
-    """The row groups of a parquet file. UserError unless the file has the column."""
+def row_groups(path: str, column: str) -> list[tuple[int, int]]:
+    """The rows, and the bytes of text before compression, of each row group of a parquet file. UserError unless the
+    column exists and holds strings."""
+    import pyarrow as pa
+
     with reading(path):
         metadata = metadata_of(path)
-    check_column(metadata.schema.to_arrow_schema(), column, path)
+    schema = metadata.schema.to_arrow_schema()
+    if column not in schema.names:
+        raise no_column(column, f"'{path}'", schema.names)
+    kind = schema.field(column).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise UserError(f"tokens.text_column: '{column}' in '{path}' holds {kind}, not strings")
     at = metadata.schema.names.index(column)
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     return [(one.num_rows, one.column(at).total_uncompressed_size) for one in groups]
+
+
+def no_column(column: str, where: str, names: Iterable[str]) -> UserError:
+    """The error for a missing text column."""
+    return UserError(f"tokens.text_column: no '{column}' in {where}; it has: {', '.join(names) or 'none'}")
 
 
 def unpacked(path: str) -> IO[bytes]:
@@ -249,18 +271,12 @@ def unpacked(path: str) -> IO[bytes]:
     return io.BufferedReader(pa.input_stream(opened(path), compression=codec), BUFFER_BYTES)
 
 
-def first_documents(source: Text) -> Generator[str, None, None]:
-    """The documents of a text from its first one on, in this process."""
-    source = source.resolved()
-    for piece in source.pieces():
-        for batch in read_piece(source, piece):
-            yield from batch.texts()
-
-
 def sha256_of_text(path: str) -> str:
     """The sha256 of a local file. UserError if it cannot be read."""
     try:
-        return _sha256_in_state(path, state_of(path))
+        seen = os.stat(path)
+        state = seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
+        return _sha256_in_state(path, state)
     except OSError as error:
         raise UserError(f"tokens.source: '{path}' cannot be read ({error.strerror})") from error
 
@@ -268,15 +284,6 @@ def sha256_of_text(path: str) -> str:
 @functools.cache  # the plan and the check before the first shard ask for the same
 def _sha256_in_state(path: str, state: Hashable) -> str:
     return sha256_of(Path(path))
-
-
-def state_of(path: str | Path) -> tuple[int, ...] | None:
-    """A state of a local file that changes when the file does; None for a file that is gone."""
-    try:
-        seen = os.stat(path)
-    except OSError:
-        return None
-    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
 
 
 def common_kind(paths: tuple[str, ...]) -> str:

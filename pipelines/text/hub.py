@@ -1,62 +1,103 @@
-"""A dataset on the Hugging Face Hub as a source of text, pinned to a commit."""
+"""The Hugging Face Hub, and other servers of texts: requests that are retried, and their errors."""
 
 import functools
+import logging
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
-from pipelines.text.columns import TextBatch, datasets_library, reason_of
-from pipelines.text.files import Files, common_kind
-from pipelines.text.retry import with_retries
-from pipelines.text.text import Piece, Text
-from trainer.errors import UserError
+from trainer.errors import StoreUnavailable, UserError
+
+T = TypeVar("T")
 
 HUB = "hf://datasets/"
+# Errors of `datasets` and its libraries (httpx, aiohttp) without a connection, by name: some may not be installed.
+TRANSIENT_ERRORS = {"ConnectionError", "TimeoutError", "TransportError", "ClientConnectionError"}
+OFFLINE = "OfflineModeIsEnabled"  # a ConnectionError of huggingface_hub that its user asked for
+CLOSED = "client has been closed"  # huggingface_hub repeats a request on the connection that it has just closed
+TOO_MANY_REQUESTS = 429
+RETRY_SECONDS = 60.0
+BUSY_SECONDS = 900.0  # after 429: the Hub counts requests over five minutes
+LONGEST_WAIT_SECONDS = 30.0
+LOOK_SECONDS = 5.0  # of a check while somebody waits
 
 
-@dataclass(frozen=True)
-class HubDataset(Text):
-    """The train split of a dataset on the Hugging Face Hub at one commit."""
+def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
+    """Send a request, and retry it for so many seconds while the server is busy or unreachable.
 
-    repository: str
-    subset: str | None
-    commit: str
-    column: str
+    The default is RETRY_SECONDS, and BUSY_SECONDS for a server that answers 429.
+    """
+    import tenacity
 
-    def identity(self) -> dict[str, Any]:
-        return {
-            "source": HUB + self.repository,
-            "subset": self.subset,
-            "revision": self.commit,
-            "text_column": self.column,
-        }
+    def stop(state: tenacity.RetryCallState) -> bool:
+        busy = TOO_MANY_REQUESTS in map(status_of, causes(state.outcome.exception() if state.outcome else None))
+        limit = BUSY_SECONDS if busy else RETRY_SECONDS
+        return (state.seconds_since_start or 0.0) + state.upcoming_sleep >= (limit if seconds is None else seconds)
 
-    @property
-    def where(self) -> str:
-        return f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")
+    wait = tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_WAIT_SECONDS)
+    attempts = tenacity.Retrying(retry=tenacity.retry_if_exception(is_transient), wait=wait, stop=stop, reraise=True)
+    return attempts(request)
 
-    def resolved(self) -> Text:
-        files = (self._builder().config.data_files or {}).get("train", ())
-        if not files:
-            raise UserError(f"tokens.source: {self.where} has no files of a train split")
-        return Files(common_kind(tuple(files)), tuple(files), self.column, self.where, self.commit)
 
-    def pieces(self) -> list[Piece]:
-        return self.resolved().pieces()
+def is_transient(error: BaseException | None) -> bool:
+    """Whether a retry may succeed: the error, or its cause, is a missing connection or a busy server."""
+    for one in causes(error):
+        names = {kind.__name__ for kind in type(one).__mro__}
+        if OFFLINE in names:
+            return False
+        status = status_of(one) or 0
+        if names & TRANSIENT_ERRORS or CLOSED in str(one) or status in (408, TOO_MANY_REQUESTS) or status >= 500:
+            return True
+    return False
 
-    def read(self, piece: Piece) -> Iterator[TextBatch]:
-        return self.resolved().read(piece)
 
-    @functools.cache  # noqa: B019  (one dataset a process)
-    def _builder(self) -> Any:
-        try:
-            load = datasets_library().load_dataset_builder
-            return with_retries(lambda: load(self.repository, self.subset, revision=self.commit))
-        except Exception as error:  # not found, gated, no such subset, no network
-            raise UserError(
-                f"tokens.source: {self.where} at {self.commit[:12]} cannot be opened ({reason_of(error)})"
-            ) from error
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, its cause, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status of an error."""
+    status = getattr(getattr(error, "response", error), "status_code", getattr(error, "status", None))
+    return status if isinstance(status, int) else None
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """UserError for a text that is truncated, damaged or removed, or whose server does not answer."""
+    try:
+        yield
+    except (UserError, StoreUnavailable):
+        raise
+    except Exception as error:
+        # pyarrow's by its name: texts other than parquet don't wait for its import.
+        known = isinstance(error, EOFError | zlib.error | OSError | ImportError) or is_transient(error)
+        if not (known or type(error).__name__ == "ArrowInvalid"):
+            raise
+        raise UserError(f"tokens.source: '{where}' cannot be read ({reason_of(error)})") from error
+
+
+def reason_of(error: Exception) -> str:
+    """The type and the first line of an error."""
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
+
+
+@functools.cache
+def datasets_library() -> Any:
+    """The library `datasets`, without progress bars and without download counts on its server."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of each retry in long lines
+    datasets.config.TORCH_AVAILABLE = False  # else a stream imports torch, which takes 2 s and is not needed
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it waits 3 s without a network
+    return datasets
 
 
 def pinned_commit(source: str, revision: str | None) -> str:

@@ -3,16 +3,20 @@
 The text is a stream of tokens: every document follows an end-of-text token, and shard i holds tokens
 [i·shard_tokens, (i+1)·shard_tokens). Processes encode it (pool.py); here its tokens fill one shard, while the one
 before is hashed and stored. A later attempt resumes behind the last receipt.
+
+The validation split is the first tokens of the text. A recipe that holds out whole shards knows their names in advance.
+A share of the text is known only when all shards are finished, so until then the first ones are named text_…. Then they
+get their names, and the one in which the boundary lies is cut.
 """
 
 import itertools
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -58,14 +62,6 @@ class ShardsJob:
     processes: int | None = None  # None: one for each core
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a text is, in tokens."""
-
-    stored: int  # with those of earlier attempts
-    new: int  # of this attempt
-
-
 class ShardFile:
     """A new shard in scratch for `expected` tokens; it may end earlier."""
 
@@ -97,15 +93,14 @@ class ShardFile:
         return self
 
 
-def make_shards(job: ShardsJob) -> Generator[Progress, None, None]:
-    """Make the missing shards. Yields the progress once each is stored.
+def make_shards(job: ShardsJob) -> Generator[int, None, None]:
+    """Make the missing shards. Yields the tokens of all stored shards: of those that exist, and once another is stored.
 
     While a shard fills, UPLOADS others are hashed and stored: one thread would limit 16 cores. Closed in between, it
     finishes the uploads.
     """
     receipts, complete = existing_receipts(job.store, job.plan, job.note)
-    stored, new = sum(receipt.tokens for receipt in receipts), 0
-    yield Progress(stored, new)
+    yield sum(receipt.tokens for receipt in receipts)
     if complete:
         return
     check_unchanged(job)
@@ -115,8 +110,7 @@ def make_shards(job: ShardsJob) -> Generator[Progress, None, None]:
             for index, shard in itertools.chain(enumerate(shards, len(receipts)), [(0, None)]):
                 while len(pending) >= (UPLOADS if shard else 1):
                     receipts.append(pending.popleft().result())
-                    stored, new = stored + receipts[-1].tokens, new + receipts[-1].tokens
-                    yield Progress(stored, new)
+                    yield sum(receipt.tokens for receipt in receipts)
                 if shard:
                     check_unchanged(job)
                     pending.append(threads.submit(store_shard, job, index, shard, pending[-1] if pending else None))
@@ -142,8 +136,7 @@ def encoded_shards(job: ShardsJob, receipts: list[ShardReceipt]) -> Generator[Sh
     numbers = itertools.count(len(receipts))
     file: ShardFile | None = None
     try:
-        text = text_of(t)
-        with closing(tokens_of(text, encoder, document, job.folder, job.check, job.processes)) as stream:
+        with closing(tokens_of(text_of(t), encoder, document, job.folder, job.check, job.processes)) as stream:
             for batch in stream if left else ():
                 job.reading.tokens += len(batch.tokens)
                 job.reading.bytes += batch.text_bytes
@@ -204,3 +197,48 @@ def shard_name(index: int, config: TokensConfig) -> str:
         return f"text_{index:06d}.bin"
     held_out = config.val_shards or 0
     return f"val_{index:06d}.bin" if index < held_out else f"train_{index - held_out:06d}.bin"
+
+
+@dataclass(frozen=True)
+class SplitShard:
+    """A shard of the finished text: its name says whether it is for training or for validation."""
+
+    file: File
+    tokens: int
+    max_id: int | None = None  # the largest token; None if nobody has looked
+    rows: int | None = None  # that it fills, if it is packed
+
+
+def split_text(
+    receipts: Sequence[ShardReceipt],
+    config: TokensConfig,
+    fetch: Callable[[File], Path],
+    save: Callable[[Path], File],
+    folder: Path,
+    rows_of: "Callable[[np.ndarray], int | None]" = lambda tokens: None,
+) -> list[SplitShard]:
+    """The shards of both splits. `fetch` gives a local copy of a shard, `save` stores one, `folder` is scratch,
+    `rows_of` counts the rows of a packed shard.
+
+    The shard in which the boundary lies becomes two; the others are only named.
+    """
+    from trainer.data.shards import read_shard, write_shard
+
+    total = sum(receipt.tokens for receipt in receipts)
+    left = 0 if config.val_shards else min(config.held_out(total), total)
+    shards: list[SplitShard] = []
+    for index, receipt in enumerate(receipts):
+        if 0 < left < receipt.tokens:
+            tokens = read_shard(fetch(receipt.file))
+            for name, piece in (("val", tokens[:left]), ("train", tokens[left:])):
+                path = folder / f"{name}_{index:06d}.bin"
+                write_shard(path, piece)
+                shards.append(SplitShard(save(path), len(piece), int(piece.max(initial=0)), rows_of(piece)))
+                path.unlink()
+        else:
+            file = receipt.file
+            if index < config.val_undecided_shards:
+                file = replace(file, name=f"{'val' if left else 'train'}_{index:06d}.bin")
+            shards.append(SplitShard(file, receipt.tokens, receipt.max_id, receipt.rows))
+        left -= min(left, receipt.tokens)
+    return shards

@@ -4,46 +4,110 @@ A source has an identity, which decides its bytes and enters the fingerprint, an
 order: an interrupted run resumes at document number n. A source must be pinned to a version.
 """
 
+import functools
 import glob
+import hashlib
 import os
 import re
 import sysconfig
+import tokenize
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from pipelines.recipe import LLMC, TokensConfig
-from pipelines.text.files import Files, common_kind
-from pipelines.text.hub import HUB, HubDataset, pinned_commit
-from pipelines.text.library import STDLIB, StandardLibrary
-from pipelines.text.text import Text
+from pipelines.text.files import Files, Piece, common_kind, sha256_of_text
+from pipelines.text.hub import HUB, datasets_library, pinned_commit, reason_of, with_retries
 from trainer.errors import UserError
 
 # A rule of thumb: GPT-2's tokens are a little longer in English, and shorter in code and in other languages.
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0}
 REMOTE = ("s3", "hf")
+STDLIB = "python-stdlib"
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 SOURCES = f"{STDLIB}, {HUB}ORG/NAME, or a path, pattern or s3:// URL of .parquet, .jsonl or .txt files"
 
 
-def source_identity(
-    source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None = None
-) -> dict[str, Any]:
-    """The identity of a source, for the fingerprint: equal identities give equal documents.
+@dataclass(frozen=True)
+class StandardLibrary(Files):
+    """Every module of the running Python that can be decoded, one document each, sorted by relative path: no download,
+    no account."""
 
-    The identity of local files is the sha256 of their contents, in reading order, without their paths; of the standard
-    library, one sha256 over paths and contents; of objects in S3, their ETags; of other remote text, its revision.
-    Reads all local bytes; only S3 is asked. Relative paths start at `base` (default: the current directory).
-    UserError for a source that does not exist or cannot be pinned.
-    """
-    return open_source(source, subset, revision, text_column, base).identity()
+    def identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for path in self.paths:
+            digest.update(f"{sha256_of_text(path)} {Path(path).relative_to(self.where).as_posix()}\n".encode())
+        return {"source": STDLIB, "sha256": digest.hexdigest()}
+
+    def read(self, piece: Piece) -> Iterator[bytes]:
+        for path in piece.names:
+            try:
+                with tokenize.open(path) as file:
+                    text = file.read()
+            except (SyntaxError, UnicodeDecodeError):  # the declared encoding is unknown or wrong
+                continue
+            yield text.encode()
+
+
+def standard_library() -> StandardLibrary:
+    """The modules of the running Python without its tests and installed packages. UserError without any."""
+    library, names = sysconfig.get_path("stdlib"), list[str]()
+    for folder, below, files in os.walk(library):
+        below[:] = [name for name in below if name not in NOT_LIBRARY]
+        names += [(Path(folder).relative_to(library) / name).as_posix() for name in files if name.endswith(".py")]
+    if not names:
+        raise UserError(f"tokens.source: {STDLIB}: this Python has no .py files in {library}; name text files")
+    return StandardLibrary("py", tuple(f"{library}/{name}" for name in sorted(names)), "", library)
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """The train split of a dataset on the Hugging Face Hub at one commit."""
+
+    repository: str
+    subset: str | None
+    commit: str
+    column: str
+
+    def identity(self) -> dict[str, Any]:
+        """Its canonical identity, for the fingerprint."""
+        return {
+            "source": HUB + self.repository,
+            "subset": self.subset,
+            "revision": self.commit,
+            "text_column": self.column,
+        }
+
+    @functools.cache  # noqa: B019  (one dataset a process)
+    def resolved(self) -> Files:
+        """Its files. UserError for a dataset that cannot be opened: not found, gated, no such subset, no network."""
+        where = f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")
+        try:
+            load = datasets_library().load_dataset_builder
+            builder = with_retries(lambda: load(self.repository, self.subset, revision=self.commit))
+        except Exception as error:
+            raise UserError(
+                f"tokens.source: {where} at {self.commit[:12]} cannot be opened ({reason_of(error)})"
+            ) from error
+        files = tuple((builder.config.data_files or {}).get("train", ()))
+        if not files:
+            raise UserError(f"tokens.source: {where} has no files of a train split")
+        return Files(common_kind(files), files, self.column, where, self.commit)
+
+    def text_bytes(self) -> None:
+        """Only the Hub knows."""
+
+
+Text = Files | HubDataset
 
 
 def estimated_tokens(config: TokensConfig) -> int | None:
     """About the number of tokens of a text that is not tokenized yet; None if only a server knows."""
     if (tokens := declared_tokens(config)) is not None and config.max_tokens is None:
         return tokens
-    text = text_of(config)
-    if (size := text.text_bytes()) is None:
+    if (size := text_of(config).text_bytes()) is None:
         return tokens
     estimate = int(size / BYTES_PER_TOKEN[config.tokenizer if config.tokenizer == "bytes" else "gpt2"])
     return estimate if tokens is None else min(estimate, tokens)
@@ -72,10 +136,23 @@ def text_of(config: TokensConfig) -> Text:
     return open_source(config.source, config.subset, config.revision, config.text_column)
 
 
+def first_documents(source: Text) -> Generator[str, None, None]:
+    """The documents of a text from its first one on, in this process."""
+    files = source.resolved()
+    for piece in files.pieces():
+        for document in files.read(piece):
+            yield document.decode()
+
+
 def open_source(
     source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None = None
 ) -> Text:
-    """The source that the fields of a recipe name. UserError if they do not fit together."""
+    """The source that the fields of a recipe name; relative paths start at `base` (default: the current directory).
+
+    Its identity is the sha256 of local files' contents, in reading order, without their paths; of the standard library,
+    one sha256 over paths and contents; of objects in S3, their ETags; of text on the Hub, its commit. Only S3 is asked.
+    UserError if the fields do not fit together.
+    """
     scheme, separator, _ = source.partition("://")
     if separator and scheme not in REMOTE:
         raise UserError(f"tokens.source: '{source}': unknown scheme '{scheme}'; use {SOURCES}")
@@ -94,7 +171,7 @@ def open_source(
     if revision is not None:
         raise UserError(f"tokens.revision: '{source}' is local and identified by its contents; remove the revision")
     if source == STDLIB:
-        return StandardLibrary(Path(sysconfig.get_path("stdlib")))
+        return standard_library()
     # Brackets in the name of the base folder are not a pattern, and a file may have any name.
     pattern = os.path.join(glob.escape(str((base or Path()).absolute())), os.path.expanduser(source))
     path = os.path.join((base or Path()).absolute(), os.path.expanduser(source))
@@ -123,4 +200,4 @@ def remote_files(source: str, revision: str | None, column: str) -> Files:
     if revision is not None:
         raise UserError(f"tokens.revision: '{source}' is identified by the ETags of its objects; remove the revision")
     found = matching_objects(source)
-    return Files(common_kind(tuple(found)), tuple(found), column, source, objects=tuple(found.values()))
+    return Files(common_kind(tuple(found)), tuple(found), column, source, objects=found)

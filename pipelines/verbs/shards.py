@@ -28,8 +28,8 @@ def verify(
     from rich.markup import escape
 
     from pipelines.show.console import console, say
+    from pipelines.text.adopted import faults_of, shard_paths, tokenizer_by_manifest
     from pipelines.text.tokenizer import named_tokenizer
-    from pipelines.text.verify import faults_of, shard_paths, tokenizer_by_manifest
 
     shards = [shard for path in paths for shard in shard_paths(path)]
     encoding = named_tokenizer(tokenizer or tokenizer_by_manifest(shards[0]))

@@ -8,8 +8,8 @@ from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.recipe import TokensConfig
-from pipelines.text.shard_writer import ShardsJob
-from pipelines.text.sources import source_identity
+from pipelines.text.shard_writer import ShardsJob, make_shards
+from pipelines.text.sources import open_source
 from trainer.data.shards import read_shard
 from trainer.store import LocalStore
 
@@ -37,7 +37,7 @@ class FourFiles:
             (folder / f"{name}.txt").write_text(f"{name} " * 2000)
         standard = {"tokenizer": "bytes", "shard_tokens": 1500, "max_tokens": 13_001, "val_shards": 2}
         self.config = TokensConfig(source=f"{folder}/{pattern or '*.txt'}", **(fields if pattern else standard))
-        text = source_identity(self.config.source, None, None, "text")
+        text = open_source(self.config.source, None, None, "text").identity()
         self.plan = ArtifactPlan("tokenize", "files", {"stage": "tokenize", "text": text})
 
     def job(self, store: Path, attempt: int = 1, processes: int = 1, **fields: Any) -> ShardsJob:
@@ -47,6 +47,12 @@ class FourFiles:
         put = partial(upload, opened, self.plan.prefix, attempt)
         job = ShardsJob(self.config, self.plan, opened, folder, put, lambda: None, lambda text: None)
         return replace(job, processes=processes, **fields)
+
+
+def made(job: ShardsJob) -> tuple[int, int]:
+    """Do a job. Returns the tokens of the text, and those of them that it made."""
+    before, *rest = make_shards(job)
+    return (last := [before, *rest][-1]), last - before
 
 
 def shards_in(store: Path) -> dict[str, list[int]]:

@@ -19,7 +19,6 @@ from pipelines.recipe import Recipe, TokensConfig, load_recipe
 from pipelines.stage import Work, plans_of
 from pipelines.stages import tokenize
 from pipelines.text.bpe import Sample, train_bpe
-from pipelines.text.columns import batch_of
 from pipelines.text.encode import Encoder
 from pipelines.text.tokenizer import (
     TOKENIZER_FILE,
@@ -86,7 +85,7 @@ def test_transformers_tiktoken_and_gigatoken_give_an_own_tokenizer_the_same_ids(
     ours = [encoding.encode_ordinary(one) for one in texts]
     assert theirs(texts)["input_ids"] == ours
     assert [theirs.decode(ids) for ids in ours] == texts
-    ids, bounds = Encoder(encoding).encode(batch_of([one.encode() for one in texts]))
+    ids, bounds = Encoder(encoding).encode([one.encode() for one in texts])
     assert ids.tolist() == [i for row in ours for i in row] and bounds.tolist() == list(
         itertools.accumulate(map(len, ours), initial=0)
     )

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import ODD_TEXTS
 
-from pipelines.text import columns, encode
-from pipelines.text.columns import Batches, TextBatch, batch_of, packed
+from pipelines.text import documents, encode
+from pipelines.text.documents import batches_of, utf8
 from pipelines.text.encode import (
     Encoder,
     encoder_name,
@@ -34,18 +34,10 @@ def corpus(shared_data: Path, documents: int) -> list[str]:
     return pq.read_table(shared_data / "corpus" / "000_00000.parquet")["text"].to_pylist()[:documents]
 
 
-def batches(texts: Iterable[str]) -> Batches:
-    yield from packed(texts)
-
-
-def one_batch(*texts: str) -> TextBatch:
-    return batch_of([text.encode() for text in texts])
-
-
 def rows(encoding: tiktoken.Encoding, texts: Iterable[str]) -> list[list[int]]:
     """The ids of each document."""
     found = []
-    for batch in map(Encoder(encoding).tokens, batches(texts)):
+    for batch in map(Encoder(encoding).tokens, batches_of(map(utf8, texts))):
         assert batch.tokens.dtype == np.uint16
         found += [row.tolist() for row in np.split(batch.tokens, batch.starts[1:])]
     return found
@@ -55,12 +47,12 @@ def rows(encoding: tiktoken.Encoding, texts: Iterable[str]) -> list[list[int]]:
 def test_a_stream_is_end_of_text_and_encode_ordinary_of_every_document_in_order(
     gpt2: tiktoken.Encoding, shared_data: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:
-    monkeypatch.setattr(columns, "BATCH_BYTES", 100_000)
+    monkeypatch.setattr(documents, "BATCH_BYTES", 100_000)
     if not fast:
         monkeypatch.setattr(encode, "has_fast_encoder", lambda encoding: False)
     texts = corpus(shared_data, 150) + ODD_TEXTS + ["one<|endoftext|>two", "of Unicode 17: \u088f's \U0002b73a'll"]
     expected = [[50_256, *gpt2.encode_ordinary(text)] for text in texts]
-    assert rows(gpt2, iter(texts)) == expected
+    assert rows(gpt2, texts) == expected
 
 
 def test_gpt2s_text_is_encoded_by_the_fast_library_and_other_text_by_tiktoken(gpt2: tiktoken.Encoding) -> None:
@@ -74,8 +66,7 @@ def test_both_libraries_agree_around_every_code_point_that_is_not_left_to_tiktok
 ) -> None:
     fast = Encoder(gpt2).fast()
     texts = [around.replace("{}", one) for one in CHARACTERS]
-    different = set(may_differ(one_batch(*texts)))
-    same = [text for number, text in enumerate(texts) if number not in different]
+    same = [text for text in texts if not may_differ(text.encode())]
     assert len(same) > 0.95 * len(texts)
     for start in range(0, len(same), 8192):
         block = "".join(same[start : start + 8192])
@@ -97,7 +88,7 @@ def test_both_libraries_agree_on_random_texts(gpt2: tiktoken.Encoding) -> None:
     @settings(max_examples=300, deadline=None, derandomize=True)
     @given(st.lists(st.one_of(st.text(max_size=8), pieces), max_size=30).map("".join))
     def check(text: str) -> None:
-        ids, bounds = fast.encode(one_batch(text))
+        ids, bounds = fast.encode([text.encode()])
         assert ids.tolist() == encode.encode(gpt2, text).tolist() and bounds.tolist() == [0, len(ids)]
 
     check()

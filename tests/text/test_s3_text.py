@@ -17,12 +17,11 @@ from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.artifacts.store import S3Store
 from pipelines.cloud.preflight import texts_reachable
 from pipelines.recipe import TokensConfig, load_recipe
-from pipelines.text import text
-from pipelines.text.files import first_documents
+from pipelines.text import files
 from pipelines.text.objects import store_of
 from pipelines.text.receipts import finished_receipts
 from pipelines.text.shard_writer import ShardsJob, make_shards
-from pipelines.text.sources import open_source, source_identity
+from pipelines.text.sources import first_documents, open_source
 from trainer.errors import UserError
 
 TEXTS = [f"row {n} größer 東京\nsecond line\r\n" for n in range(2500)]
@@ -55,7 +54,7 @@ def read(source: str, start: int = 0) -> list[str]:
 
 
 def identity(source: str) -> dict[str, Any]:
-    return source_identity(source, None, None, "text")
+    return open_source(source, None, None, "text").identity()
 
 
 def test_every_kind_of_file_in_s3_gives_the_documents_of_a_local_file(bucket: S3Store, tmp_path: Path) -> None:
@@ -80,7 +79,7 @@ def test_the_identity_of_text_in_s3_is_its_contents_and_needs_no_revision(bucket
     bucket.put("txt/1.txt", b"other text")
     assert identity(f"{uri}/txt/*.txt") != before
     with pytest.raises(UserError, match=r"tokens.revision: .* ETags of its objects; remove the revision"):
-        source_identity(f"{uri}/txt/*.txt", None, "2026-11", "text")
+        open_source(f"{uri}/txt/*.txt", None, "2026-11", "text").identity()
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_named(bucket: S3Store, tmp_path: Path) -> None:
@@ -118,9 +117,9 @@ def test_faults_of_the_server_change_no_shard(bucket: S3Store, tmp_path: Path, m
     put_texts(bucket, tmp_path)
 
     def made(attempt: int) -> list[tuple[str, str, int]]:
-        monkeypatch.setattr(text, "PIECE_BYTES", 20_000)
+        monkeypatch.setattr(files, "PIECE_BYTES", 20_000)
         config = TokensConfig(source=f"{uri}/**/*.parquet", tokenizer="bytes", shard_tokens=20_000)
-        identity = source_identity(config.source, None, None, "text")
+        identity = open_source(config.source, None, None, "text").identity()
         plan = ArtifactPlan("tokenize", f"run{attempt}", {"stage": "tokenize", "text": identity})
         store = S3Store(bucket.bucket, "tokens", time_limit_s=30)
         (folder := tmp_path / str(attempt)).mkdir()

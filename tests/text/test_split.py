@@ -10,8 +10,7 @@ from texts import FourFiles
 from pipelines.artifacts.manifest import fetch, upload
 from pipelines.recipe import TokensConfig, load_recipe
 from pipelines.text.receipts import finished_receipts
-from pipelines.text.shard_writer import make_shards
-from pipelines.text.split import SplitShard, split_text
+from pipelines.text.shard_writer import SplitShard, make_shards, split_text
 from trainer.data.shards import read_shard
 from trainer.errors import UserError
 from trainer.store import LocalStore

@@ -22,8 +22,7 @@ from servers import free_ports
 from texts import ODD_TEXTS
 
 from pipelines.recipe import VOCAB_SIZES
-from pipelines.text.sources import open_source, source_identity
-from pipelines.text.text import Text, read_piece
+from pipelines.text.sources import open_source
 from pipelines.text.tokenizer import (
     tokenizer,
     tokenizer_files,
@@ -50,23 +49,18 @@ def rows(tmp_path: Path) -> Path:
     return folder
 
 
-def read(source: str | Path, start: int = 0, column: str = "text", **options: Any) -> list[str]:
-    """The documents from number `start` on, which lie in the last pieces."""
-    return read_from(open_source(str(source), None, None, column, **options), start)
-
-
-def read_from(source: Text, start: int) -> list[str]:
-    source, found = source.resolved(), list[str]()
-    for piece in source.pieces():
-        count = source.count(piece)
-        if start < count:
-            found += [one for batch in read_piece(source, piece, start) for one in batch.texts()]
-        start = max(0, start - count)
+def read(source: str | Path, column: str = "text", **options: Any) -> list[str]:
+    """All documents."""
+    files, found = open_source(str(source), None, None, column, **options).resolved(), list[str]()
+    for piece in files.pieces():
+        documents = list(files.read(piece))
+        assert files.count(piece) == len(documents)
+        found += [one.decode() for one in documents]
     return found
 
 
 def identity(source: str | Path, column: str = "text", **options: Any) -> dict[str, Any]:
-    return source_identity(str(source), None, None, column, **options)
+    return open_source(str(source), None, None, column, **options).identity()
 
 
 def write_lines(path: Path, *values: Any) -> Path:
@@ -103,16 +97,15 @@ def test_the_standard_library_is_read_sorted_and_without_tests_and_installed_pac
     assert Path(pytest.__file__).read_text() not in texts
 
 
-def test_documents_from_number_n_on_are_the_rest_of_all_documents(rows: Path) -> None:
+def test_files_of_every_kind_are_read_in_the_order_of_their_names(rows: Path) -> None:
     lines = write_lines(rows / "l.jsonl", *({"text": str(n)} for n in range(12)))
     for n in range(4):
         (rows / f"{n}.txt").write_text(f"file {n}")
-    for source in (rows / "*.parquet", lines, rows / "*.txt"):
-        source = Path(str(source).replace("da [x] ta*", "da [[]x] ta[*]"))
-        everything = read(source)
-        assert len(everything) in (15, 12, 4)
-        for start in range(len(everything) + 2):
-            assert read(source, start) == everything[start:], (source, start)
+    everything = [read(str(rows / name).replace("da [x] ta*", "da [[]x] ta[*]")) for name in ("*.parquet", "*.txt")]
+    assert everything == [
+        [f"document {part}.{row}" for part in range(3) for row in range(5)], [f"file {n}" for n in range(4)]
+    ]  # fmt: skip
+    assert read(lines) == [str(n) for n in range(12)]
 
 
 def test_bytes_that_are_not_utf8_become_the_replacement_character(tmp_path: Path) -> None:
@@ -120,7 +113,7 @@ def test_bytes_that_are_not_utf8_become_the_replacement_character(tmp_path: Path
     expected = ["sound", "\ufffd\ufffd cut", "", "café", "\ufffd\ufffd\ufffd"]
     strings = pa.array(damaged, pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": strings}), tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet") == expected and read(tmp_path / "a.parquet", 1) == expected[1:]
+    assert read(tmp_path / "a.parquet") == expected
     lines = b"".join(b'{"text": "%s"}\n' % (one or b"") for one in damaged)
     (tmp_path / "l.jsonl").write_bytes(lines + rb'{"text": "\ud800"}')
     assert read(tmp_path / "l.jsonl") == [*expected, "\ufffd"]
@@ -156,11 +149,11 @@ def test_the_identity_of_files_is_their_content_in_reading_order(rows: Path, tmp
 
 
 def test_the_identity_of_text_on_the_hub_is_its_commit_and_needs_no_connection() -> None:
-    hub = source_identity("hf://datasets/org/name", "small", COMMIT, "text")
+    hub = open_source("hf://datasets/org/name", "small", COMMIT, "text").identity()
     assert hub == {
         "source": "hf://datasets/org/name", "subset": "small", "revision": COMMIT, "text_column": "text"
     }  # fmt: skip
-    pattern = source_identity("hf://datasets/org/name/*.parquet", None, COMMIT, "text")
+    pattern = open_source("hf://datasets/org/name/*.parquet", None, COMMIT, "text").identity()
     assert pattern["revision"] == COMMIT and pattern["files"] == "hf://datasets/org/name/*.parquet"
 
 
@@ -191,10 +184,9 @@ def test_the_identity_of_text_on_the_hub_is_its_commit_and_needs_no_connection()
 def test_an_invalid_source_is_refused_before_it_is_opened(
     source: str, subset: str | None, revision: str | None, message: str
 ) -> None:
-    for ask in (source_identity, open_source):
-        with pytest.raises(UserError, match=message) as caught:
-            ask(source, subset, revision, "text")
-        assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=message) as caught:
+        open_source(source, subset, revision, "text")
+    assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_wrong_column_is_refused_with_the_existing_ones(rows: Path, tmp_path: Path) -> None:
@@ -315,8 +307,8 @@ def read_apart(hub: str, home: Path, *calls: tuple[Any, ...]) -> list[list[str]]
     A UserError takes the place of the documents.
     """
     code = (
-        "import json, sys; from pipelines.text.files import first_documents\n"
-        "from pipelines.text.sources import open_source; from trainer.errors import UserError\n"
+        "import json, sys\n"
+        "from pipelines.text.sources import first_documents, open_source; from trainer.errors import UserError\n"
         "documents = lambda *call: first_documents(open_source(*call))\n"
         "for call in json.loads(sys.argv[1]):\n"
         "    try: print(json.dumps(list(documents(*call))))\n"
