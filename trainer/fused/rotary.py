@@ -1,4 +1,4 @@
-"""Launchers of the kernels of families with RMSNorm and rotary positions, beside those of `trainer/fused/kernels.py`.
+"""Launchers of the kernels of rotary positions, value embeddings and SwiGLU; see also `trainer/fused/kernels.py`.
 
 Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inner width I:
 

@@ -1,5 +1,5 @@
-"""The memory-bound kernels of families with RMSNorm and rotary positions, in Triton; `trainer/fused/rotary.py` launches
-them. They follow `trainer/fused/triton_kernels.py`: the last rows first, whole rows in registers, sums in float32."""
+"""The kernels of rotary positions, value embeddings and SwiGLU, in Triton; `trainer/fused/rotary.py` launches them.
+They follow `trainer/fused/triton_kernels.py`: the last rows first, whole rows in registers, sums in float32."""
 
 import triton
 import triton.language as tl
