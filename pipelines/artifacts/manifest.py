@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from hashlib import sha256
@@ -294,7 +295,8 @@ def download_verified(store: Store, key: str, file: File, path: Path) -> None:
 def seal(path: Path, sha256: str) -> None:
     """Date a cached file by the sha256 of its verified bytes, so that any later write shows in its date. The access
     time is that of its last use: gc removes what nobody uses."""
-    os.utime(path, ns=(time.time_ns(), _date_of(sha256)))
+    with suppress(PermissionError):  # another user's file, which is hashed again and again
+        os.utime(path, ns=(time.time_ns(), _date_of(sha256)))
 
 
 def is_intact(path: Path, file: File) -> bool:
