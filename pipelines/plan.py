@@ -56,6 +56,8 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
     known = dict(plans or plans_of(recipe))
     evaluations = recipe.evaluations(recipe.train.max_steps)
     made = find(store, known["tokenize"])
+    sources, full = tuple(sources_planned(recipe, made)), val_tokens(recipe.model, recipe.train)
+    read = min(full, sum(one.val_tokens for one in sources) or full)
     return RunPlan(
         run=run_name(known),
         store=store.uri,
@@ -64,11 +66,11 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         tokens=recipe.train_tokens,
         flops=recipe.train_flops,
         stages={stage: stage_plan(store, plan) for stage, plan in known.items()},
-        sources=tuple(sources_planned(recipe, made)),
+        sources=sources,
         estimated=made is None,
         validations=validations(recipe.train),
-        val_tokens=val_tokens(recipe.model, recipe.train),
-        val_share=val_share(recipe.model, recipe.train),
+        val_tokens=read,
+        val_share=val_share(recipe.model, recipe.train) * read / full,
         evaluations=evaluations,
         evaluation_tokens=recipe.benchmark_tokens if evaluations else 0,
         evaluation_share=evaluations * recipe.benchmark_tokens / 3 / recipe.train_tokens,  # a forward pass

@@ -7,6 +7,7 @@ cost; nothing here enters it.
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from pipelines.job.deadline import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.job.prices import price_of
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import STAGES, plans_of
+from pipelines.text.amounts import sources_planned
 from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
@@ -76,6 +78,7 @@ class Workload:
     own: list[OwnSpeed] = field(default_factory=list)  # of this run's attempts, the newest first
     installs: bool = False  # a node without an image installs the packages first
     place: Place | None = None  # of the store
+    held_out: int = sys.maxsize  # tokens, as far as the text is known
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,8 @@ def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], insta
             own.append(OwnSpeed(beat.machine.accelerators or "", beat.nodes, speed, source))
     if "train" in stages and (state := committed_state(store, plans["train"].prefix)):
         steps_left = 0 if state.has_ended(recipe.train) else recipe.train.max_steps - state.step
-    return Workload(recipe, stages, steps_left, own, installs, place_of(store))
+    held_out = sum(one.val_tokens for one in sources_planned(recipe, find(store, plans["tokenize"])))
+    return Workload(recipe, stages, steps_left, own, installs, place_of(store), held_out or sys.maxsize)
 
 
 def plan_run(
@@ -266,7 +270,7 @@ def estimate_stage(stage: str, work: Workload, machine: Machine, nodes: int, is_
         auto = checkpoint_seconds(STALL_SECONDS, 3600 * between, traffic_seconds=seconds) / 3600
         segment = auto if minutes == "auto" else minutes / 60
     elif stage == "evaluate":
-        hours = segment = evaluate_hours(recipe, machine)
+        hours = segment = evaluate_hours(work, machine)
     else:  # it downloads float32 weights, and uploads at most float32
         hours = segment = 2 * weights / BYTES_PER_SECOND / 3600
         sent = weights
@@ -312,19 +316,19 @@ def training_tokens(work: Workload) -> float:
     tokens = float(steps * train.batch_tokens)
     measured = work.recipe.evaluations(steps) * work.recipe.benchmark_tokens
     if train.val_every:
-        measured += (steps // train.val_every) * val_tokens(work.recipe.model, train)
+        measured += (steps // train.val_every) * min(val_tokens(work.recipe.model, train), work.held_out)
     return tokens + measured / 3
 
 
-def evaluate_hours(recipe: Recipe, machine: Machine) -> float:
+def evaluate_hours(work: Workload, machine: Machine) -> float:
     """Val loss, benchmarks and harness on the GPUs of a node; a CPU counts as 1 TFLOP/s.
 
     The harness reads on one of the GPUs, while the others wait.
     """
-    kind, gpus = machine.accelerators or ":1", gpu_count(machine.accelerators or ":1")
+    recipe, kind, gpus = work.recipe, machine.accelerators or ":1", gpu_count(machine.accelerators or ":1")
     eager = recipe.runtime.model_copy(update={"engine": "eager"})
     flops = (peak_of(kind) or gpus * 1e12) * mfu_of(recipe.model, eager, "auto", kind)
-    tokens = recipe.evaluate.val_tokens + recipe.benchmark_tokens + gpus * recipe.harness_tokens
+    tokens = min(recipe.evaluate.val_tokens, work.held_out) + recipe.benchmark_tokens + gpus * recipe.harness_tokens
     return tokens * recipe.model.flops_per_token / 3 / flops / 3600
 
 

@@ -4,8 +4,10 @@
 (follow.py), and stores the result. Each rank runs rank.py.
 """
 
+import resource
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan
@@ -28,6 +30,7 @@ from pipelines.weight_sources import content_identity
 from trainer.amounts import check_shares, state_bytes
 from trainer.checkpoint.commits import TrainState, committed_state, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, identity_of
+from trainer.errors import UserError
 from trainer.models.model_config import identity_of_model
 
 WEIGHTS_FILE = "model.safetensors"  # that rank 0 of a complete run writes
@@ -70,6 +73,7 @@ def build(work: Work) -> Built:
     processes = processes_on_this_node(recipe.runtime)
     address = this_node()
     check_shares(recipe.model, recipe.train, processes * address.count)  # UserError now, not in the ranks
+    check_memory(recipe, processes)
     tokens = work.inputs["tokenize"]
     for split in ("train", "val"):
         check_ids(shards_in(tokens, split), recipe.model.vocab_size)
@@ -95,6 +99,29 @@ def build(work: Work) -> Built:
     if state is None or not complete or not (work.folder / WEIGHTS_FILE).exists():
         raise work.stop.interruption()
     return store_result(work, state)
+
+
+def check_memory(recipe: Recipe, processes: int) -> None:
+    """UserError if this machine is too small to train on its CPU. The ranks measure the memory of a GPU."""
+    from trainer.parallel import device_kind  # imports torch
+
+    weights = 4 * recipe.model.parameters
+    # Each process has weights and gradients; together they have one optimizer.
+    needed, free = state_bytes(recipe.model, recipe.train) + (2 * processes - 1) * weights, free_memory()
+    if needed > free and device_kind(recipe.runtime) == "cpu":
+        what = f"weights, gradients and optimizer of {recipe.model.parameters:,} parameters"
+        sizes = f"at least {needed / 1e9:.1f} GB of memory on this CPU, and {free / 1e9:.1f} GB are free"
+        raise UserError(f"train: {what} need {sizes}; use a smaller model or a GPU")
+
+
+def free_memory() -> int:
+    """The bytes that processes of this command may still take: of the machine, its container and its ulimit."""
+    import psutil
+
+    limits = [psutil.virtual_memory().available, resource.getrlimit(resource.RLIMIT_AS)[0]]
+    with suppress(OSError, ValueError):  # no cgroup, or "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
 
 
 def rank_spec(work: Work, address: NodeAddress) -> RankSpec:

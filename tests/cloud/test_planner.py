@@ -1,6 +1,7 @@
 """`plan --cloud`: hours and dollars by one formula that agrees with simulation, and the choice of a machine."""
 
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from pipelines.cloud.planner import (
     billed_per_useful_hour,
     cloud_plan,
     estimate_stage,
+    evaluate_hours,
+    workload,
 )
 from pipelines.recipe import load_recipe, shipped
 from pipelines.show.cloud_plan import print_cloud_plan
@@ -180,6 +183,15 @@ def test_traffic_and_rarer_saves_are_part_of_the_plan(tmp_path: Path) -> None:
     checkpoint_usd = 18.7 * 0.12
     assert 10 < far.traffic_usd < 0.1 * far.hours * 3600 / 38 * checkpoint_usd  # saves every 38 s would cost this much
     assert far.usd == pytest.approx(near.usd + far.traffic_usd, rel=0.2)
+
+
+def test_an_evaluation_reads_no_more_than_the_text_that_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("a word " * 3000)
+    own = [f"tokens.source={tmp_path}/*.txt", "tokens.val_tokens=3772", "tokens.val_shards=null"]
+    recipe = load_recipe("smoke", [*own, "evaluate.val_tokens=10_485_760", "tokens.max_tokens=null"])
+    work = workload(recipe, LocalStore(tmp_path / "store"), plans_of(recipe))
+    machine = Machine(usd_per_hour=1.0)
+    assert evaluate_hours(work, machine) < 0.001 < evaluate_hours(replace(work, held_out=sys.maxsize), machine)
 
 
 def test_the_plan_fits_the_terminal_and_says_what_it_assumes(

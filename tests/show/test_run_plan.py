@@ -59,6 +59,7 @@ def test_a_plan_shows_tokens_epochs_and_the_share_of_validation(
     print_plan(plan_of(recipe, store))
     out = " ".join(capsys.readouterr().out.split())
     assert "text of about 700,000 tokens: 693,000 for training (8.87 epochs), 7,000 for validation (1.0%)" in out
+    assert "validations of up to 7,000 tokens" in out
     assert "! training goes over the text 8.9 times: it reads 6,144,000 tokens" in out
     assert "use more text or a train.max_steps of about 1,353" in out
     finished(store, "tokenize")

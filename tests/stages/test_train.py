@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipelines.recipe import load_recipe
 from pipelines.stage import Work
 from pipelines.stages import train
 from pipelines.tracking.ledger import attempts, process_exists
@@ -55,3 +56,17 @@ def test_an_id_outside_the_vocabulary_ends_a_training_before_its_ranks_start(
     monkeypatch.setattr(train, "start_torchrun", lambda *_: pytest.fail("ranks were started"))
     with pytest.raises(UserError, match=r"^val_000000.bin: its largest id is 300, but model.vocab_size is 257; use"):
         train.build(mine)
+
+
+def test_a_model_too_large_for_the_memory_ends_a_training_on_a_cpu_before_its_ranks_start(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = replace(work("train"), recipe=load_recipe("gpt2-774m", ["runtime.device=cpu"]))
+    monkeypatch.setattr(train, "start_torchrun", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(train, "free_memory", lambda: 9_000_000_000)
+    with pytest.raises(UserError, match=r"^train: .* parameters need at least 12.4 GB .* 9.0 GB are free"):
+        train.build(mine)
+    monkeypatch.setattr(train, "free_memory", lambda: 13_000_000_000)
+    train.check_memory(mine.recipe, 1)
+    with pytest.raises(UserError, match=r"18\.\d GB"):
+        train.check_memory(mine.recipe, 2)
