@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from core_bundle import make_bundle
 from tiny_models import model_of
 
 from pipelines.recipe import load_recipe
+from pipelines.stages import measures
 from pipelines.stages.measures import core_identity, core_tasks, evaluation_in_training, verify_items
 from pipelines.text.tokenizer import token_bytes, tokenizer
 from trainer.errors import UserError
@@ -29,6 +31,20 @@ def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path) -
     scores = evaluation.scores(model, ALONE, lambda: checks.append(1))
     assert set(scores) == {"eval/core", *(f"core/{task}" for task in TASKS)} and len(checks) >= 22
     assert scores["eval/core"] == pytest.approx(sum(scores[f"core/{task}"] for task in TASKS) / 22)
+
+
+def test_a_copy_of_hellaswag_that_was_overwritten_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"ctx": "a", "endings": ["b", "c"], "label": 1}]
+    library = SimpleNamespace(load_dataset=lambda *_, **__: rows)
+    monkeypatch.setattr(measures, "datasets_library", lambda: library)
+    for overwritten in (b"", b'{"ctx": "x", "endings": ["y"], "label": 0}\n'):
+        (item,) = measures.hellaswag_items("hf://Rowan/hellaswag", tmp_path)
+        assert (item.context, item.endings, item.label) == ("a", ("b", "c"), 1)
+        (copy,) = tmp_path.iterdir()
+        copy.write_bytes(overwritten)
+    assert [one.context for one in measures.hellaswag_items("hf://Rowan/hellaswag", tmp_path)] == ["a"]
 
 
 def test_tokens_have_the_bytes_of_their_text_and_end_of_text_has_none(shared_data: Path) -> None:
