@@ -40,11 +40,11 @@ def test_a_copy_of_hellaswag_that_was_overwritten_is_fetched_again(
     library = SimpleNamespace(load_dataset=lambda *_, **__: rows)
     monkeypatch.setattr(measures, "datasets_library", lambda: library)
     for overwritten in (b"", b'{"ctx": "x", "endings": ["y"], "label": 0}\n'):
-        (item,) = measures.hellaswag_items("hf://Rowan/hellaswag", tmp_path)
+        (item,) = measures.hellaswag_items("hf://datasets/Rowan/hellaswag", tmp_path)
         assert (item.context, item.endings, item.label) == ("a", ("b", "c"), 1)
         (copy,) = tmp_path.iterdir()
         copy.write_bytes(overwritten)
-    assert [one.context for one in measures.hellaswag_items("hf://Rowan/hellaswag", tmp_path)] == ["a"]
+    assert [one.context for one in measures.hellaswag_items("hf://datasets/Rowan/hellaswag", tmp_path)] == ["a"]
 
 
 def test_tokens_have_the_bytes_of_their_text_and_end_of_text_has_none(shared_data: Path) -> None:
