@@ -30,7 +30,7 @@ from pipelines.job.deadline import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.job.prices import price_of
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import STAGES, plans_of
-from pipelines.text.amounts import sources_planned
+from pipelines.text.mixture import sources_planned
 from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
