@@ -89,9 +89,9 @@ class Store(Protocol):
         """Create or replace the object from memory of any size, the concatenation of `parts`; like `upload`."""
         ...
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path) -> str:
         """Write the object to a local file and make its folders. `path` is replaced once the object has arrived
-        completely. FileNotFoundError if the object does not exist."""
+        completely. Returns the sha256 of its bytes. FileNotFoundError if the object does not exist."""
         ...
 
     def entries(self, prefix: str) -> list[Entry]:
@@ -190,16 +190,19 @@ class LocalStore:
             for part in parts:
                 target.write(part)
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path) -> str:
         stored = self.path_of(key)
         with unavailable_if_failing(stored):
             try:
                 source = open_regular(stored)
             except ABSENT as error:
                 raise FileNotFoundError(errno.ENOENT, "no such object", f"{self.uri}/{key}") from error
+            digest = sha256()
             with source, replacing(Path(path)) as target:
                 for part in parts_of(source, None):
                     target.write(part)
+                    digest.update(part)
+            return digest.hexdigest()
 
     def entries(self, prefix: str) -> list[Entry]:
         # Only the folder of the prefix: a store may hold a thousand runs.

@@ -285,11 +285,20 @@ def fetch(store: Store, prefix: str, file: File, cache: Path, places: Collection
 
 def download_verified(store: Store, key: str, file: File, path: Path) -> None:
     """Download the file that a manifest names, stored under `key`, and verify it. See `verify`."""
+    digest = None
     try:
-        store.download(key, path)
+        digest = store.download(key, path)
     except FileNotFoundError:
         path.unlink(missing_ok=True)  # an older one; `verify` names the missing object
-    verify(store, key, file, path)
+    verify(store, key, file, path, digest)
+
+
+def keep_copy(path: Path, file: File, cache: Path) -> None:
+    """Link an uploaded file into the cache, so that the next stage on this machine does not download it."""
+    with suppress(OSError):  # another file system, or a second attempt
+        (copy := cache / file.sha256 / file.name).parent.mkdir(parents=True, exist_ok=True)
+        os.link(path, copy)
+        seal(copy, file.sha256)
 
 
 def seal(path: Path, sha256: str) -> None:
@@ -319,14 +328,15 @@ def _date_of(sha256: str) -> int:
     return int(sha256[:7], 16) * 10**9  # nanoseconds: a second of the years 1970 to 1978
 
 
-def verify(store: Store, key: str, file: File, path: Path) -> None:
-    """DamagedArtifact if the file at `path` is not the one that the manifest names, stored under `key`."""
+def verify(store: Store, key: str, file: File, path: Path, digest: str | None = None) -> None:
+    """DamagedArtifact if the file at `path` is not the one that the manifest names, stored under `key`. `digest`: its
+    sha256, if that is known."""
     damage = None
     with unavailable_if_failing(path):
         try:
             if (size := os.stat(path).st_size) != file.size:
                 damage = f"{size} bytes long, but {file.size} bytes in its manifest"
-            elif sha256_of(path) != file.sha256:
+            elif (digest or sha256_of(path)) != file.sha256:
                 damage = "different from its manifest (sha256 differs)"
         except ABSENT:
             damage = "missing"

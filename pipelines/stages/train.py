@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.artifacts.manifest import ArtifactPlan, keep_copy
 from pipelines.artifacts.shard_cache import shards_in
 from pipelines.nodes.address import NodeAddress, free_port, processes_on_this_node, this_node
 from pipelines.nodes.ranks import RankSpec, start_torchrun
@@ -32,6 +32,7 @@ from trainer.checkpoint.commits import TrainState, committed_state, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, identity_of
 from trainer.errors import UserError
 from trainer.models.model_config import identity_of_model
+from trainer.store import LocalStore
 
 WEIGHTS_FILE = "model.safetensors"  # that rank 0 of a complete run writes
 
@@ -174,7 +175,10 @@ def store_result(work: Work, state: TrainState) -> Built:
         facts["text_from"] = state.text_from
     if work.recipe.tokens.sources:
         facts["source_tokens"] = tokens_by_source(work, state)
-    return Built([work.upload(work.folder / WEIGHTS_FILE)], facts)
+    weights = work.upload(work.folder / WEIGHTS_FILE)
+    if not isinstance(work.store, LocalStore):
+        keep_copy(work.folder / WEIGHTS_FILE, weights, work.home / "cache")
+    return Built([weights], facts)
 
 
 def tokens_by_source(work: Work, state: TrainState) -> list[int]:

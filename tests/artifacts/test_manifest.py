@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given
@@ -234,9 +234,10 @@ def test_a_file_that_was_half_downloaded_when_its_process_was_killed_is_never_us
     child = os.fork()
     if child == 0:  # killed in the middle, holding the lock
 
-        def half(key: str, path: Path) -> None:
+        def half(key: str, path: Path) -> NoReturn:
             path.write_bytes(BODY[: len(BODY) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
 
         remote_store.download = half  # type: ignore[method-assign]
         fetch(remote_store, PLAN.prefix, manifest.files[0], cache)

@@ -33,11 +33,11 @@ class Bucket:
         self.before_download: Callable[[Path], None] = lambda path: None
         self.uri = "s3://bucket"
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path) -> str:
         self.before_download(path)
         with self.log.open("a") as log:
             log.write(f"{key}\n")
-        self.stored.download(key, path)
+        return self.stored.download(key, path)
 
     def downloads(self) -> list[str]:
         return self.log.read_text().split() if self.log.exists() else []

@@ -219,8 +219,8 @@ class SteppedStore(LocalStore):
     def write(self, parts: Sequence[memoryview], key: str) -> None:
         self._do("write", key, lambda: LocalStore.write(self, parts, key))
 
-    def download(self, key: str, path: Path) -> None:
-        self._do("download", key, lambda: LocalStore.download(self, key, path))
+    def download(self, key: str, path: Path) -> str:
+        return self._do("download", key, lambda: LocalStore.download(self, key, path))
 
     def entries(self, prefix: str) -> list[Entry]:
         return self._do("entries", prefix, lambda: LocalStore.entries(self, prefix))
