@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -85,29 +86,41 @@ REFERENCES = {  # metric -> name, size, value
 }
 
 
-def write_page(path: Path, store: Store, runs: Sequence[Run], overlays: Iterable[str], on_stderr: bool = False) -> None:
-    """Write the page to a file, and say so. UserError without any run, or if the file cannot be written."""
+def write_page(
+    path: Path, store: Store, runs: Sequence[Run], overlays: Iterable[str], one_each: bool, on_stderr: bool = False
+) -> None:
+    """Write the page to a file, and say so; with `one_each`, several runs get a page each, in a folder beside it, and
+    the file is a table of links to them. UserError without any run, or if a file cannot be written."""
     if not runs:
         raise UserError(f"--html: no runs in {store.uri} yet; `skytrain run smoke` makes one")
-    page = render(runs, [read_overlay(log) for log in overlays])
+    logs, made = [overlay_data(read_overlay(log)) for log in overlays], [run_data(run) for run in runs]
+    folder = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}-runs")
+    links = one_each and len(runs) > 1
     try:
+        if links:
+            folder.mkdir(exist_ok=True)
+            for data in made:
+                (folder / f"{data['name']}.html").write_text(page_of([data], logs), encoding="utf8")
+                page = f"{quote(folder.name)}/{quote(data['name'])}.html"
+                data |= {"page": page} | dict.fromkeys(("series", "attempts", "receipt", "recipe", "samples"), ())
+        page = page_of(made, [] if links else logs, links)
         path.write_text(page, encoding="utf8")
     except OSError as error:
         raise UserError(f"--html {path}: cannot be written ({error.strerror}); name a file that can be") from error
-    say(f"{path}  ({len(page.encode()) / 1e6:.1f} MB; one file; open it in a browser)", on_stderr)
+    what = f"links to {len(made)} pages in {folder}/" if links else "one file"
+    say(f"{path}  ({len(page.encode()) / 1e6:.1f} MB; {what}; open it in a browser)", on_stderr)
 
 
-def render(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> str:
-    """The page of some runs, with the curves of other trainers' logs."""
-    return bind(
-        {
-            "made": time.time(),
-            "runs": [run_data(run) for run in runs],
-            "overlays": [overlay_data(overlay) for overlay in overlays],
-            "references": REFERENCES,
-            "mfu": MFU_FORMULA,
-        }
-    )
+def render(run: Run) -> str:
+    """The page of a run."""
+    return page_of([run_data(run)])
+
+
+def page_of(runs: Sequence[dict[str, Any]], overlays: Sequence[dict[str, Any]] = (), links: bool = False) -> str:
+    """The page of some runs and other trainers' logs, or a table of links to pages, as `run_data` and `overlay_data`
+    gathered them."""
+    of_all = {"made": time.time(), "references": REFERENCES, "mfu": MFU_FORMULA}
+    return bind(of_all | {"runs": runs, "overlays": overlays, "links": links})
 
 
 def bind(data: dict[str, Any]) -> str:

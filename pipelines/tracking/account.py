@@ -7,7 +7,7 @@ seconds of phases, are machine time: two nodes for an hour are two hours. Every 
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -262,7 +262,7 @@ def total_cost(costs: Iterable[Cost]) -> Cost:
 
 def _total(kind: type[Total], several: Iterable[Total]) -> Total:
     """The sum, field by field. That of floats is exact, so that their order does not matter."""
-    columns = zip(*map(astuple, several), strict=True)
+    columns = zip(*(vars(one).values() for one in several), strict=True)
     sums: list[Any] = [sum(one) if all(type(value) is int for value in one) else math.fsum(one) for one in columns]
     return kind(*sums)
 

@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -31,6 +32,10 @@ from trainer.stored import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds,
 # What reading raises for records that are damaged or of another version. UserError is a ValueError; a store that does
 # not answer raises none of these.
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+
+READERS = 16  # of runs at once: a bucket answers each request after a hundredth of a second
+MOST_NAMES = 20  # in a message
 
 
 @dataclass(frozen=True)
@@ -344,26 +349,42 @@ def read_runs(store: Store, names: Iterable[str] = ()) -> list[Run]:
 
 
 def usable_runs(
-    store: Store, names: Iterable[str], need: Callable[[Run], Any], skip: Callable[[str], None]
+    store: Store,
+    names: Iterable[str],
+    need: Callable[[Run], Any],
+    skip: Callable[[str], None],
+    last: int | None = None,
 ) -> list[Run]:
-    """The runs with these names, or all runs of which `need` can be read; oldest first.
+    """The runs with these names, or of all runs those of which `need` can be read; oldest first. Read side by side.
 
-    `skip` gets a message for each run that is left out. UserError for a run that was named and cannot be read.
+    Without names, only the `last` runs that began or resumed. `skip` gets a message for each run that is left out, and
+    one for all older ones. UserError for a run that was named and cannot be read.
     """
-    named, found = list(names), []
-    for name in full_names(store, named):
+    named = list(names)
+    chosen = full_names(store, named)
+    if not named and last and len(chosen) > last:
+        skip(f"{len(chosen) - last} older runs are not shown; --last {len(chosen)} shows all")
+        chosen = chosen[-last:]
+
+    def read(name: str) -> Run | UserError | None:
         try:
             if run := find_run(store, name):
                 need(run)
-                found.append(run)
+            return run
+        except UserError as error:
+            return error
         except UNREADABLE as error:
             where = f"{store.uri}/{key_of(name)}"
-            reason = f"{where}: damaged, or written by a newer skytrain ({error!r:.200}); upgrade skytrain"
-            message = str(error) if isinstance(error, UserError) else reason
+            return UserError(f"{where}: damaged, or written by a newer skytrain ({error!r:.200}); upgrade skytrain")
+
+    with ThreadPoolExecutor(READERS) as readers:
+        found = list(readers.map(read, chosen))
+    for name, run in zip(chosen, found, strict=True):
+        if isinstance(run, UserError):
             if named:
-                raise UserError(message) from error
-            skip(f"{name}: left out: {message}")
-    return sorted(found, key=lambda run: run.record.updated)
+                raise run
+            skip(f"{name}: left out: {run}")
+    return sorted((run for run in found if isinstance(run, Run)), key=lambda run: run.record.updated)
 
 
 def read_run(store: Store, name: str) -> Run:
@@ -379,16 +400,20 @@ def find_run(store: Store, run: str) -> Run | None:
 
 
 def full_names(store: Store, names: Iterable[str] = ()) -> list[str]:
-    """The full names of runs, by names or beginnings of names; of all runs by default. UserError if a name fits no run,
-    or several."""
-    runs = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in store.entries("runs/")]
+    """The full names of runs, by names or beginnings of names; of all runs by default, the newest last.
+
+    The name of a recipe is that of its newest run. UserError if a name fits no run, or several.
+    """
+    entries = sorted(store.entries("runs/"), key=lambda entry: entry.modified)
+    runs = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in entries]
     return [_full_name(runs, name, store.uri) for name in names] or runs
 
 
 def _full_name(runs: list[str], name: str, where: str) -> str:
     found = [name] if name in runs else [run for run in runs if run.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(found or runs) or "none yet; `skytrain run RECIPE` makes one"
+    of_recipe = [run for run in found if run.rpartition("-")[0] == name]
+    if len(found) == 1 or of_recipe:
+        return (of_recipe or found)[-1]
+    known = ", ".join((found or runs)[-MOST_NAMES:]) or "none yet; `skytrain run RECIPE` makes one"
     reason = "the beginning of more than one run" if found else "no such run"
     raise UserError(f"{name}: {reason} in {where}; known runs: {known}")

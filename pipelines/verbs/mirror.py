@@ -1,4 +1,4 @@
-"""Mirror a run in MLflow: `python -P -m pipelines.verbs.mirror STORE RUN HOME`, which `skytrain run` starts."""
+"""Mirror a run in MLflow: `python -m pipelines.verbs.mirror STORE RUN HOME`, which `skytrain run` starts."""
 
 import sys
 
@@ -7,4 +7,4 @@ from pipelines.show.page import render
 from pipelines.tracking.mlflow.child import mirror_until_end
 
 if __name__ == "__main__":
-    sys.exit(mirror_until_end(lambda run: render([run]), code_tags()))
+    sys.exit(mirror_until_end(render, code_tags()))

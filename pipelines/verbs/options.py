@@ -20,6 +20,7 @@ RunNames = Annotated[
     list[str] | None, typer.Argument(metavar="RUN", help="Names of runs, or their first letters [all]")
 ]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or its first letters.")]
+Last = Annotated[int, typer.Option("--last", metavar="N", min=1, help="Without RUN: only the newest N runs.")]
 LastStage = Annotated[str, typer.Option("--stage", help="Stop after this stage: tokenize, train, evaluate or export.")]
 Changes = Annotated[
     list[str] | None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.verbs.options import Json, RunNames, StoreUri, default_tracking_uri, store_uri
+from pipelines.verbs.options import Json, Last, RunNames, StoreUri, default_tracking_uri, store_uri
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def report(
     runs: RunNames = None,
     store: StoreUri = None,
+    last: Last = 20,
     as_json: Json = False,
     series: Annotated[bool, typer.Option("--series", help="Print the metrics of a run as CSV, a row a step.")] = False,
     audit_: Annotated[
@@ -27,7 +28,11 @@ def report(
     ] = False,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page with curves, attempts, bill and receipt."),
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="Write a page with curves, attempts and bill; without RUN: a table of links to one page a run.",
+        ),
     ] = None,
     overlay: Annotated[
         list[str] | None,
@@ -56,11 +61,11 @@ def report(
     def read(run: "Run") -> object:  # all that is shown, so that a record of another version is left out
         return run.summary, run.account, *([run.recipe, run.series] if html or series or audit_ else [])
 
-    found = usable_runs(opened, runs or [], read, print_note_on_stderr)
+    found = usable_runs(opened, runs or [], read, print_note_on_stderr, last)
     if html:
         from pipelines.show.page import write_page
 
-        write_page(html, opened, found, overlay or [], on_stderr=asked)
+        write_page(html, opened, found, overlay or [], one_each=not runs, on_stderr=asked)
     if rebuild_mlflow:
         rebuild_tracking(found)
     elif series:
@@ -98,5 +103,5 @@ def rebuild_tracking(runs: "list[Run]") -> None:
         raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")
     uri = tracking_uri(default_tracking_uri())
     for run in runs:
-        rebuild(run.store, run.name, uri, lambda run: render([run]))
+        rebuild(run.store, run.name, uri, render)
         say(f"{run.name}: sent to {redacted(uri)}")

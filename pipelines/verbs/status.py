@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from pipelines.verbs.options import Json, RunNames, StoreUri, store_uri
+from pipelines.verbs.options import Json, Last, RunNames, StoreUri, store_uri
 
 
 def status(
     runs: RunNames = None,
     store: StoreUri = None,
+    last: Last = 20,
     orphans: Annotated[
         bool, typer.Option("--orphans", help="List machines that cost money without a live run; exit with 1 if any.")
     ] = False,
@@ -32,7 +33,7 @@ def status(
     if orphans:
         print_orphans(store, as_json)
     opened = open_store(store_uri(store))
-    found = usable_runs(opened, runs or [], lambda run: control.status_of(run, []), print_note_on_stderr)
+    found = usable_runs(opened, runs or [], lambda run: control.status_of(run, []), print_note_on_stderr, last)
     launched = not launched_runs(opened).isdisjoint(run.name for run in found)
     tasks, failure = control.reported_tasks(print_note_on_stderr) if launched else ([], None)
     states = [control.status_of(run, control.tasks_of(run.name, tasks)) for run in found]

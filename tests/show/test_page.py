@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,13 +22,7 @@ from pipelines.artifacts.manifest import File, Manifest, key_of
 from pipelines.recipe import load_recipe
 from pipelines.show.card import passed_text
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.show.page import (
-    REFERENCES,
-    SHAPES,
-    render,
-    run_data,
-    thin,
-)
+from pipelines.show.page import REFERENCES, SHAPES, overlay_data, page_of, render, run_data, thin
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.records import Heartbeat, ProcessId, Progress
 from pipelines.tracking.runs import Passed, Run, RunRecord, record
@@ -104,6 +99,10 @@ def run_in(
             manifest = Manifest(*about, {}, files, origin, found | more.get(stage, {}), made_by, 1, NOON)
             store.create(key_of(plan.prefix), manifest.to_json())
     return record(store, run, recipe, plans, "export")
+
+
+def drawn(runs: Sequence[Run], *overlays: Overlay) -> str:
+    return page_of([run_data(run) for run in runs], [overlay_data(one) for one in overlays])
 
 
 class Parts(HTMLParser):
@@ -241,7 +240,7 @@ def test_the_recorded_log_of_a_real_llmc_run_is_read_completely(shared_data: Pat
 
 
 def test_no_text_of_a_run_becomes_markup(store: LocalStore) -> None:
-    page = render([Run(store, run_in(store))], [Overlay(HOSTILE, 1, {"val/loss": {1: 2.0}})])
+    page = drawn([Run(store, run_in(store))], Overlay(HOSTILE, 1, {"val/loss": {1: 2.0}}))
     parts = Parts(page)
     assert [script.get("type") for script in parts.all("script")] == ["application/json", None]
     assert parts.all("img") == [] and "window.broken" in page  # as text, escaped
@@ -250,7 +249,7 @@ def test_no_text_of_a_run_becomes_markup(store: LocalStore) -> None:
 
 
 def test_the_policy_admits_the_pages_own_style_and_script_and_nothing_else(store: LocalStore) -> None:
-    parts = Parts(render([Run(store, run_in(store))]))
+    parts = Parts(render(Run(store, run_in(store))))
     (policy,) = [m["content"] for m in parts.all("meta") if m.get("http-equiv") == "Content-Security-Policy"]
     digests = {
         kind: "sha256-" + base64.b64encode(hashlib.sha256(parts.texts[kind][-1].encode()).digest()).decode()
@@ -264,7 +263,7 @@ def test_the_policy_admits_the_pages_own_style_and_script_and_nothing_else(store
 
 
 def test_a_long_run_makes_a_page_of_less_than_a_megabyte(store: LocalStore, shared_data: Path) -> None:
-    page = render([Run(store, run_in(store, steps=20_000))], [read_overlay(str(shared_data / "llmc_124M_main.log"))])
+    page = drawn([Run(store, run_in(store, steps=20_000))], read_overlay(str(shared_data / "llmc_124M_main.log")))
     assert len(page) < 1_000_000
 
 
@@ -286,6 +285,23 @@ def test_report_writes_the_page_to_the_given_path(
         report(store=store.uri, overlay=["main.log"])
 
 
+def test_a_page_of_all_runs_is_a_table_of_links_to_the_newest(
+    store: LocalStore, tmp_path: Path, browser: Browser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [run_in(store, f"run{number}").run for number in range(3)]
+    for number, name in enumerate(names):
+        os.utime(store.path_of(f"runs/{name}.json"), (NOON + number, NOON + number))
+    report(store=store.uri, html=tmp_path / "all runs.html", last=2)
+    assert "1 older runs are not shown; --last 3 shows all" in capsys.readouterr().err
+    browser.open(tmp_path / "all runs.html")
+    links = browser.js("[...document.querySelectorAll('td a')].map((a) => [a.innerText, a.getAttribute('href')])")
+    assert links == [[name, f"all%20runs/{name}.html"] for name in names[1:]]
+    assert browser.js("document.querySelectorAll('figure').length") == 0
+    browser.open(tmp_path / "all runs" / f"{names[2]}.html")
+    assert browser.js("document.querySelector('h1').innerText").startswith(names[2])
+    assert browser.heard(*COMPLAINTS) == []
+
+
 # --- in a real browser
 
 browser = open_browser
@@ -303,7 +319,7 @@ def test_a_browser_draws_the_page_without_errors_and_without_the_network(
 ) -> None:
     runs = [Run(store, made) for made in (run_in(store), run_in(store, "dear", price_per_hour=None))]
     path = tmp_path / "report.html"
-    path.write_text(render(runs, [read_overlay(str(shared_data / "llmc_124M_main.log"))]))
+    path.write_text(drawn(runs, read_overlay(str(shared_data / "llmc_124M_main.log"))))
     browser.screen(1200)
     browser.open(path)
 

@@ -91,10 +91,13 @@ def test_a_run_is_found_by_the_beginning_of_its_name(store: LocalStore) -> None:
     for run in ("smoke-1a2b3c4d", "smoke-1a2b3c4e", "gpt2-124m-99999999"):
         store.put(f"runs/{run}.json", b"")
     assert full_names(store, ["gpt", "smoke-1a2b3c4d"]) == ["gpt2-124m-99999999", "smoke-1a2b3c4d"]
-    assert len(full_names(store)) == 3
-    with pytest.raises(UserError, match="smoke-1: the beginning of more than one run .*smoke-1a2b3c4d, smoke-1a2b3c4e"):
+    for number, run in enumerate(("smoke-1a2b3c4e", "gpt2-124m-99999999", "smoke-1a2b3c4d")):
+        os.utime(store.path_of(f"runs/{run}.json"), (number, number))
+    assert full_names(store) == ["smoke-1a2b3c4e", "gpt2-124m-99999999", "smoke-1a2b3c4d"]
+    assert full_names(store, ["smoke"]) == ["smoke-1a2b3c4d"]  # the newest of the recipe
+    with pytest.raises(UserError, match="smoke-1: the beginning of more than one run .*smoke-1a2b3c4e, smoke-1a2b3c4d"):
         full_names(store, ["smoke-1"])
-    with pytest.raises(UserError, match="llama: no such run .* known runs: gpt2"):
+    with pytest.raises(UserError, match="llama: no such run .* known runs: smoke"):
         full_names(store, ["llama"])
 
 

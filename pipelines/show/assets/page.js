@@ -41,7 +41,7 @@ function overview() {
   const heads = ["run", "state", "model", "tokens", "val loss", "HellaSwag"];
   const more = ["tokens/s", "starts", "billed", "dollars", "goodput"];
   const scores = (source) => [score(source.val_loss), score(source.hellaswag_acc_norm)];
-  const name = (source) => [swatch(source.key, "box"), source.name];
+  const name = (source) => source.page ? el("a", { href: source.page }, source.name) : [swatch(source.key, "box"), source.name];
   function row(source) {
     const tokens = short(source.overlay ? source.steps * source.batch_tokens : source.tokens);
     if (source.overlay) return [name(source), "llm.c's log", "", tokens, ...scores(source), ...more.map(() => "–")];
@@ -138,16 +138,10 @@ function receipt(run) {
 // --- the page
 
 const { runs } = page, alone = runs.length === 1, single = sources.length === 1;
-const heading = single ? runs[0].name : `${plural(sources.length, "run")} side by side`;
+const heading = single ? runs[0].name : plural(sources.length, "run") + (page.links ? "" : " side by side");
 const each = (draw, among = runs) => among.map((run) => [!alone && el("h3", {}, run.name), draw(run)]);
 const sampled = runs.filter((run) => run.sample || run.samples.length);
-document.title = `${heading} – skytrain report`;
-fill(document.getElementById("page"), {}, [
-  el("header", {},
-    el("div", { class: "eyebrow" }, `skytrain report, ${dateTime(page.made)}`),
-    el("h1", {}, heading, single && [" ", el("span", { class: `chip s-${runs[0].state}` }, runs[0].state)]),
-    el("p", {}, single ? lead(runs[0]) : caution())),
-  single ? tiles(runs[0]) : overview(),
+const sections = () => [
   el("h2", {}, "Training"), training(),
   el("h2", {}, "Attempts"),
   soft("Bars have the colors of the phases below, not in order of time. Long pauses are shortened."), each(timeline),
@@ -157,6 +151,15 @@ fill(document.getElementById("page"), {}, [
   ],
   el("h2", {}, "Receipt"),
   soft("The facts for a repetition of the run."), each(receipt),
+];
+document.title = `${heading} – skytrain report`;
+fill(document.getElementById("page"), {}, [
+  el("header", {},
+    el("div", { class: "eyebrow" }, `skytrain report, ${dateTime(page.made)}`),
+    el("h1", {}, heading, single && [" ", el("span", { class: `chip s-${runs[0].state}` }, runs[0].state)]),
+    el("p", {}, single ? lead(runs[0]) : caution())),
+  single ? tiles(runs[0]) : overview(),
+  !page.links && sections(),
   el("footer", {}, "Long curves are thinned to 2,000 points that include the extremes; means are computed before. ",
     "Times and dollars come from the attempts' heartbeats. This page makes no network request."),
 ]);
