@@ -29,7 +29,7 @@ from pipelines.tracking.ledger import (
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, RunRecord, read_run, record
-from trainer.errors import Interrupted, StaleAttempt, Stopped, StoreUnavailable
+from trainer.errors import Crashed, Interrupted, StaleAttempt, Stopped, StoreUnavailable
 from trainer.process import StopSignal, failpoint
 from trainer.store import Store
 
@@ -102,7 +102,7 @@ class Pipeline:
             if rival and (manifest := self._existing(stage)):
                 return manifest
             number = rival.attempt + 1 if rival else 1
-            earlier = (stored.beat for stored in self.snapshot().heartbeats)
+            earlier = self.snapshot().heartbeats
             attempt = claim(
                 self.store,
                 plan.prefix,
@@ -112,7 +112,7 @@ class Pipeline:
                 self.billing,
                 self._watch,
                 waited,
-                earlier,
+                [stored.beat for stored in earlier],
                 lambda thread: self.stop.ask(f"the thread of the heartbeats crashed: {thread.error!r}"),
                 self.began,
             )
@@ -122,9 +122,14 @@ class Pipeline:
                 continue
             try:
                 with attempt:
-                    manifest = self._build(stage, attempt)
+                    manifest = self._build(stage, attempt, [one.beat for one in earlier if one.prefix == plan.prefix])
             except StaleAttempt:
                 self.screen.warn(f"{stage}: a newer attempt has taken over; waiting for it")
+                continue
+            except Crashed as crash:
+                if not attempt.latest.progress.restarting:
+                    raise
+                self.screen.warn(f"{crash}; starting again on this machine")
                 continue
             return manifest
 
@@ -166,7 +171,7 @@ class Pipeline:
             time.sleep(1)
         return None
 
-    def _build(self, stage: str, attempt: Attempt) -> Manifest:
+    def _build(self, stage: str, attempt: Attempt, earlier: list[Heartbeat]) -> Manifest:
         plan = self.plans[stage]
         work = Work(
             self.recipe,
@@ -178,6 +183,7 @@ class Pipeline:
             self.screen,
             self.stop,
             before_ranks=self.before_ranks,
+            earlier=earlier,
         )
         self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
         shutil.rmtree(work.folder)  # left from a store that was deleted: a new store counts attempts from 1 again
@@ -192,6 +198,8 @@ class Pipeline:
             interrupted = isinstance(error, Interrupted | StaleAttempt | StoreUnavailable | KeyboardInterrupt)
             if not isinstance(error, StaleAttempt):
                 attempt.update(state=state_after(error))
+            if isinstance(error, Crashed) and self.billing.machine.cluster and not self.stop.asked:
+                attempt.report(restarting=True)  # a rented machine: SkyPilot would take a minute longer
             if interrupted and self.stop.reason:
                 attempt.report(notice=self.stop.reason)
             raise

@@ -25,6 +25,7 @@ from pipelines.recipe import Recipe, load_recipe
 from pipelines.screen import Screen
 from pipelines.text.tokenizer import check_tokenizer
 from pipelines.tracking.ledger import Attempt
+from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import read_records
 from pipelines.weight_sources import check_sources, pinned
 from trainer.errors import UserError
@@ -53,7 +54,8 @@ class Work:
         None  # the artifact of the attempt, if `plan` is another one: a source of a mixture
     )
     before_ranks: "Callable[[Work], None] | None" = None  # called before train starts its ranks; may raise Interrupted
-    # Of torchrun's processes: seconds by phase, and the phase since then.
+    earlier: list[Heartbeat] = field(default_factory=list)  # the attempts at this artifact before this one
+    # Of the ranks: seconds by phase, and the phase since then.
     rank_phases: tuple[dict[str, float], str] = field(default_factory=lambda: ({}, "setup"))
 
     def __post_init__(self) -> None:

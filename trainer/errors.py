@@ -34,6 +34,10 @@ class Interrupted(Exception):
     """The process was asked to stop, and stopped at a point from which the same command resumes."""
 
 
+class Crashed(Interrupted):
+    """Processes of the run crashed, and their machine can start them again."""
+
+
 class Stopped(Interrupted):
     """The whole run was asked to stop, not only this machine: nothing may restart it automatically."""
 

@@ -219,8 +219,9 @@ class Training:
             raise self.failure
 
     def diverge(self, evidence: str) -> NoReturn:
-        """Raise Diverged, after the save in progress."""
+        """Raise Diverged, after the saves in progress. A collective call."""
         self.checkpointer.settle(self.log, wait=True)
+        self.world.gather(None)
         raise Diverged(diagnosis(self.state.step, evidence, self.config))
 
     # --- step

@@ -7,8 +7,11 @@ undisturbed one: with more than two ranks the losses would no longer be equal bi
 """
 
 import os
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import RuntimeConfig, TrainConfig
-from trainer.errors import UserError
+from trainer.errors import EXIT_INTERRUPTED, UserError
+from trainer.process import Background, log_line
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class World:
     local_rank: int
     world_size: int
     device: torch.device
+    _closing: threading.Event = field(default_factory=threading.Event, compare=False, repr=False, kw_only=True)
 
     @classmethod
     def start(cls, runtime: RuntimeConfig) -> "World":
@@ -67,12 +72,20 @@ class World:
         return cls(0, 0, 1, torch.device(device_kind(runtime)))
 
     def close(self) -> None:
+        """Leave the other ranks, once all of them have come here. A collective call."""
         if self.world_size > 1:
+            self.gather(None)
+            self._closing.set()
             dist.destroy_process_group()
 
     def connect(self) -> None:
-        """Make the first exchange over the ranks' devices: NCCL connects them only then."""
+        """Make the first exchange over the ranks' devices: NCCL connects them only then. From here on this process ends
+        soon after another rank of its node, until all `close`. A collective call."""
         self.mean_(torch.zeros(1, device=self.device))
+        own = self.rank - self.local_rank, os.getpid()  # ranks are numbered node by node
+        peers = [pid for node, pid in self.gather(own) if node == own[0] and pid != own[1]]
+        if peers:
+            Background("peers", partial(leave_with_peers, peers, self._closing, f"rank {self.rank}")).start()
 
     def mean_(self, tensor: Tensor) -> None:
         """Average a tensor over all ranks, in place."""
@@ -106,6 +119,22 @@ class World:
         return values
 
 
+def leave_with_peers(pids: Sequence[int], closing: threading.Event, name: str) -> None:
+    """End this process LEAVE_SECONDS after one of the processes `pids`, unless `closing` is set by then.
+
+    Without that rank no step and no save can succeed, but NCCL would wait for it until the others are killed.
+    """
+    try:
+        while not closing.wait(0.5):
+            for pid in pids:
+                os.kill(pid, 0)  # changes nothing; raises if there is no such process
+    except ProcessLookupError:
+        if not closing.wait(LEAVE_SECONDS):
+            log_line(f"{name}: a rank on this node has crashed; exiting")
+            os._exit(EXIT_INTERRUPTED)
+
+
+LEAVE_SECONDS = 2.0  # for a rank to report its error and to end by itself
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RANK_VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 

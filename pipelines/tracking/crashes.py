@@ -1,5 +1,5 @@
-"""Crashes: a signal (kill -9, lack of memory) ended a rank, torchrun, or `skytrain run` itself; the watchdog ended a
-rank; or an attempt left because the store took no checkpoint.
+"""Crashes: a signal (kill -9, lack of memory) ended a rank, its launcher, or `skytrain run` itself; the watchdog ended
+a rank; or an attempt left because the store took no checkpoint.
 
 A crash is an interruption, after which the same command resumes, or starts over if there is no checkpoint yet: at most
 MOST_CRASHES times in a row without a new one. The store has the count, so it outlives the machine.
@@ -13,8 +13,10 @@ from trainer.store import Store
 MOST_CRASHES = 3
 
 
-def after_crash(store: Store, prefix: str, attempt: int, cause: str) -> Interrupted | Died:
-    """The exception that ends an attempt on the artifact `prefix` after a crash of this cause."""
+def after_crash(
+    store: Store, prefix: str, attempt: int, cause: str, ending: type[Interrupted] = Interrupted
+) -> Interrupted | Died:
+    """The exception that ends an attempt on the artifact `prefix` after a crash of this cause: `ending`, or Died."""
     commit = newest_commit(store, prefix)
     since = commit.attempt if commit else 0
     beats = [beat for beat in attempts(store, prefix) if since < beat.attempt < attempt]
@@ -23,4 +25,4 @@ def after_crash(store: Store, prefix: str, attempt: int, cause: str) -> Interrup
     if len(crashed) >= MOST_CRASHES:
         numbers = ", ".join(map(str, crashed))
         return Died(f"{cause}; attempts {numbers} also crashed before saving a checkpoint")
-    return Interrupted(cause)
+    return ending(cause)

@@ -69,6 +69,7 @@ class Progress(Stored):
     read_requests: int | None = None
     waiting: bool | None = None  # on a standby machine, for a machine that trains
     notice: str | None = None  # why the attempt was asked to stop
+    restarting: bool | None = None  # after a crash this machine starts the next attempt
     killed: str | None = None  # the cause, if a signal or the watchdog ended a process of the attempt
     metrics: Mapping[str, Number] = field(default_factory=dict)
 

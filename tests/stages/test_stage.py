@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +22,11 @@ from pipelines.recipe import Recipe, load_recipe
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import STAGES, Built, Work
 from pipelines.tracking import ledger
+from pipelines.tracking.crashes import MOST_CRASHES
 from pipelines.tracking.ledger import SILENT_SECONDS, attempts, claim, seconds_between_failures, this_process
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
-from trainer.errors import Interrupted, Stopped, StoreUnavailable, UserError
+from trainer.errors import Crashed, Interrupted, Stopped, StoreUnavailable, UserError
 from trainer.process import StopSignal
 from trainer.store import LocalStore, Store
 
@@ -290,6 +292,29 @@ def test_an_attempt_on_another_machine_is_taken_over_once_it_is_silent_by_the_st
     assert execute(store, tmp_path).made["tokenize"].attempt == 2
     assert sum(slept) == pytest.approx(max(0.0, SILENT_SECONDS - silent), abs=1.5)
     assert states(store) == ["running", "done"]
+
+
+@pytest.mark.parametrize("rented", [False, True])
+def test_a_rented_machine_starts_again_after_a_crash_and_another_one_leaves(
+    stages: StandIns, store: LocalStore, tmp_path: Path, rented: bool
+) -> None:
+    crashes = iter([Crashed("rank 1 was killed by SIGKILL")] * MOST_CRASHES)
+
+    def crash(work: Work) -> Built:
+        for error in crashes:
+            raise error
+        return write_a_file(work)
+
+    stages.builds["train"] = crash
+    run = pipeline(store, tmp_path)
+    run.billing = Billing(machine=Machine("aws", cluster="train-9" if rented else None))
+    with nullcontext() if rented else pytest.raises(Crashed):
+        run.execute("train")
+    beats = attempts(store, PLANS["train"].prefix)
+    assert [beat.state for beat in beats] == (["interrupted"] * MOST_CRASHES + ["done"] if rented else ["interrupted"])
+    assert all(bool(beat.progress.restarting) == rented for beat in beats[:1])
+    seconds = [sum(beat.phases.values()) for beat in beats]
+    assert sum(seconds) == pytest.approx(beats[-1].time - beats[0].started, abs=0.1)  # each second is billed once
 
 
 @pytest.mark.parametrize("state", ["failed", "interrupted", "done"])

@@ -7,7 +7,6 @@ import json
 import re
 import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -195,20 +194,6 @@ def test_the_last_state_is_saved_until_the_store_takes_it_or_a_rank_is_asked_to_
     answers = each(ranks, ending)
     assert committed_steps(ranks[0].store) == ([] if stopped else [7])
     assert all(isinstance(answer, OSError) for answer in answers) if stopped else answers == [None, None]
-
-
-def test_after_a_failed_training_the_part_of_a_living_rank_is_still_committed(tmp_path: Path) -> None:
-    ranks = some_ranks([LocalStore(tmp_path), Interfering(tmp_path, write=lambda key: time.sleep(0.5))])
-
-    def fail(rank: Checkpointer) -> None:
-        with rank:
-            rank.save(TrainState(step=1), pieces(1), quiet_log(1))
-            raise RuntimeError("Connection closed by peer")
-
-    assert [type(error) for error in each(ranks, fail)] == [RuntimeError] * 2
-    for rank in ranks:
-        rank.settle(quiet_log(), wait=True)
-    assert committed_steps(ranks[0].store) == [1]
 
 
 def test_no_commit_names_a_file_that_the_store_lost_and_the_commit_before_stays(tmp_path: Path) -> None:

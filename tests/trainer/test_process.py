@@ -1,4 +1,7 @@
-"""Threads report the error that ended them."""
+"""Threads report the error that ended them, and a rank ends with its peers."""
+
+import subprocess
+import sys
 
 import pytest
 
@@ -15,3 +18,29 @@ def test_a_background_thread_reports_the_error_that_ended_it(error: BaseExceptio
     thread.start()
     thread.join(10)
     assert reported == [thread] and thread.error is error
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_rank_that_hangs_ends_soon_after_a_peer_has_crashed_unless_all_leave(leaves: bool) -> None:
+    waiting = f"""
+import os, threading, time
+from trainer.parallel import leave_with_peers
+closing = threading.Event()
+threading.Thread(target=leave_with_peers, args=([os.getppid()], closing, "rank 1"), daemon=True).start()
+print("watching", flush=True)
+if {leaves}:
+    closing.set()
+time.sleep({3 if leaves else 60})
+print("slept")
+"""
+    parent = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {waiting!r}])
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as peer:
+        assert peer.stdout
+        assert peer.stdout.readline() == "watching\n"
+        peer.kill()
+        peer.wait()
+        assert peer.stdout.read() == ("slept\n" if leaves else "rank 1: a rank on this node has crashed; exiting\n")

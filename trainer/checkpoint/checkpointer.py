@@ -48,9 +48,6 @@ from trainer.stored import decoded, typed
 RECEIPT_SECONDS = 300.0
 SLOWEST_UPLOAD = 10e6  # bytes per second
 RECEIPT_POLL_SECONDS = 0.2
-# The least such time once the training has failed, as it does when a rank dies. Then it is the time of rank 0's own
-# upload: all ranks begin a save together, and torchrun would kill a waiting rank 0 after its whole grace time.
-FAILED_RECEIPT_SECONDS = 2.0
 INSIST_SECONDS, INSIST_POLL_SECONDS = 15.0, 0.2  # between two saves of the last state, and two looks for a stop
 
 
@@ -93,7 +90,6 @@ class Checkpointer:
         self._thread: Background | None = None
         self._error: BaseException | None = None  # of the last save that ended
         self._insisting = False  # the last step is done
-        self._training_failed = False  # the training has ended with an error
         self.upload_seconds = 0.0  # of the last commit; only rank 0 knows it
         self._segment: Segment | None = None  # of the last commit; only rank 0 knows it
         self._damaged: list[str] = []  # folders of the damaged commits that this attempt did not load
@@ -103,8 +99,7 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._training_failed = error is not None
+    def __exit__(self, *_: object) -> None:
         self._prove(False)  # the thread of a save must not wait for a training that has ended
 
     @property
@@ -195,8 +190,9 @@ class Checkpointer:
         log_line(f"checkpoint of step {save.state.step} FAILED ({error!r}); training continues")
 
     def finish(self, log: EventLog) -> None:
-        """Wait for the last save. Raises its error."""
+        """Wait for the last saves of all ranks. Raises the error of this rank's. A collective call."""
         self.settle(log, wait=True)
+        self.world.gather(None)  # a rank that left would take along one that still commits
         if self._error:
             raise self._error
 
@@ -258,12 +254,10 @@ class Checkpointer:
     def _receipts(self, save: Save, size: int) -> list[FileReceipt]:
         """Wait for the receipts of all ranks, after the upload of this rank's file of `size` bytes. OSError if a rank
         failed, TimeoutError if a receipt is late."""
+        limit = RECEIPT_SECONDS + size / SLOWEST_UPLOAD
         begun = time.monotonic()
         receipts: list[FileReceipt] = []
         while len(receipts) < self.world.world_size:
-            limit = RECEIPT_SECONDS + size / SLOWEST_UPLOAD
-            if self._training_failed:
-                limit = max(FAILED_RECEIPT_SECONDS, begun - save.started)
             rank = len(receipts)
             key = f"{save.folder}/receipt-{rank:05d}.json"
             body = self.store.get(key)
