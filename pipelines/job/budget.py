@@ -18,7 +18,7 @@ from trainer.errors import Stopped, UserError
 from trainer.process import StopSignal
 from trainer.store import Store
 
-LEAVE_SECONDS = 10.0  # from the last commit to the last heartbeat: torchrun and its ranks end, files are uploaded
+LEAVE_SECONDS = 10.0  # from the last commit to the last heartbeat: the ranks end, files are uploaded
 TEARDOWN_SECONDS = 60.0  # assumed: a rented cluster is billed until SkyPilot has taken it down
 
 

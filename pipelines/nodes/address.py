@@ -4,7 +4,7 @@ The environment names the node. SkyPilot sets these variables; elsewhere set the
 SKYPILOT_NODE_RANK=$SLURM_NODEID):
 SKYPILOT_NUM_NODES: the number of nodes.
 SKYPILOT_NODE_RANK: the number of this node, from 0.
-SKYPILOT_NODE_IPS: the addresses of the nodes, one a line, equal on all nodes; torchrun uses the first one, of node 0.
+SKYPILOT_NODE_IPS: the addresses of the nodes, one a line, equal on all nodes; the ranks meet at the first, node 0.
 SKYPILOT_TASK_ID: tells the job from others, if it is set.
 GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface between the nodes. The default of the first is the
 interface that leads to node 0; NCCL finds its own (InfiniBand first, never loopback).
@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.config import RuntimeConfig
 from trainer.errors import UserError
@@ -21,6 +22,7 @@ from trainer.errors import UserError
 # From the start of the first node to the start of the last one: SkyPilot starts them within seconds, once all are set
 # up.
 JOIN_SECONDS = 300.0
+OTHER_GPUS = ("/dev/kfd", "/dev/dxg", "/dev/nvmap")  # of AMD, in WSL 2, on a Jetson: torch alone can count them
 EXIT_SECONDS = 20.0  # for the workers to see the end of node 0, and to exit
 
 
@@ -60,31 +62,31 @@ def number_from(name: str, default: int) -> int:
 def processes_on_this_node(runtime: RuntimeConfig) -> int:
     """Number of ranks on this node: as configured, else one a GPU, else one on the CPU.
 
-    UserError if the configured device is not there.
+    UserError if no GPU is there and the configuration needs one.
     """
     if runtime.processes != "auto":
         return runtime.processes
-    import torch
+    if runtime.device in ("cpu", "mps"):
+        return 1
+    count = nvidia_gpus()
+    if not count and (runtime.device == "cuda" or any(map(os.path.exists, OTHER_GPUS))):
+        import torch
 
-    from trainer.parallel import device_kind
+        from trainer.parallel import device_kind
 
-    return torch.cuda.device_count() if device_kind(runtime) == "cuda" else 1
+        count = torch.cuda.device_count() if device_kind(runtime) == "cuda" else 1
+    return count or 1
 
 
-def rendezvous_options(address: NodeAddress, port: int) -> list[str]:
-    """torchrun's options for its process on this node.
-
-    Static rendezvous, not c10d, keeps each rank on its node. So rank 0 runs on node 0, which reads its event file,
-    and a resumed run adds gradients in the same order.
-    """
-    return [
-        f"--nnodes={address.count}",
-        f"--node-rank={address.rank}",
-        "--rdzv-backend=static",
-        f"--master-addr={address.first}",
-        f"--master-port={port}",
-        f"--rdzv-conf=timeout={JOIN_SECONDS:.0f}",
-    ]
+def nvidia_gpus() -> int:
+    """The NVIDIA GPUs that this process may use, as CUDA counts them. An import of torch would take seconds."""
+    count = sum(os.access(path, os.R_OK | os.W_OK) for path in Path("/dev").glob("nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not count:
+        return count
+    names = [name.strip() for name in visible.split(",")]
+    known = [name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count) for name in names]
+    return [*known, False].index(False)  # CUDA ignores what follows an unknown one
 
 
 def free_port() -> int:

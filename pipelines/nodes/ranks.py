@@ -1,9 +1,9 @@
-"""The ranks of one node: torchrun starts them, and the files that they leave show how they ended.
+"""The ranks of one node: a launcher starts them, and the files that they leave show how they ended.
 
-torchrun does not pass on the errors of its ranks. So a rank that fails leaves its error in its attempt's folder, in a
-file `<kind>-<rank>.txt`.
+A rank that fails leaves its error in its attempt's folder, in a file `<kind>-<rank>.txt`.
 """
 
+import atexit
 import json
 import os
 import platform
@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from pipelines.nodes.address import NodeAddress, interface_to, rendezvous_options
+from pipelines.nodes.address import NodeAddress, interface_to
 from pipelines.nodes.results import (
     FAULT,
     GPU,
@@ -27,20 +27,32 @@ from pipelines.nodes.results import (
     NodeResult,
     first_line_with,
     kind_and_message,
+    signal_name,
 )
-from pipelines.nodes.torchrun import signal_name
 from pipelines.recipe import Recipe
 from trainer.health import STUCK as STUCK_LINE
 from trainer.process import die_with_parent
 
-RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; started by name, because stages are above this layer
+LAUNCHER_MODULE = "pipelines.nodes.launcher"
+RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; imported by name, because stages are above this layer
 SPEC_FILE = "spec.json"
-LOG_FILE = "train.log"  # output of torchrun and its ranks
+LOG_FILE = "train.log"  # output of the launcher and its ranks
 LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error file
 # Turns of the loop in which an OpenMP thread waits for the others, before it sleeps; libgomp's default is 300,000.
 # Where another process has one of two cores, a thread that turns keeps the one that it waits for from running.
 SPINS = 1000
-FAILING_SECONDS = 10.0  # for ranks to fail and write their error files, once those of another node failed
+FAILING_SECONDS = 4.0  # for ranks to fail and write their error files, once those of another node failed
+
+
+@dataclass(frozen=True)
+class LauncherTask:
+    """What a launcher reads from stdin. `environment` takes the place of its own."""
+
+    folder: str  # of the attempt on this node
+    cache: str
+    grace_seconds: float
+    address: tuple[int, int, str, str]  # of the node
+    environment: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,8 @@ class RankSpec:
     attempt: int
     between_failures: float  # expected, in seconds
     traffic_seconds: float = 0.0  # for which the machines cost as much as the traffic of a checkpoint
-    port: int = 0  # on node 0, where the torchruns of several nodes meet
+    processes: int = 0  # of each node
+    port: int = 0  # on node 0, where the ranks of several nodes meet
     cluster: str = ""  # see `NodeAddress`
     weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
 
@@ -74,66 +87,82 @@ class RankSpec:
         return cls.from_json(json.loads((folder / SPEC_FILE).read_text()))
 
 
-def start_torchrun(
-    spec: RankSpec, folder: Path, home: Path, processes: int, grace_seconds: int, address: NodeAddress
+_prepared: list[subprocess.Popen[bytes]] = []
+
+
+def prepare_launcher(processes: int) -> None:
+    """Start a launcher: it imports torch while this process asks the store. The next `start_ranks` uses it."""
+    _prepared.append(new_launcher(processes))
+    atexit.register(end_prepared)
+
+
+def end_prepared() -> None:
+    for launcher in _prepared:
+        launcher.kill()
+        launcher.wait()
+
+
+def new_launcher(processes: int) -> subprocess.Popen[bytes]:
+    """A launcher in its own session (this process forwards Ctrl-C); the kernel ends it if this process dies."""
+    environment = {"GOMP_SPINCOUNT": str(SPINS), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ}
+    if processes > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", LAUNCHER_MODULE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=before_launcher,
+    )
+
+
+def start_ranks(
+    spec: RankSpec, folder: Path, home: Path, grace_seconds: int, address: NodeAddress
 ) -> subprocess.Popen[bytes]:
-    """Start torchrun in its own session (this process forwards Ctrl-C); the kernel ends it if this process dies.
-
-    After SIGTERM, torchrun kills ranks that still save after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds. A torch that
-    does not know this variable (nor the option --shutdown-timeout) always waits 30 s.
-    """
+    """Start this node's ranks. Returns their launcher: after SIGTERM, it kills ranks that still save after
+    `grace_seconds`."""
     (folder / SPEC_FILE).write_text(json.dumps(spec.to_json()))
-    environment = {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_seconds),
-        "GOMP_SPINCOUNT": str(SPINS),
-        **os.environ,
-    }
-    if address.count == 1:
-        options = ["--standalone", "--local-addr=127.0.0.1"]
-    else:
-        options = rendezvous_options(address, spec.port)
-        if interface := interface_to(address.first):
-            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-    command = [sys.executable, "-m", "pipelines.nodes.torchrun", str(folder), *options, f"--nproc-per-node={processes}"]
-    with (folder / LOG_FILE).open("ab") as log:
-        return subprocess.Popen(
-            [*command, "-m", RANK_MODULE, str(folder), str(home / "cache")],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=before_torchrun,
-        )
+    (folder / LOG_FILE).touch()
+    environment = dict(os.environ)
+    if address.count > 1 and (interface := interface_to(address.first)):
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    launcher = _prepared.pop() if _prepared else new_launcher(spec.processes)
+    task = LauncherTask(str(folder), str(home / "cache"), grace_seconds, astuple(address), environment)
+    assert launcher.stdin
+    with suppress(BrokenPipeError), launcher.stdin as pipe:  # it has died: its exit code shows how
+        pipe.write(json.dumps(asdict(task)).encode())
+    return launcher
 
 
-def before_torchrun() -> None:
-    """Runs in the child process before it becomes torchrun."""
+def before_launcher() -> None:
+    """Runs in the child process before it becomes the launcher."""
     die_with_parent()
-    # Slurm sends SIGUSR1 to every process of a step. The ranks handle it; torchrun would die and end them.
+    # Slurm sends SIGUSR1 to every process of a step. The ranks handle it; the launcher would die and end them.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def wait_or_kill(torchrun: subprocess.Popen[bytes]) -> int:
+def wait_or_kill(launcher: subprocess.Popen[bytes]) -> int:
     """End ranks that cannot continue without those of another node. NCCL does not always report the loss.
 
-    Returns torchrun's exit code; 1 if this process killed it.
+    Returns the launcher's exit code; 1 if this process killed it.
     """
     try:
-        return torchrun.wait(FAILING_SECONDS)
+        return launcher.wait(FAILING_SECONDS)
     except subprocess.TimeoutExpired:
-        kill_ranks(torchrun)
+        kill_ranks(launcher)
         return 1
 
 
-def wait_for_orphans(folder: Path, seconds: float) -> None:
-    """Wait for the ranks of a killed torchrun: the kernel has asked them to commit and leave, see die_with_parent."""
+def wait_for_orphans(launcher: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for the ranks of a killed launcher: the kernel has asked them to commit and leave, see die_with_parent."""
     import psutil
 
     orphans = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if {RANK_MODULE, str(folder)} <= set(process.cmdline()):
+        with suppress(OSError):
+            if os.getsid(process.pid) == launcher.pid:
                 orphans.append(process)
     _, late = psutil.wait_procs(orphans, seconds)
     for process in late:
@@ -141,20 +170,20 @@ def wait_for_orphans(folder: Path, seconds: float) -> None:
             process.kill()
 
 
-def kill_ranks(torchrun: subprocess.Popen[bytes]) -> None:
-    """End torchrun and its ranks immediately."""
+def kill_ranks(launcher: subprocess.Popen[bytes]) -> None:
+    """End the launcher and its ranks immediately."""
     import psutil
 
     with suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(torchrun.pid).children(recursive=True):
+        for process in psutil.Process(launcher.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-    torchrun.kill()
-    torchrun.wait()
+    launcher.kill()
+    launcher.wait()
 
 
 def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:
-    """How torchrun's ranks on this node ended, by its exit code and by the files in their attempt's folder."""
+    """How the ranks of this node ended, by its exit code and by the files in their attempt's folder."""
     for kind in RERAISED:
         for message in error_messages(folder, kind):
             return NodeResult(node, kind, message)
@@ -168,7 +197,7 @@ def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:
     for cause in error_messages(folder, KILLED):
         return NodeResult(node, KILLED, cause)
     if exit_code < 0:
-        return NodeResult(node, KILLED, f"torchrun on node {node} was killed by {signal_name(-exit_code)}")
+        return NodeResult(node, KILLED, f"the launcher of node {node} was killed by {signal_name(-exit_code)}")
     if not (faults := error_messages(folder, FAULT)):
         for message in error_messages(folder, PEER):
             return NodeResult(node, PEER, f"{message}, seen on node {node} ({platform.node()})")

@@ -5,6 +5,7 @@ fault of a GPU.
 """
 
 import platform
+import signal
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ RERAISED: dict[str, type[Exception]] = {
 }
 GPU = "gpu"  # kind: the hardware of a node failed
 PEER = "peer"  # kind: a rank lost its peers; the cause is with one of them, or between them
-KILLED = "killed"  # kind: a signal ended a rank, torchrun or a worker's command
+KILLED = "killed"  # kind: a signal ended a rank, the launcher or a worker's command
 STUCK = "stuck"  # kind: the watchdog ended ranks that made no progress
 FAULT = "fault"  # kind: any other error; it also names the ranks' error files
 # Parts of the messages of CUDA and of the driver.
@@ -81,3 +82,11 @@ def first_line_with(parts: Iterable[str], lines: Iterable[str]) -> str | None:
     """The first line that has one of these parts, cut at LINE_CHARACTERS."""
     found = (line for line in lines if any(part in line for part in parts))
     return next((line.strip()[:LINE_CHARACTERS] for line in found), None)
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL" for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

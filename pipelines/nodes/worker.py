@@ -14,7 +14,7 @@ from pathlib import Path
 from pipelines.artifacts.manifest import ArtifactPlan, find, scratch
 from pipelines.artifacts.traffic import traffic_here
 from pipelines.nodes.address import JOIN_SECONDS, NodeAddress, processes_on_this_node
-from pipelines.nodes.ranks import RankSpec, kill_ranks, result_of_ranks, start_torchrun, wait_for_orphans
+from pipelines.nodes.ranks import RankSpec, kill_ranks, result_of_ranks, start_ranks, wait_for_orphans
 from pipelines.nodes.results import KILLED, NodeResult
 from pipelines.nodes.workers import POLL_SECONDS, WorkerRecord, read_spec
 from pipelines.screen import Screen
@@ -100,7 +100,8 @@ class FirstNode:
         before = self._start[prefix]
         is_new = before is None or beat.attempt > before.attempt
         if is_new or beat.state == "running" or self.working == (prefix, beat.attempt):
-            self.working, self.state = (prefix, beat.attempt), beat.state
+            self.working = (prefix, beat.attempt)
+            self.state = "restarting" if beat.progress.restarting else beat.state
 
 
 class Worker:
@@ -111,7 +112,7 @@ class Worker:
     ) -> None:
         self.address, self.plan, self.store, self.home, self.stop = address, plans["train"], store, home, stop
         self.first = FirstNode(store, [plans["tokenize"].prefix, self.plan.prefix])
-        self.torchrun: subprocess.Popen[bytes] | None = None
+        self.launcher: subprocess.Popen[bytes] | None = None
         self.attempt = 0  # that the ranks are of
         self.record = WorkerRecord(address.rank, time.time())
         self._stopped_at: float | None = None  # by time.monotonic
@@ -127,7 +128,7 @@ class Worker:
                     return "trained; node 0 continues alone"
                 if spec := self._fresh_spec():
                     self._start_ranks(spec)
-                elif self.torchrun is None:
+                elif self.launcher is None:
                     self.stop.check()
                 self._report()
                 self._wait()
@@ -156,17 +157,22 @@ class Worker:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         processes = processes_on_this_node(spec.recipe.runtime)
-        self.torchrun = start_torchrun(spec, self.folder, self.home, processes, self.stop.grace_seconds, self.address)
+        if processes != spec.processes:
+            raise UserError(
+                f"runtime.processes: this node would have {processes} ranks, and node 0 has {spec.processes}; "
+                "set it to the smaller number"
+            )
+        self.launcher = start_ranks(spec, self.folder, self.home, self.stop.grace_seconds, self.address)
 
     def _kill_ranks(self) -> None:
-        if self.torchrun and self.torchrun.poll() is None:
-            kill_ranks(self.torchrun)
+        if self.launcher and self.launcher.poll() is None:
+            kill_ranks(self.launcher)
 
     def _wait(self) -> None:
         """Sleep until the next report: until the ranks end, or this node is asked to stop, if that is earlier."""
-        deadline = time.monotonic() + (HEARTBEAT_SECONDS if self.torchrun else POLL_SECONDS)
+        deadline = time.monotonic() + (HEARTBEAT_SECONDS if self.launcher else POLL_SECONDS)
         while time.monotonic() < deadline:
-            ended = self.torchrun is not None and self.torchrun.poll() is not None and not self.record.result
+            ended = self.launcher is not None and self.launcher.poll() is not None and not self.record.result
             if ended or (self.stop.asked and not self.record.stop):
                 return
             time.sleep(0.1)
@@ -174,11 +180,11 @@ class Worker:
     def _report(self) -> None:
         """Tell node 0 that this node lives, how its ranks ended, and whether it must stop: then all ranks leave on a
         commit. Raises Interrupted if node 0 does not end in time."""
-        if self.torchrun is None:
+        if self.launcher is None:
             return
-        if (exit_code := self.torchrun.poll()) is not None and not self.record.result:
+        if (exit_code := self.launcher.poll()) is not None and not self.record.result:
             if exit_code < 0:
-                wait_for_orphans(self.folder, self.stop.grace_seconds)
+                wait_for_orphans(self.launcher, self.stop.grace_seconds)
             self.record = replace(self.record, result=result_of_ranks(self.address.rank, self.folder, exit_code))
         if self.stop.asked and self._stopped_at is None:
             self._stopped_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Node 0's view of the workers of an attempt. Nodes share only the store; their ranks meet by torchrun.
+"""Node 0's view of the workers of an attempt. Nodes share only the store; their ranks meet by torch.distributed.
 
 Node 0 writes the task of the ranks to `attempts/<n>/ranks.json`. Each worker starts its ranks for it (worker.py), and
 writes `attempts/<n>/node-<rank>.json` every few seconds: so node 0 learns of a worker that is gone, of a notice that it

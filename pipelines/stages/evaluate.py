@@ -1,7 +1,7 @@
 """evaluate: validation loss on the held-out shards, HellaSwag and CORE, as report.json.
 
 All are computed in the precision of the training, which the report names: bf16 on a GPU that has it. All processes of
-this node share the work: one process is the pipeline's own, several are ranks that torchrun starts, as in train.
+this node share the work: one process is the pipeline's own, several are ranks that a launcher starts, as in train.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
-from pipelines.nodes.ranks import RankSpec, start_torchrun, wait_for_orphans
+from pipelines.nodes.ranks import RankSpec, start_ranks, wait_for_orphans
 from pipelines.recipe import Recipe
 from pipelines.sample import load_weights
 from pipelines.stage import Built, Work
@@ -102,23 +102,24 @@ def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, An
         prefix=work.plan.prefix,
         attempt=work.attempt.number,
         between_failures=PRIOR_SECONDS_BETWEEN_FAILURES,
+        processes=processes,
         weights=str(weights),
     )
     work.clock.enter("ranks")
-    torchrun = start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, NodeAddress())
+    launcher = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, NodeAddress())
     stopping = False
-    with held(work, torchrun):
-        for events in follow_events(work.folder / EVENTS_FILE, torchrun):
+    with held(work, launcher):
+        for events in follow_events(work.folder / EVENTS_FILE, launcher):
             for event in events:
                 match event:
                     case PhaseChanged(phases, phase):
                         work.rank_phases = phases, phase
                     case Row():
                         work.report(event.metrics)
-            stopping = stopping or pass_on_stop(work, torchrun, nothing_to_lose=True)
-        exit_code = torchrun.wait()
+            stopping = stopping or pass_on_stop(work, launcher, nothing_to_lose=True)
+        exit_code = launcher.wait()
         if exit_code < 0:
-            wait_for_orphans(work.folder, work.stop.grace_seconds)
+            wait_for_orphans(launcher, work.stop.grace_seconds)
     raise_error_of_ranks(work, exit_code, None, None)
     facts = work.folder / FACTS_FILE
     if not facts.exists():

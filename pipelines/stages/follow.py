@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipelines.nodes.address import JOIN_SECONDS
 from pipelines.nodes.ranks import LOG_FILE, kill_ranks, result_of_ranks, wait_for_orphans, wait_or_kill
 from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult
 from pipelines.nodes.workers import Workers
@@ -23,7 +22,7 @@ from pipelines.tracking.crashes import after_crash
 from pipelines.tracking.ledger import process_started
 from pipelines.tracking.records import ProcessId
 from trainer.config import seconds_from_environment
-from trainer.errors import FULL, Died, Interrupted, UserError
+from trainer.errors import FULL, Crashed, Died, Interrupted, UserError
 from trainer.events import (
     EVENTS_FILE,
     Checkpointed,
@@ -37,52 +36,55 @@ from trainer.events import (
     Started,
     event_from_json,
 )
+from trainer.health import START_MINUTES
 
 POLL_SECONDS = 0.1
 UNSAVED_SECONDS = 1800.0  # from the first failed checkpoint until the run leaves
 FULL_BYTES = 1 << 16  # more than an error message, less than any other file: with less free space, the disk is full
-SIGNALS_SECONDS = 1.0  # Slurm ends the processes of a job one by one; torchrun may get its signal before this process
+SIGNALS_SECONDS = (
+    1.0  # Slurm ends the processes of a job one by one; the ranks may get their signal before this process
+)
 
 
-def follow(work: Work, torchrun: subprocess.Popen[bytes], workers: Workers | None = None) -> int | None:
+def follow(work: Work, launcher: subprocess.Popen[bytes], workers: Workers | None = None) -> int | None:
     """Follow the ranks until they end. Returns their last step; raises the error that ended them early."""
     follower, stopping = Follower(work), False
     exit_code: int | None = None
     with work.screen.bar("train", work.recipe.train.max_steps) as bar:
-        for events in follow_events(work.folder / EVENTS_FILE, torchrun):
+        for events in follow_events(work.folder / EVENTS_FILE, launcher):
             for event in events:
                 follower.handle(event, bar)
             unstarted = (
                 workers is None and not follower.started
             )  # ranks of several nodes get the stop after their start
-            stopping = stopping or pass_on_stop(work, torchrun, nothing_to_lose=unstarted)
+            stopping = stopping or pass_on_stop(work, launcher, nothing_to_lose=unstarted)
             if workers and workers.have_failed:
-                exit_code = wait_or_kill(torchrun)
+                exit_code = wait_or_kill(launcher)
     if exit_code is None:
-        exit_code = torchrun.wait()
+        exit_code = launcher.wait()
         if exit_code < 0:
-            wait_for_orphans(work.folder, work.stop.grace_seconds)
+            wait_for_orphans(launcher, work.stop.grace_seconds)
     raise_error_of_ranks(work, exit_code, follower.step, workers)
     return follower.step
 
 
 @contextmanager
-def held(work: Work, torchrun: subprocess.Popen[bytes]) -> Iterator[None]:
+def held(work: Work, launcher: subprocess.Popen[bytes]) -> Iterator[None]:
     """Record that the attempt lives as long as its ranks hold the GPUs, even if this process dies. Ends the ranks
     after an error of this process."""
     own = work.attempt.latest.process
-    child = ProcessId(own.machine, torchrun.pid, process_started(torchrun.pid))
+    child = ProcessId(own.machine, launcher.pid, process_started(launcher.pid))
     work.attempt.update(process=replace(own, children=(child,)))
     work.attempt.report_soon()
     try:
         yield
     except BaseException:
-        torchrun.terminate()
-        torchrun.wait()
+        launcher.terminate()
+        launcher.wait()
         raise
 
 
-def pass_on_stop(work: Work, torchrun: subprocess.Popen[bytes], nothing_to_lose: bool) -> bool:
+def pass_on_stop(work: Work, launcher: subprocess.Popen[bytes], nothing_to_lose: bool) -> bool:
     """Let the ranks leave once this process is to stop. Whether it is. Ranks with `nothing_to_lose` are killed: while
     they import torch or load a state, they would hear a signal only seconds later."""
     if not (work.stop.asked or work.attempt.lost):
@@ -90,9 +92,9 @@ def pass_on_stop(work: Work, torchrun: subprocess.Popen[bytes], nothing_to_lose:
     if work.stop.reason:
         work.report(notice=work.stop.reason)  # now: this machine may be gone soon
     if nothing_to_lose:
-        kill_ranks(torchrun)
+        kill_ranks(launcher)
     else:
-        torchrun.send_signal(signal.SIGTERM)
+        launcher.send_signal(signal.SIGTERM)
     return True
 
 
@@ -195,9 +197,9 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
     if not exit_code:
         return
 
-    def crashed(cause: str) -> Exception:
+    def crashed(cause: str, ending: type[Interrupted] = Interrupted) -> Exception:
         work.report(killed=cause)
-        return after_crash(work.store, work.plan.prefix, work.attempt.number, cause)
+        return after_crash(work.store, work.plan.prefix, work.attempt.number, cause, ending)
 
     if GPU in first and work.stop.ending is Interrupted:
         raise crashed(first[GPU].message)
@@ -208,12 +210,12 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
     if STUCK in first and workers and workers.absent:  # no interruption: rented nodes would otherwise retry for ever
         raise UserError(
             f"node {workers.absent[0]} of {workers.address.count} did not start its ranks within "
-            f"{JOIN_SECONDS:.0f} s; run this command on all nodes, and let them reach {workers.address.first}"
+            f"{START_MINUTES:.0f} min; run this command on all nodes, and let them reach {workers.address.first}"
         )
     if STUCK in first:
         raise crashed(first[STUCK].message)
     if cause := cause_of_crash(results):
-        raise crashed(cause if step is None else f"{cause} after step {step:,}")
+        raise crashed(cause if step is None else f"{cause} after step {step:,}", Crashed)
     messages = "\n".join(result.message for result in results if result.kind)
     raise RuntimeError(
         f"the processes of {work.plan.stage} failed; their output is in {work.folder / LOG_FILE}:\n{messages}"

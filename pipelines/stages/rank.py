@@ -1,4 +1,4 @@
-"""A rank of the stage train or evaluate: `torchrun … -m pipelines.stages.rank FOLDER CACHE`.
+"""A rank of the stage train or evaluate: a process that pipelines/nodes/launcher.py forks.
 
 FOLDER is the attempt's folder on this node, with the ranks' spec; rank 0 leaves its events and the final weights
 there. CACHE holds verified copies of files of the store, for all processes of this node.
@@ -44,7 +44,7 @@ def main(folder: Path, cache: Path) -> int:
 
 
 def run(folder: Path, cache: Path, stop: StopSignal) -> int:
-    """Train or evaluate as one rank. Leaves an error in the attempt's folder, because torchrun does not pass it on."""
+    """Train or evaluate as one rank. Leaves an error in the attempt's folder."""
     try:
         spec = RankSpec.read(folder)
         with Watchdog(spec.recipe.runtime, PhaseClock("imports"), int(os.environ.get("RANK", "0"))) as watch:
@@ -117,7 +117,7 @@ def origin_of(spec: RankSpec, store: Store, cache: Path, world: "World") -> Orig
     path = bring(source, store, cache, f"train.{field}") if world.local_rank == 0 else None
     paths = world.gather((world.local_rank, path))
     before = [path for local_rank, path in paths[: world.rank + 1] if local_rank == 0]
-    return Origin(where, path=before[-1])  # torchrun numbers the ranks node by node
+    return Origin(where, path=before[-1])  # ranks are numbered node by node
 
 
 def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
@@ -157,10 +157,5 @@ def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, s
             )
             if world.rank == 0:
                 (folder / FACTS_FILE).write_text(json.dumps(facts))
-            world.gather(None)  # rank 0 is the last to finish
     world.close()
     return EXIT_DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,6 +1,6 @@
-"""train: torchrun over the GPUs of all nodes (or CPU processes), resumed from the newest commit automatically.
+"""train: ranks over the GPUs of all nodes (or CPU processes), resumed from the newest commit automatically.
 
-`build` runs in the pipeline's process. It starts torchrun on this node, lets the workers start theirs, follows rank 0
+`build` runs in the pipeline's process. It starts the ranks of this node, lets the workers start theirs, follows rank 0
 (follow.py), and stores the result. Each rank runs rank.py.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from pipelines.artifacts.manifest import ArtifactPlan, keep_copy
 from pipelines.artifacts.shard_cache import shards_in
 from pipelines.nodes.address import NodeAddress, free_port, processes_on_this_node, this_node
-from pipelines.nodes.ranks import RankSpec, start_torchrun
+from pipelines.nodes.ranks import RankSpec, start_ranks
 from pipelines.nodes.workers import Workers, write_spec
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
@@ -87,13 +87,13 @@ def build(work: Work) -> Built:
     work.check()
     work.attempt.check()
     work.clock.enter("ranks")
-    spec = rank_spec(work, address)
+    spec = rank_spec(work, address, processes)
     with Workers(address, work.attempt, work.stop) if address.count > 1 else nullcontext() as workers:
         if workers:
             write_spec(work.store, spec)
-        torchrun = start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, address)
-        with held(work, torchrun):
-            follow(work, torchrun, workers)
+        launcher = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, address)
+        with held(work, launcher):
+            follow(work, launcher, workers)
     work.clock.enter("upload")
     state = committed_state(work.store, work.plan.prefix)
     complete = state is not None and state.is_complete(recipe.train, recipe.evaluate.every)
@@ -104,15 +104,16 @@ def build(work: Work) -> Built:
 
 def check_memory(recipe: Recipe, processes: int) -> None:
     """UserError if this machine is too small to train on its CPU. The ranks measure the memory of a GPU."""
-    from trainer.parallel import device_kind  # imports torch
-
     weights = 4 * recipe.model.parameters
     # Each process has weights and gradients; together they have one optimizer.
     needed, free = state_bytes(recipe.model, recipe.train) + (2 * processes - 1) * weights, free_memory()
-    if needed > free and device_kind(recipe.runtime) == "cpu":
-        what = f"weights, gradients and optimizer of {recipe.model.parameters:,} parameters"
-        sizes = f"at least {needed / 1e9:.1f} GB of memory on this CPU, and {free / 1e9:.1f} GB are free"
-        raise UserError(f"train: {what} need {sizes}; use a smaller model or a GPU")
+    if needed > free:
+        from trainer.parallel import device_kind  # imports torch
+
+        if device_kind(recipe.runtime) == "cpu":
+            what = f"weights, gradients and optimizer of {recipe.model.parameters:,} parameters"
+            sizes = f"at least {needed / 1e9:.1f} GB of memory on this CPU, and {free / 1e9:.1f} GB are free"
+            raise UserError(f"train: {what} need {sizes}; use a smaller model or a GPU")
 
 
 def free_memory() -> int:
@@ -125,10 +126,9 @@ def free_memory() -> int:
     return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
 
 
-def rank_spec(work: Work, address: NodeAddress) -> RankSpec:
+def rank_spec(work: Work, address: NodeAddress, processes: int) -> RankSpec:
     """The task of the ranks, with the facts that earlier attempts left."""
-    earlier = [beat for beat in attempts(work.store, work.plan.prefix) if beat.attempt < work.attempt.number]
-    reached = max((beat.progress.highest_step or 0 for beat in earlier), default=0)
+    reached = max((beat.progress.highest_step or 0 for beat in work.earlier), default=0)
     work.report(highest_step=reached)
     own, prior = work.attempt.latest, PRIOR_SECONDS_BETWEEN_FAILURES
     if own.machine.cloud:  # an own machine fails as rarely as this prior, unless its user ends the run
@@ -141,8 +141,9 @@ def rank_spec(work: Work, address: NodeAddress) -> RankSpec:
         tokens=work.inputs["tokenize"].prefix,
         prefix=work.plan.prefix,
         attempt=work.attempt.number,
-        between_failures=seconds_between_failures((b for b in earlier if not b.progress.waiting), prior),
+        between_failures=seconds_between_failures((b for b in work.earlier if not b.progress.waiting), prior),
         traffic_seconds=traffic_seconds(state_bytes(work.recipe.model, work.recipe.train), own),
+        processes=processes,
         port=free_port() if address.count > 1 else 0,
         cluster=address.cluster,
     )

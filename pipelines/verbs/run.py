@@ -70,7 +70,8 @@ def run(
     from pipelines.artifacts.traffic import counted_together
     from pipelines.job.budget import Budget
     from pipelines.job.notice import watching
-    from pipelines.nodes.address import let_workers_exit_first, this_node
+    from pipelines.nodes.address import let_workers_exit_first, processes_on_this_node, this_node
+    from pipelines.nodes.ranks import prepare_launcher
     from pipelines.plan import stage_plan
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
@@ -94,6 +95,8 @@ def run(
     if exited:
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     check_home()
+    if stage != "tokenize":
+        prepare_launcher(processes_on_this_node(loaded.runtime))
     refuse_what_ends_late(loaded, lambda: missing(opened, plans, stage), launched=unless_stopped or bool(node.rank))
     if not unless_stopped:
         if longer := stage_plan(opened, plans["train"]).longer:
@@ -153,7 +156,7 @@ def after_signal(
     from pipelines.job.prices import billing_here
     from pipelines.nodes import worker
     from pipelines.nodes.address import let_workers_exit_first, this_node
-    from pipelines.nodes.torchrun import signal_name
+    from pipelines.nodes.results import signal_name
     from pipelines.pipeline import record_crash
     from pipelines.stage import run_name
     from pipelines.tracking.stop_request import read_stop_request

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from metadata_servers import Cloud, Ec2Cloud, Everything, GceCloud, Handler
 from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, TINY, Project
@@ -156,8 +155,6 @@ def test_a_run_that_gets_notice_commits_its_last_step_and_the_next_run_resumes_a
     code = f"from pipelines.job import notice; notice.POLL_SECONDS = 0.05; {SHIPPED_CLI}"
     with project.started(*command, code=code) as process:
         project.wait_until(lambda: project.rows_logged() >= 3, process)
-        (torchrun,) = psutil.Process(process.pid).children()
-        assert torchrun.environ()["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "110"
         cloud.preempt()
         err = process.communicate()[1]
     assert process.returncode == 75 and Ec2Cloud.why in err and "Traceback" not in err, err

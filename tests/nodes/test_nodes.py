@@ -4,9 +4,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from pipeline_runs import Project
 from servers import LOOPBACK
+
+from pipelines.nodes.ranks import LAUNCHER_MODULE
 
 COMMAND = ("run", "tiny.yaml", "--stage", "train", "--price-per-hour", "36")
 
@@ -38,6 +41,30 @@ def test_after_the_loss_of_any_node_all_leave_resumable_and_the_losses_stay_equa
         (2, "done"),
     ]
     assert "nothing to do" in node_1.run(*COMMAND).stderr  # alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
+def test_rented_nodes_start_again_together_after_a_rank_of_one_crashed(
+    tmp_path: Path, undisturbed: Callable[[int], Project], node: int
+) -> None:
+    nodes = two_nodes(tmp_path / "nodes")
+    for one in nodes:
+        one.environment["SKYPILOT_CLUSTER_INFO"] = '{"cloud": "aws", "cluster_name": "train-9"}'
+    with nodes[1].started(*COMMAND) as second, nodes[0].started(*COMMAND) as first:
+        processes = (first, second)
+        nodes[0].wait_until(lambda: nodes[0].rows_committed() > 5, first)
+        (launcher,) = (
+            one for one in psutil.Process(processes[node].pid).children() if LAUNCHER_MODULE in one.cmdline()
+        )
+        launcher.children()[0].kill()
+        assert [process.wait(300) for process in processes] == [0, 0]
+    assert nodes[0].series() == undisturbed(2).series()
+    beats = [beat for beat in nodes[0].heartbeats() if beat["stage"] == "train"]
+    assert [(beat["state"], beat["progress"].get("restarting")) for beat in beats] == [
+        ("interrupted", True),
+        ("done", None),
+    ]
 
 
 @pytest.mark.slow

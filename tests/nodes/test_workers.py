@@ -1,8 +1,10 @@
 """Node 0 and its workers learn of each other through the store alone."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from servers import LOOPBACK
@@ -10,12 +12,12 @@ from stage_work import NoSignals
 
 from pipelines.artifacts.traffic import Traffic, traffic_here
 from pipelines.nodes import worker
-from pipelines.nodes.address import NodeAddress, interface_to, this_node
+from pipelines.nodes.address import NodeAddress, interface_to, nvidia_gpus, this_node
 from pipelines.nodes.results import KILLED, NodeResult
 from pipelines.nodes.worker import FirstNode, record_crash
 from pipelines.nodes.workers import WorkerRecord, Workers
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, claim
-from pipelines.tracking.records import Billing
+from pipelines.tracking.records import Billing, Progress
 from trainer.errors import Interrupted, StoreUnavailable, UserError
 from trainer.store import LocalStore
 
@@ -136,7 +138,13 @@ def test_a_worker_waits_for_an_attempt_that_lives(store: LocalStore, clock: Cloc
     training = attempt_of(store, TRAIN, killed.number + 1)
     first.look()
     assert first.working == (TRAIN, 2)
-    beat(training, state="interrupted")
+    beat(training, state="interrupted", progress=Progress(restarting=True))  # after a crash of its ranks
+    first.look()
+    assert first.state not in worker.ENDED
+    again = attempt_of(store, TRAIN, 3)
+    first.look()
+    assert (first.working, first.state) == ((TRAIN, 3), "running")
+    beat(again, state="interrupted")
     first.look()
     assert first.state in worker.ENDED
 
@@ -210,3 +218,16 @@ def test_an_impossible_environment_is_a_mistake(
 def test_the_interface_is_the_one_that_leads_to_node_0() -> None:
     assert interface_to(LOOPBACK) == "lo"
     assert interface_to("no such host") is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 3), ("", 0), ("0,2", 2), ("1", 1), ("0,7,1", 1), ("-1", 0), ("GPU-4711,MIG-0815", 2), ("none", 0)],
+)
+def test_gpus_are_counted_as_cuda_does_and_without_torch(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
+) -> None:
+    monkeypatch.setattr(Path, "glob", lambda *_: map(Path, ("/dev/nvidia0", "/dev/nvidia1", "/dev/nvidia2")))
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert nvidia_gpus() == count

@@ -39,15 +39,15 @@ def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[s
 def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:
     train_work = work("train")
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
-    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as torchrun:
-        assert torchrun.stdout and torchrun.stdout.readline()  # it ignores SIGTERM now
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout and launcher.stdout.readline()  # it ignores SIGTERM now
         (train_work.folder / follow.EVENTS_FILE).write_text(event_to_json(PhaseChanged({}, "download")) + "\n")
         for name in ("train.log", "spec.json"):
             (train_work.folder / name).touch()
         train_work.stop.ask("SIGTERM")
         with pytest.raises(Interrupted):
-            follow.follow(train_work, torchrun)
-        assert torchrun.returncode == -signal.SIGKILL
+            follow.follow(train_work, launcher)
+        assert launcher.returncode == -signal.SIGKILL
 
 
 def test_a_run_whose_store_takes_no_checkpoint_for_too_long_is_asked_to_stop(

@@ -1,4 +1,4 @@
-"""The stage train owns its ranks: they are part of its attempt, and end with it. torchrun is a stand-in."""
+"""The stage train owns its ranks: they are part of its attempt, and end with it. The launcher is a stand-in."""
 
 import subprocess
 import sys
@@ -30,15 +30,15 @@ def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
 ) -> None:
     mine, started = work("train"), []
 
-    def follow(work: Work, torchrun: subprocess.Popen[bytes], *_: object) -> dict[str, Any]:
-        started.append(torchrun)
+    def follow(work: Work, launcher: subprocess.Popen[bytes], *_: object) -> dict[str, Any]:
+        started.append(launcher)
         with work.attempt:
             pass  # a heartbeat
         (seen,) = attempts(work.store, work.plan.prefix)
         assert process_exists(without_us(seen)) is True
         raise RuntimeError("something breaks here")
 
-    monkeypatch.setattr(train, "start_torchrun", sleeping)
+    monkeypatch.setattr(train, "start_ranks", sleeping)
     monkeypatch.setattr(train, "follow", follow)
     with pytest.raises(RuntimeError, match="something breaks"):
         train.build(mine)
@@ -53,7 +53,7 @@ def test_an_id_outside_the_vocabulary_ends_a_training_before_its_ranks_start(
     mine = work("train")
     tokens = mine.inputs["tokenize"]
     mine.inputs["tokenize"] = replace(tokens, facts=tokens.facts | {"max_ids": {"val_000000.bin": 300}})
-    monkeypatch.setattr(train, "start_torchrun", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(train, "start_ranks", lambda *_: pytest.fail("ranks were started"))
     with pytest.raises(UserError, match=r"^val_000000.bin: its largest id is 300, but model.vocab_size is 257; use"):
         train.build(mine)
 
@@ -62,7 +62,7 @@ def test_a_model_too_large_for_the_memory_ends_a_training_on_a_cpu_before_its_ra
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = replace(work("train"), recipe=load_recipe("gpt2-774m", ["runtime.device=cpu"]))
-    monkeypatch.setattr(train, "start_torchrun", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(train, "start_ranks", lambda *_: pytest.fail("ranks were started"))
     monkeypatch.setattr(train, "free_memory", lambda: 9_000_000_000)
     with pytest.raises(UserError, match=r"^train: .* parameters need at least 12.4 GB .* 9.0 GB are free"):
         train.build(mine)

@@ -33,7 +33,7 @@ class Output(StringIO):
 
 
 class RanksInThread:
-    """The only rank of a run, with the interface of torchrun's process."""
+    """The only rank of a run, with the interface of the launcher's process."""
 
     pid = NO_PROCESS
     returncode: int | None = None
@@ -77,12 +77,12 @@ class RanksInThread:
     kill = terminate
 
 
-def start_ranks_here(spec: Any, folder: Path, home: Path, processes: int, grace: int, address: Any) -> Any:
-    """Stands in for `start_torchrun`, which several ranks still need."""
+def start_ranks_here(spec: Any, folder: Path, home: Path, grace: int, address: Any) -> Any:
+    """Stands in for `start_ranks`, which several ranks still need."""
     from pipelines.nodes import ranks
 
-    if processes > 1 or address.count > 1:
-        return ranks.start_torchrun(spec, folder, home, processes, grace, address)
+    if spec.processes > 1 or address.count > 1:
+        return ranks.start_ranks(spec, folder, home, grace, address)
     (folder / ranks.SPEC_FILE).write_text(json.dumps(spec.to_json()))
     return RanksInThread(folder, home / "cache")
 
@@ -92,6 +92,7 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
     import torch
 
     from pipelines import cli
+    from pipelines.nodes import ranks
     from pipelines.stages import train
     from pipelines.tracking import ledger
 
@@ -106,7 +107,8 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
     ):
         patch.chdir(folder)
         patch.setattr("sys.argv", ["skytrain", *arguments])
-        patch.setattr(train, "start_torchrun", start_ranks_here)
+        patch.setattr(train, "start_ranks", start_ranks_here)
+        patch.setattr(ranks, "prepare_launcher", lambda processes: None)
         patch.setattr(ledger, "process_began", lambda: began)
         torch.set_num_threads(1)  # as in a process of its own: the order of sums depends on it
         try:
