@@ -1,69 +1,88 @@
-"""The downtime of a killed run: from the start of a process to its first resumed step, by phase.
+"""The downtime of a killed run, from its command to its first step.
 
-`python -m benchmarks.resumed_start FOLDER [RECIPE] [--kills N] [--gpus N] [--place FOLDER] [--set …]` trains on llm.c's
-shards in FOLDER with `python -m trainer`. After a commit it kills all processes with SIGKILL and starts the same
-command again. It prints one line per start, in seconds: `imports` until the trainer's clock starts (the interpreter,
-torch, the process group), `setup` (the engine), `download` (finding, checking and loading the commit), `first step`
-(kernels, allocations, the step itself), and the total from the start of the process to the end of that step. The first
-start has no commit to load; it draws its weights.
+`python -m benchmarks.resumed_start FOLDER [RECIPE] [--kills N] [--own] [--place FOLDER] [--set …]` trains on
+llm.c's shards in FOLDER with `skytrain run --stage train`. After a commit it kills a rank with SIGKILL, and waits for
+the next step: of the same command, as on a rented machine, or with --own of the same command started again. It prints
+a line per start, in seconds: from the kill until the `others` are gone, and from the kill, at first from the command,
+to the `first step`; and of that step's attempt `setup` (torch, ranks, engine), `download` (the commit) and `compile`
+(kernels, allocations, the step).
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
+import psutil
 
 from benchmarks import run_as_command
-from pipelines.nodes.ranks import kill_ranks
-from pipelines.recipe import load_recipe
 
-PHASES = {"setup": "setup", "download": "download", "compile": "first step"}
-LIMIT_SECONDS = 300.0  # for one start
-
-
-def start(config: Path, data: Path, out: Path, gpus: int, last: bool) -> dict[str, Any]:
-    """Start the trainer, read its first step, and kill it after its next commit (or at once, if `last`)."""
-    events, commits = out / "events.jsonl", out / "run" / "checkpoints"
-    offset = events.stat().st_size if events.exists() else 0
-    before = committed(commits)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
-    command = [sys.executable, *torchrun, "-m", "trainer", str(config), "--data", str(data), "--out", str(out)]
-    started = time.time()
-    process = subprocess.Popen(command)
-    row: dict[str, Any] = {}
-    try:
-        while time.time() < started + LIMIT_SECONDS:
-            if process.poll() is not None:
-                raise SystemExit(f"the trainer ended by itself with exit code {process.returncode}")
-            if not row and events.exists():
-                row = first_row(events, offset)
-            if row and (last or committed(commits) > before):
-                break
-            time.sleep(0.05)
-    finally:
-        kill_ranks(process)
-    if not row:
-        raise SystemExit(f"no step in {LIMIT_SECONDS:.0f} s")
-    seconds = {name: row["phases"].get(phase, 0.0) for phase, name in PHASES.items()}
-    total = row["time"] - started
-    return {"step": row["step"], "imports": total - sum(row["phases"].values()), **seconds, "total": total}
+LIMIT_SECONDS = 300.0
+PHASES = ("setup", "download", "compile")
+RENTED = {"SKYPILOT_CLUSTER_INFO": json.dumps({"cloud": "aws", "cluster_name": "benchmark"})}
 
 
-def first_row(events: Path, offset: int) -> dict[str, Any]:
-    """The row of the first step in the file after `offset` bytes; empty without one."""
-    lines = events.read_bytes()[offset:].split(b"\n")[:-1]
-    rows = (json.loads(line) for line in lines if b'"train/loss"' in line)
-    return next(rows, {})
+class Command:
+    """`skytrain run` in a folder, started again and again."""
+
+    def __init__(self, folder: Path, arguments: list[str], own: bool) -> None:
+        self.home, self.own = folder / "home", own
+        code = "from pipelines.cli import main; main()"
+        self.arguments = [sys.executable, "-c", code, "run", *arguments]
+        settings = {"SKYTRAIN_HOME": str(self.home), "SKYTRAIN_TRACKING": "off", "SKYTRAIN_NOTICE": "off"}
+        self.environment = os.environ | settings | ({} if own else RENTED)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def first_step(self) -> dict[str, Any]:
+        """The row of the next attempt's first step."""
+        found: dict[str, Any] = {}
+        known = self.events()
+
+        def stepped() -> bool:
+            assert self.process
+            lines = [line for path in self.events() - known for line in path.read_bytes().split(b"\n")[:-1]]
+            found.update(next((json.loads(line) for line in lines if b'"train/loss"' in line), {}))
+            if self.process.poll() is not None and not found:
+                raise SystemExit(f"the command ended by itself with exit code {self.process.returncode}")
+            return bool(found)
+
+        if self.process is None or self.own:
+            self.process = subprocess.Popen(self.arguments, env=self.environment, start_new_session=True)
+        until(stepped)
+        return found
+
+    def events(self) -> set[Path]:
+        return set(self.home.glob("work/**/events.jsonl"))
+
+    def commits(self) -> set[Path]:
+        return set(self.home.glob("store/train/*/checkpoints/*/COMMIT.json"))
+
+    def kill_a_rank(self) -> float:
+        """Kill the last rank. Returns the seconds until the others are gone; with --own, the command has ended then."""
+        assert self.process
+        children = psutil.Process(self.process.pid).children()
+        (starter,) = (one for one in children if "pipelines.nodes" in str(one.cmdline()))
+        ranks, began = starter.children(), time.time()
+        ranks[-1].kill()
+        psutil.wait_procs(ranks, LIMIT_SECONDS)
+        seconds = time.time() - began
+        if self.own:
+            self.process.wait(LIMIT_SECONDS)
+        return seconds
 
 
-def committed(commits: Path) -> set[Path]:
-    return set(commits.glob("*/COMMIT.json"))
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.time() + LIMIT_SECONDS
+    while not condition():
+        if time.time() > limit:
+            raise SystemExit(f"nothing in {LIMIT_SECONDS:.0f} s")
+        time.sleep(0.02)
 
 
 def main() -> None:
@@ -71,20 +90,30 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="llm.c's shards, train_*.bin and val_*.bin")
     parser.add_argument("recipe", nargs="?", default="gpt2-124m")
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--gpus", type=int, default=1, help="more than one: by torchrun")
+    parser.add_argument("--own", action="store_true", help="start the command again after each kill")
     parser.add_argument("--place", type=Path, help="folder for the checkpoints")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="section.field=value")
     options = parser.parse_args()
-    fixed = ["train.val_every=null", "runtime.checkpoint_minutes=0.02"]
-    recipe = load_recipe(options.recipe, [*fixed, *options.changes])
+    fixed = [f"tokens.source=llmc://{options.data.resolve()}", "train.val_every=null", "evaluate.every=null"]
+    fixed += ["runtime.checkpoint_minutes=0.02", *options.changes]
+    changes = [word for change in fixed for word in ("--set", change)]
     with tempfile.TemporaryDirectory(dir=options.place) as folder:
-        config, out = Path(folder, "config.yaml"), Path(folder, "out")
-        config.write_text(yaml.safe_dump(recipe.model_dump(include={"model", "train", "runtime"}, mode="json")))
-        out.mkdir()
-        for number in range(options.kills + 1):
-            result = start(config, options.data.resolve(), out, options.gpus, last=number == options.kills)
-            phases = "  ".join(f"{name} {seconds:.2f}" for name, seconds in result.items() if name != "step")
-            print(f"{'first' if number == 0 else 'resumed'}, step {result['step']}: {phases}", flush=True)
+        command = Command(Path(folder), [options.recipe, "--stage", "train", *changes], options.own)
+        try:
+            began, others = time.time(), ""
+            for number in range(options.kills + 1):
+                commits = command.commits()
+                row = command.first_step()
+                phases = "  ".join(f"{name} {row['phases'].get(name, 0.0):.2f}" for name in PHASES)
+                print(f"step {row['step']}: {others}first step {row['time'] - began:.2f}  {phases}", flush=True)
+                if number < options.kills:
+                    until(lambda: bool(command.commits() - commits))  # noqa: B023
+                    began = time.time()
+                    others = f"others gone {command.kill_a_rank():.2f}  "
+        finally:
+            if command.process:
+                command.process.terminate()
+                command.process.wait(LIMIT_SECONDS)
 
 
 if __name__ == "__main__":
