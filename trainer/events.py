@@ -100,9 +100,16 @@ class Sampled:
     texts: list[str]
 
 
+@dataclass(frozen=True)
+class Measuring:
+    """How far an evaluation of the final weights is, for people."""
+
+    note: str
+
+
 EVENTS_FILE = "events.jsonl"  # in the work folder of an attempt
 
-Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | Sampled
+Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | Sampled | Measuring
 
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 

@@ -6,7 +6,9 @@ this node share the work: one process is the pipeline's own, several are ranks t
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from pipelines.text.adopted import places_of
 from pipelines.text.tokenizer import token_bytes, tokenizer_of
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError
-from trainer.events import EVENTS_FILE, PhaseChanged, Row
+from trainer.events import EVENTS_FILE, Measuring, PhaseChanged, Row
 from trainer.metrics import PhaseClock
 from trainer.models.weights import open_weights
 from trainer.process import failpoint
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 SAMPLE_TOKENS = 100
 VAL_BATCH = 8  # sequences
+SHOW_SECONDS = 1.0
 FACTS_FILE = "facts.json"  # that rank 0 writes
 
 
@@ -68,12 +71,15 @@ def build(work: Work) -> Built:
     check_inputs(recipe, cache)
     weights = work.fetch("train", "model.safetensors")
     processes = processes_on_this_node(recipe.runtime)
-    with work.screen.bar("evaluate", None):
+    with work.screen.bar("evaluate", None) as bar:
+        show = partial(bar.update, 0)
         if processes > 1:
-            measured = measured_on_ranks(work, weights, processes)
+            measured = measured_on_ranks(work, weights, processes, show)
         else:
             world, tokens = World.alone(recipe.runtime), work.inputs["tokenize"]
-            measured = measure(recipe, work.store, tokens, weights, cache, work.clock, world, work.check, work.report)
+            measured = measure(
+                recipe, work.store, tokens, weights, cache, work.clock, world, work.check, work.report, show
+            )
     if recipe.evaluate.lm_eval:
         scores = harness_facts(work, weights)
         work.report(metrics={name: value for name, value in scores.items() if isinstance(value, float)})
@@ -90,7 +96,7 @@ def check_inputs(recipe: Recipe, cache: Path) -> None:
         verify_tasks(recipe.evaluate.lm_eval)
 
 
-def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, Any]:
+def measured_on_ranks(work: Work, weights: Path, processes: int, show: Callable[[str], None]) -> dict[str, Any]:
     """The facts, measured by ranks on this node; the workers of other nodes left after training. Raises the error that
     ended the ranks early."""
     spec = RankSpec(
@@ -116,6 +122,8 @@ def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, An
                         work.rank_phases = phases, phase
                     case Row():
                         work.report(event.metrics)
+                    case Measuring(note):
+                        show(note)
             stopping = stopping or pass_on_stop(work, launcher, nothing_to_lose=True)
         exit_code = launcher.wait()
         if exit_code < 0:
@@ -139,11 +147,12 @@ def measure(
     world: "World",
     check: Callable[[], None],
     report: Callable[[Mapping[str, float]], None],
+    show: Callable[[str], None],
 ) -> dict[str, Any]:
     """The measures of the weights, and a sample of text. A collective call.
 
     `check` is called before each batch, equally often on every rank; it may raise to end the measurement. `report` gets
-    metrics as they are known.
+    metrics as they are known, `show` at most once a second how far the measurement is.
     """
 
     import torch
@@ -168,18 +177,31 @@ def measure(
     # As in training, but bf16 in place of fp8; and TF32, if the GPU has it, for products in fp32.
     precision = "bf16" if train.precision.startswith("fp8") else precision_on(world.device, train)
     torch.set_float32_matmul_precision("high")
+    shown_at = time.monotonic()
+
+    def checked(what: str, batches: int | None, numbers: Iterator[int]) -> None:
+        nonlocal shown_at
+        number = next(numbers)
+        if time.monotonic() >= shown_at + SHOW_SECONDS:
+            shown_at = time.monotonic()
+            show(f"{what}: batch {number:,}" + (f" of {batches:,}" if batches else ""))
+        check()
+
     model = load_weights(open_weights(weights), recipe.model, world.device)
     clock.enter("evaluate")
     with autocast_on(world.device, precision):
         most = recipe.evaluate.val_tokens
-        loss, bits = validation(model.losses, val, most, VAL_BATCH, world, sizes, on_batch=check)
+        windows = len(val.first_windows(max(1, most // recipe.model.block_size)))
+        on_batch = partial(checked, "val loss", -(-windows // (VAL_BATCH * world.world_size)), count(1))
+        loss, bits = validation(model.losses, val, most, VAL_BATCH, world, sizes, on_batch=on_batch)
         facts: dict[str, Any] = {"val/loss": loss, "val/bits_per_byte": bits}
         report(facts)
         failpoint("evaluate")
         check()
         facts["precision"] = precision
-        for measure_of in measures:
-            facts |= measure_of(model, world, check)
+        names = {"HellaSwag": recipe.evaluate.hellaswag, "CORE": recipe.evaluate.core}
+        for name, measure_of in zip(filter(names.get, names), measures, strict=True):
+            facts |= measure_of(model, world, partial(checked, name, None, count(1)))
         sampling = Sampling(encoding.eot_token, encoding.decode, train.seed, texts=1, tokens=SAMPLE_TOKENS)
         (facts["sample"],) = sampling.texts_of(model, world, check)
     return facts

@@ -70,11 +70,12 @@ def harness_facts(work: Work, path: Path) -> dict[str, Any]:
     # Without the store's secrets, and without messages of how to use threads.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MLFLOW_"))}
     environment["TOKENIZERS_PARALLELISM"] = "false"
-    with log.open("wb") as output, work.screen.bar("lm-eval", len(tasks)):
+    with log.open("wb") as output, work.screen.bar("lm-eval", None) as bar:
         harness = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment)
         try:
             while harness.poll() is None:
                 work.check()
+                bar.update(0, progress_in(log))
                 time.sleep(POLL_SECONDS)
         finally:
             harness.kill()
@@ -94,6 +95,14 @@ def scores_in(results: Mapping[str, Any]) -> dict[str, float]:
         for metric, value in values.items()
         if isinstance(value, int | float) and "," in metric and "_stderr" not in metric
     }
+
+
+def progress_in(log: Path) -> str:
+    """ "Running loglikelihood requests 12% 120/1000": the last bar that the harness drew."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 2000))
+        bars = re.findall(r"([\w ]+): +(\d+%)\|[^|]*\| *(\d+/\d+)", file.read().decode(errors="replace"))
+    return " ".join(bars[-1]).strip() if bars else ""
 
 
 def cause_in(log: str) -> str:

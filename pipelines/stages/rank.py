@@ -26,7 +26,7 @@ from pipelines.tracking.ledger import latest_number
 from pipelines.weight_sources import bring, find_parent
 from trainer.config import RUN_COMMIT
 from trainer.errors import EXIT_DONE, EXIT_FAILED, Interrupted, StaleAttempt
-from trainer.events import EVENTS_FILE, EventLog
+from trainer.events import EVENTS_FILE, EventLog, Measuring
 from trainer.health import STARTED, Watchdog
 from trainer.metrics import PhaseClock
 from trainer.models.weights import Origin
@@ -154,6 +154,7 @@ def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, s
                 world,
                 check,
                 report=lambda metrics: log.row(spec.reached, **metrics),
+                show=lambda note: log.write(Measuring(note)),
             )
             if world.rank == 0:
                 (folder / FACTS_FILE).write_text(json.dumps(facts))

@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pipelines.show import console
 from pipelines.stage import Work
 from pipelines.stages import evaluate, export
+from pipelines.stages.harness import progress_in
 from trainer.errors import Interrupted
 from trainer.models.gpt2_module import GPT
 
@@ -56,6 +59,31 @@ def test_an_evaluation_computes_in_the_precision_of_the_training_and_names_it(
     built = evaluate.build(mine)
     assert logits == [torch.bfloat16 if computed == "bf16" else torch.float32]
     assert json.loads((mine.folder / "report.json").read_text())["precision"] == built.facts["precision"] == computed
+
+
+def test_an_evaluation_shows_how_far_it_is(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = work("evaluate")
+    mine.screen = console.TerminalScreen()
+    monkeypatch.setattr(evaluate, "SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr("trainer.eval.evaluation.Sampling.texts_of", lambda *arguments: [""])
+    evaluate.build(mine)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().err.splitlines()]
+    assert (
+        lines[0].startswith("evaluate val loss: batch 1 of ") and lines[-1].rpartition(" batch ")[2].count(" of ") == 1
+    )
+    number, _, batches = lines[-1].rpartition("batch ")[2].partition(" of ")
+    assert number == batches
+
+
+def test_the_harness_shows_the_bar_that_it_draws(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(
+        "a line\nRunning loglikelihood requests:   0%|   | 0/99 [00:00<?]\rRunning loglikelihood"
+        " requests:  12%|█▏   | 12/99 [00:01<00:09, 9it/s]\n"
+    )
+    assert progress_in(tmp_path / "log") == "Running loglikelihood requests 12% 12/99"
 
 
 @pytest.mark.parametrize("place", ["evaluate", "export"])

@@ -9,6 +9,7 @@ from trainer.events import (
     Damaged,
     Event,
     EventLog,
+    Measuring,
     PhaseChanged,
     Row,
     Sampled,
@@ -45,6 +46,7 @@ EVENTS: tuple[Event, ...] = (
     Skipped(3, "b"),
     Slow(3, "b"),
     Sampled(3, ["a", "b"]),
+    Measuring("val loss: batch 3 of 20"),
 )
 
 
