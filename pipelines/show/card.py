@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.show.console import columns, console, duration, money
-from pipelines.tracking.account import LATE_SHARE, Account, Cost, late_share
+from pipelines.tracking.account import LATE_SHARE, Account, late_share, total_cost
 from pipelines.tracking.runs import Passed, Summary
 
 if TYPE_CHECKING:
@@ -58,12 +58,13 @@ def text_of_sample(facts: Mapping[str, Any]) -> str:
 def table_of_stages(pipeline: "Pipeline", account: Account) -> Table:
     table = Table("stage", "artifact", "time", "attempts", "dollars", box=None, pad_edge=False)
     for stage, manifest in pipeline.made.items():
-        cost = account.by_stage.get(stage, Cost())
+        attempts = [one for one in account.attempts if one.prefix == manifest.prefix]  # not of an earlier evaluation
+        cost = total_cost(one.bill for one in attempts)
         table.add_row(
             stage,
             f"{manifest.prefix}" + (" [dim](skipped)[/]" if pipeline.skipped[stage] else ""),
             duration(3600 * cost.hours),
-            str(sum(attempt.stage == stage and not attempt.waited for attempt in account.attempts)),
+            str(sum(not attempt.waited for attempt in attempts)),
             money(cost.usd, cost.unpriced_hours),
         )
     return table

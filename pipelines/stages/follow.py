@@ -94,6 +94,7 @@ def pass_on_stop(work: Work, launcher: subprocess.Popen[bytes], nothing_to_lose:
     if nothing_to_lose:
         kill_ranks(launcher)
     else:
+        work.screen.note("  stopping: the ranks commit the last step and exit")
         launcher.send_signal(signal.SIGTERM)
     return True
 
@@ -128,7 +129,9 @@ class Follower:
                 then = "the training has ended, and its last state is saved again" if ended else "training continues"
                 warn(f"checkpoint of step {step:,} failed ({reason}); {then}")
                 work.report(checkpoint_failed=step)
-            case Checkpointed(_, seconds):
+            case Checkpointed(step, seconds):
+                if work.stop.asked:
+                    work.screen.note(f"  step {step:,} is committed")
                 self.unsaved_since = None
                 work.report(unsaved_since=None, unsaved_because=None, save_seconds=seconds)
             case Skipped(step, reason):

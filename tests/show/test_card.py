@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_records import PLANS, RECIPE, RUN, TRAIN, done_run, finished
+from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, put_heartbeat
 
 from pipelines.artifacts.manifest import File
 from pipelines.pipeline import Pipeline
@@ -36,11 +36,19 @@ def finished_pipeline(store: LocalStore, tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_run_card_shows_artifacts_costs_and_commands(
     finished_pipeline: Pipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    store = finished_pipeline.store
+    record = done_run(store)
+    put_heartbeat(
+        store, "evaluate/smoke-12345678", attempted(store, "evaluate", hours=9, price_per_hour=10.0)
+    )  # with other tasks
+    store.put(f"runs/{RUN}.json", replace(record, earlier={"evaluate": ["evaluate/smoke-12345678"]}).to_json())
+    attempted(store, "evaluate", hours=0.5, price_per_hour=10.0)
     print_card(finished_pipeline, next_commands(finished_pipeline))
     card = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in card.splitlines()]
     assert f"{RUN} done" in lines
     assert f"tokenize {PLANS['tokenize'].prefix} (skipped) 30 min 00 s 1 5.00" in lines
+    assert f"evaluate {PLANS['evaluate'].prefix} 30 min 00 s 1 5.00" in lines
     assert f"train {TRAIN} 30 min 00 s 1 5.00" in lines
     for fact in (
         "tokens 1,638,400 in 200 steps",
@@ -49,8 +57,8 @@ def test_the_run_card_shows_artifacts_costs_and_commands(
         "val loss 2.4568 (1.0235 bits per byte)",
         "CORE 0.1139 (centred accuracy, 22 tasks)",
         "HellaSwag 0.2945 (completion style, acc_norm)",
-        "time 2 h 00 min billed, in 1 attempt(s)",
-        "dollars 20.00",
+        "time 11 h 00 min billed, in 1 attempt(s)",
+        "dollars 110.00",
         f"store {finished_pipeline.store.uri}",
     ):
         assert fact in lines
