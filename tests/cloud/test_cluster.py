@@ -159,7 +159,7 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
     user.skytrain("run", str(user.recipe), "--stage", "tokenize")
     launched = user.launch("--stage", "train", "--nodes", "2", "--budget", "1000")
     assert "is launched as managed job" in launched
-    assert "has job 1, launched by " in user.launch("--stage", "train", expect=2)
+    assert "has job 1, still running" in user.launch("--stage", "train", expect=2)
     undisturbed = S3Store(user.bucket, "undisturbed")
     alone = ("--stage", "train", "--set", "runtime.processes=2", "--store", undisturbed.uri)
     with ThreadPoolExecutor(1) as threads:  # while the launched run waits for machines

