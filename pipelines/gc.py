@@ -30,12 +30,13 @@ from pipelines.tracking.ledger import (
     is_alive,
     is_dead,
     latest_number,
+    working_attempt,
 )
 from pipelines.tracking.records import Billing
-from pipelines.tracking.runs import UNREADABLE, full_names, key_of, read_record
+from pipelines.tracking.runs import UNREADABLE, full_names, key_of, read_record, read_records
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
-from trainer.errors import StaleAttempt
+from trainer.errors import StaleAttempt, UserError
 from trainer.store import PARTIAL, Entry, LocalStore, Store
 
 # A writer changes its file all the time: a file without changes for so long is left from a kill.
@@ -114,6 +115,42 @@ def _removed(store: Store, prefix: str, look: Callable[..., list[Leftover]]) -> 
                 checked = time.monotonic()
             remove(store, leftover)
             yield leftover
+
+
+def remove_run(store: Store, name: str, dry_run: bool = False) -> Iterator[Leftover]:
+    """Remove a run: its record, its bill, and the artifacts that no other run names. Yields each object.
+
+    Of each artifact the claim of this removal stays, so that an attempt that was frozen meanwhile is stale. UserError
+    if an attempt works on the run, or if another run still begins with it.
+    """
+    records = read_records(store)
+    (run,) = read_records(store, [name])
+    others = [record for record in records if record.run != run.run]
+    for other in others:
+        sources = [other.recipe["train"].get(field) or "" for field in ("branch_from", "init_from")]
+        begins = any(source.startswith(f"run:{run.run}@") for source in sources)
+        if begins and "train" in other.prefixes and read_manifest(store, other.prefixes["train"]) is None:
+            raise UserError(f"{run.run}: {other.run} begins with it and has not trained yet; remove that run first")
+    shared = {prefix for other in others for stage in other.prefixes for prefix in other.all_prefixes(stage)}
+    own = {prefix for stage in run.prefixes for prefix in run.all_prefixes(stage)} - shared
+    if working := [prefix for prefix in sorted(own) if working_attempt(store, prefix)]:
+        raise UserError(f"{run.run}: an attempt works on {working[0]}; `skytrain stop {run.run}` stops it")
+    for prefix in [*sorted(own), f"control/{run.run}", f"launches/{run.run}", f"runs/{run.run}"]:
+        number, attempt = latest_number(store, prefix) + 1, None
+        if prefix in own and not dry_run:
+            attempt = claim(store, prefix, GC, GC, number, Billing(), meter=Meter(None))
+            if attempt is None:
+                raise UserError(f"{run.run}: another process has begun to work on {prefix}; run the same command again")
+        with attempt or nullcontext():
+            end = "/" if prefix in own or prefix.startswith("control/") else ".json"
+            found = [e for e in store.entries(prefix + end) if not e.key.startswith(f"{prefix}/attempts/{number:04d}/")]
+            for entry in sorted(
+                found, key=lambda e: (not e.key.endswith("/MANIFEST.json"), not e.key.endswith(".json"))
+            ):
+                leftover = Leftover(entry.key, entry.size, f"of {run.run}")
+                if not dry_run:
+                    remove(store, leftover)
+                yield leftover
 
 
 def remove(store: Store, leftover: Leftover) -> None:

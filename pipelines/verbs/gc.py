@@ -13,16 +13,20 @@ def gc(
     older_than_days: Annotated[
         float, typer.Option(min=0.0, help="Delete unfinished artifacts without work for so many days.")
     ] = 7.0,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="Delete this run instead, and what no other run uses.")
+    ] = None,
 ) -> None:
     """Delete files that nothing uses any more."""
     from pipelines.artifacts.store import open_store
-    from pipelines.gc import collect
+    from pipelines.gc import collect, remove_run
     from pipelines.show.console import say
 
     opened = open_store(store_uri(store))
     count = size = 0
     damaged: list[str] = []
-    for leftover in collect(opened, home(), older_than_days, damaged.append, dry_run):
+    everything = collect(opened, home(), older_than_days, damaged.append, dry_run)
+    for leftover in remove_run(opened, run, dry_run) if run else everything:
         say(f"{leftover.size:>15,}  {leftover.path or leftover.key}  ({leftover.why})")
         count, size = count + 1, size + leftover.size
     verb = "would be removed" if dry_run else "removed"

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from run_records import (
     RUN,
     TRAIN,
     attempted,
+    done_run,
     finished,
     put_heartbeat,
     recipe_with,
@@ -26,8 +29,9 @@ from pipelines.artifacts.manifest import File, scratch
 from pipelines.gc import Leftover, collect
 from pipelines.tracking.ledger import Attempt, attempts, is_alive, this_process
 from pipelines.tracking.records import Heartbeat, ProcessId
+from pipelines.tracking.stop_request import request_stop
 from pipelines.verbs.gc import gc as verb_gc
-from trainer.errors import StaleAttempt
+from trainer.errors import StaleAttempt, UserError
 from trainer.store import LocalStore
 
 DAY = 86_400.0
@@ -231,3 +235,34 @@ def test_gc_of_everything_passes_over_records_of_a_newer_skytrain_and_names_them
     going = {one.key for one in leftovers(store, tmp_path, 0.0, notes.append)}
     assert going == {key for record, files in named.items() for key in (record, *files) if key.startswith(TRAIN)}
     assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}") and "format 2" in notes[0]
+
+
+def test_a_run_is_removed_with_all_that_no_other_run_names(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path))
+    made = done_run(store)
+    put(store, f"{TRAIN}/a0001/model.safetensors")
+    request_stop(store, RUN, "a test")
+    other = replace(made, run="other-12345678", prefixes={"tokenize": made.prefixes["tokenize"]}, until="tokenize")
+    store.put("runs/other-12345678.json", other.to_json())
+    branch = made.recipe | {"train": made.recipe["train"] | {"branch_from": f"run:{RUN}@100@sha256:{'0' * 64}"}}
+    begins = replace(other, recipe=branch, prefixes=other.prefixes | {"train": "train/other-12345678"}, until="train")
+    store.put("runs/other-12345678.json", begins.to_json())
+    with pytest.raises(UserError, match=f"{RUN}: other-12345678 begins with it and has not trained yet"):
+        verb_gc(store.uri, run=RUN)
+    store.put("runs/other-12345678.json", other.to_json())
+    attempted(store, "train", 2, state="running", process=this_process())
+    with pytest.raises(UserError, match=f"{RUN}: an attempt works on {TRAIN}; `skytrain stop {RUN}` stops it"):
+        verb_gc(store.uri, run=RUN)
+    attempted(store, "train", 2, state="stopped")
+    before = [entry.key for entry in store.entries("")]
+    verb_gc(store.uri, dry_run=True, run="smoke")
+    assert [entry.key for entry in store.entries("")] == before
+    verb_gc(store.uri, run="smoke")
+    tokens, claims = f"{made.prefixes['tokenize']}/", re.compile(r".*/attempts/000[23]/(claim|heartbeat)\.json")
+    left = [entry.key for entry in store.entries("") if not claims.fullmatch(entry.key)]
+    assert left == [*(key for key in before if key.startswith(("runs/other", tokens)))]
+    verb_gc(store.uri)
+    with pytest.raises(UserError, match=f"{RUN}: no such run"):
+        verb_gc(store.uri, run=RUN)
