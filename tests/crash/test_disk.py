@@ -89,7 +89,7 @@ def test_ranks_that_died_of_a_full_disk_need_no_error_message_file(tmp_path: Pat
     disk.fill()
     ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
     ended.wait()
-    nothing: Any = SimpleNamespace(check=lambda: None)
+    nothing: Any = SimpleNamespace(check=lambda: None, lost=False)
     work = SimpleNamespace(
         folder=folder,
         recipe=SimpleNamespace(train=SimpleNamespace(max_steps=1)),
