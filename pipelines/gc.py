@@ -33,11 +33,12 @@ from pipelines.tracking.ledger import (
     working_attempt,
 )
 from pipelines.tracking.records import Billing
-from pipelines.tracking.runs import UNREADABLE, full_names, key_of, read_record, read_records
+from pipelines.tracking.runs import full_names, key_of, read_record, read_records
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import StaleAttempt, UserError
 from trainer.store import PARTIAL, Entry, LocalStore, Store
+from trainer.stored import reading
 
 # A writer changes its file all the time: a file without changes for so long is left from a kill.
 PARTIAL_SECONDS = 3600.0
@@ -75,8 +76,9 @@ def collect(
 
     def look(prefix: str, own: int | None = None) -> list[Leftover]:
         try:
-            found = _of_artifact(store, prefix, older_than_days, own)
-        except UNREADABLE as error:
+            with reading(f"{store.uri}/{prefix}"):
+                found = _of_artifact(store, prefix, older_than_days, own)
+        except UserError as error:
             on_damage(f"{store.uri}/{prefix}: {error}")
             return []
         keep = commits_to_keep(prefix) if found else ()
@@ -202,20 +204,22 @@ def _commits_to_keep(store: Store, on_damage: Callable[[str], None]) -> Callable
     trainings: dict[str, str] = {}  # artifacts, by run
     keep_all = False
     for run in full_names(store):
+        where = f"{store.uri}/{key_of(run)}"
         try:
-            record = read_record(store, run)
-            if record is None or "train" not in record.prefixes:
-                continue
-            trainings[run] = record.prefixes["train"]
-            if steps := record.recipe["runtime"].get("keep_every_steps"):
-                intervals += [(prefix, int(steps)) for prefix in record.all_prefixes("train")]
-            sources = (record.recipe["train"].get(field) or "" for field in ("branch_from", "init_from"))
-            if read_manifest(store, trainings[run]) is None:
-                named = filter(None, map(RUN_COMMIT.fullmatch, sources))
-                starts += [(match["run"], int(match["step"])) for match in named]
-        except UNREADABLE as error:
+            with reading(where):
+                record = read_record(store, run)
+                if record is None or "train" not in record.prefixes:
+                    continue
+                trainings[run] = record.prefixes["train"]
+                if steps := record.recipe["runtime"].get("keep_every_steps"):
+                    intervals += [(prefix, max(1, int(steps))) for prefix in record.all_prefixes("train")]
+                sources = (record.recipe["train"].get(field) or "" for field in ("branch_from", "init_from"))
+                if read_manifest(store, trainings[run]) is None:
+                    named = filter(None, map(RUN_COMMIT.fullmatch, sources))
+                    starts += [(match["run"], int(match["step"])) for match in named]
+        except UserError as error:
             keep_all = True
-            on_damage(f"the commits of all runs, because {store.uri}/{key_of(run)} cannot be read: {error}")
+            on_damage(f"the commits of all runs, because {where} cannot be read: {error}")
 
     def stays(prefix: str, step: int) -> bool:
         begins = any(step == first and trainings.get(run) == prefix for run, first in starts)
@@ -281,7 +285,7 @@ def _scratch(store: Store, home: Path, on_damage: Callable[[str], None]) -> Iter
         prefix = folder.parent.relative_to(top).as_posix()
         try:
             beats = {f"a{beat.attempt:04d}": beat for beat in attempts(store, prefix)}
-        except UNREADABLE as error:
+        except UserError as error:
             on_damage(f"{folder}, because of its attempts: {error}")
             continue
         stored = max((entry.modified for _, entry in attempt_entries(store, prefix)), default=0.0)

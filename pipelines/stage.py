@@ -26,7 +26,7 @@ from pipelines.screen import Screen
 from pipelines.text.tokenizer import check_tokenizer
 from pipelines.tracking.ledger import Attempt
 from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.runs import read_records
+from pipelines.tracking.runs import read_run
 from pipelines.weight_sources import check_sources, pinned
 from trainer.errors import UserError
 from trainer.metrics import PhaseClock
@@ -140,8 +140,8 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
         return loaded, plans
     if list(changes):
         raise UserError(f"{recipe}: --set would make it another run; name the recipe instead of the run")
-    (recorded,) = read_records(store, [recipe.removeprefix(RUN)])
-    loaded = Recipe.model_validate(recorded.recipe)
+    run = read_run(store, recipe.removeprefix(RUN))
+    recorded, loaded = run.record, run.recipe
     tokens = read_manifest(store, recorded.prefixes["tokenize"])
     known = {"tokenize": ArtifactPlan(tokens.stage, tokens.label, tokens.identity)} if tokens else {}
     plans = plans_of(loaded, known)

@@ -8,6 +8,8 @@ code behind the reader handles sound values alone.
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar, cast
 
@@ -17,7 +19,9 @@ from trainer.errors import UserError, cut, shown
 from trainer.store import checked_key
 
 FORMAT = 1  # of a record without the field `format`
-MOST_BYTES = 64 << 20  # of a record; the largest, the manifest of a text with 100,000 shards, has 25 MB
+SMALL_BYTES = 1 << 20  # of a record
+LARGE_BYTES = 64 << 20  # of one that names files; the manifest of a text with 100,000 shards has 25 MB
+MOST_VALUES = 4_000_000  # in a record: 64 MB of `0,0,0` would take gigabytes of memory
 MOST_FILE_BYTES = 5 << 40  # the most that an object in S3 holds
 FIRST_SECOND, LAST_SECOND = -62_135_596_800.0, 253_402_300_799.0  # of the years 1 to 9999, which can be shown
 MOST_COUNT = 1 << 53  # integers that a float holds exactly
@@ -59,19 +63,32 @@ UnixSeconds = Annotated[float, Field(ge=FIRST_SECOND, le=LAST_SECOND)]
 Number = int | float
 
 
-def record_in(kind: type[T], body: bytes, where: str, version: int = FORMAT) -> T:
-    """The record in an object of the store. DamagedRecord or NewerRecord with the object's name, `where`."""
-    return typed(kind, decoded(body, where), where, version)
-
-
-def decoded(body: bytes, where: str) -> Any:
-    """The JSON of a record. DamagedRecord for anything else, for NaN, infinity and integers beyond 64 bits."""
+@contextmanager
+def reading(where: str, remedy: str = "") -> Iterator[None]:
+    """Any error of the block is damage of the record at `where`: nobody can list what a stranger's values raise. A
+    UserError and an error of the store stay as they are."""
     try:
-        if len(body) > MOST_BYTES:
-            raise ValueError(f"more than {MOST_BYTES:,} bytes")
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise DamagedRecord(where, f"{kind}{error}", remedy) from error
+
+
+def record_in(kind: type[T], body: bytes, where: str, version: int = FORMAT, most_bytes: int = SMALL_BYTES) -> T:
+    """The record in an object of the store. DamagedRecord or NewerRecord with the object's name, `where`."""
+    return typed(kind, decoded(body, where, most_bytes), where, version)
+
+
+def decoded(body: bytes, where: str, most_bytes: int = SMALL_BYTES) -> Any:
+    """The JSON of a record. DamagedRecord for anything else, for NaN, infinity and integers beyond 64 bits."""
+    with reading(where):
+        if len(body) > most_bytes:
+            raise ValueError(f"more than {most_bytes:,} bytes")
+        if body.count(b",") > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES:,} values")
         return json.loads(body, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError) as error:
-        raise DamagedRecord(where, str(error)) from error
 
 
 def _integer(text: str) -> int:
@@ -98,14 +115,13 @@ def typed(kind: type[T], values: Any, where: str, version: int = FORMAT) -> T:
             raise DamagedRecord(where, f"format {shown(written)}")
         if "format" not in getattr(kind, "__dataclass_fields__", {}):
             values = {name: value for name, value in values.items() if name != "format"}
-    try:
-        return _adapter(cast(Any, kind)).validate_json(json.dumps(values))
-    except RecursionError as error:
-        raise DamagedRecord(where, "too many levels of values in values") from error
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise DamagedRecord(where, f"{place}: {problem['msg']}" if place else problem["msg"]) from error
+    with reading(where):
+        try:
+            return _adapter(cast(Any, kind)).validate_json(json.dumps(values))
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            place = ".".join(map(str, problem["loc"]))
+            raise ValueError(f"{place}: {problem['msg']}" if place else problem["msg"]) from error
 
 
 @lru_cache

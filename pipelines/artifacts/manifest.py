@@ -23,7 +23,19 @@ from typing import Any, Self
 from pipelines.artifacts.store import open_store
 from trainer.errors import StoreUnavailable, UserError, shown
 from trainer.store import ABSENT, PARTIAL, Check, LocalStore, Store, sha256_of, unavailable_if_failing
-from trainer.stored import Count, DamagedRecord, Key, Number, Sha256, Size, Stored, UnixSeconds, record_in, typed
+from trainer.stored import (
+    LARGE_BYTES,
+    Count,
+    DamagedRecord,
+    Key,
+    Number,
+    Sha256,
+    Size,
+    Stored,
+    UnixSeconds,
+    record_in,
+    typed,
+)
 
 FORMAT = 1
 FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export"}
@@ -119,7 +131,7 @@ class Manifest(Stored):
     @classmethod
     def from_json(cls, body: bytes, where: str = "a manifest") -> Self:
         """DamagedRecord, or NewerRecord."""
-        return record_in(cls, body, where, FORMAT)
+        return record_in(cls, body, where, FORMAT, LARGE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Attempt
 from trainer.errors import UserError
 from trainer.process import Background, StopSignal
 from trainer.store import Store
-from trainer.stored import Count, DamagedRecord, Stored, UnixSeconds, decoded, record_in
+from trainer.stored import Count, Stored, UnixSeconds, decoded, reading, record_in
 
 POLL_SECONDS = 2.0  # between two looks into the store
 
@@ -65,10 +65,8 @@ def read_spec(store: Store, prefix: str, attempt: int) -> RankSpec | None:
     if body is None:
         return None
     values = decoded(body, f"{store.uri}/{key}")
-    try:
+    with reading(f"{store.uri}/{key}"):
         return RankSpec.from_json(values)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedRecord(f"{store.uri}/{key}", str(error)) from error
 
 
 class Workers:

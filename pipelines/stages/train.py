@@ -160,9 +160,9 @@ def store_result(work: Work, state: TrainState) -> Built:
         "steps": state.step,
         "tokens": state.tokens_seen,
         "parameters": work.recipe.model.parameters,
-        "train/loss": final["train/loss"],
+        "train/loss": final.get("train/loss"),
         "val/loss": final.get("val/loss"),
-        "perf/tokens_per_second": speeds[len(speeds) // 2],  # median over steps
+        "perf/tokens_per_second": speeds[len(speeds) // 2] if speeds else None,  # median over steps
         "skipped_updates": state.health.skipped,
         "rollbacks": state.rollbacks,
         "precision": " and ".join(sorted(precisions)),

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pipelines.artifacts.manifest import ArtifactPlan, File
 from trainer.store import Store
-from trainer.stored import Count, DamagedRecord, Stored, decoded, typed
+from trainer.stored import LARGE_BYTES, Count, DamagedRecord, Stored, decoded, typed
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _receipts_in(store: Store, key: str, note: Callable[[str], None] = lambda li
     if body is None:
         return None
     try:
-        content = decoded(body, f"{store.uri}/{key}")
+        content = decoded(body, f"{store.uri}/{key}", LARGE_BYTES)
         receipts = content if isinstance(content, list) else [content]
         return [ShardReceipt.from_json(one, f"{store.uri}/{key}") for one in receipts]
     except DamagedRecord as error:

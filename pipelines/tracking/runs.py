@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -27,12 +28,7 @@ from trainer.errors import NotAFile, UserError, shown
 from trainer.explained import explain
 from trainer.models.model_config import REMOVED_FIELDS
 from trainer.store import Store
-from trainer.stored import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, record_in
-
-# What reading raises for records that are damaged or of another version. UserError is a ValueError; a store that does
-# not answer raises none of these.
-UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-
+from trainer.stored import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, reading, record_in
 
 READERS = 16  # of runs at once: a bucket answers each request after a hundredth of a second
 MOST_NAMES = 20  # in a message
@@ -66,7 +62,8 @@ class RunRecord(Stored):
         for section, _, name in (path.partition(".") for path in REMOVED_FIELDS):
             if isinstance(values := found.recipe.get(section), dict):
                 values.pop(name, None)
-        if isinstance(export := found.recipe.get("export"), dict):
+        with reading(where), suppress(KeyError):
+            export = found.recipe["export"]
             export["formats"] = [name for name in export.get("formats", ()) if name not in REMOVED_FORMATS]
         stages = found.prefixes.keys() | found.earlier.keys() | {found.until}
         if unknown := sorted(stages - FOLDERS.keys()):
@@ -132,11 +129,13 @@ class Run:
     @cached_property
     def recipe(self) -> Recipe:
         """UserError if this version cannot read it."""
-        try:
-            return Recipe.model_validate(self.record.recipe)
-        except ValidationError as error:
-            reason = explain(error, Recipe, f"{self.store.uri}/{key_of(self.name)}")
-            raise UserError(f"{reason}; if a newer skytrain wrote it: upgrade skytrain") from error
+        where = f"{self.store.uri}/{key_of(self.name)}"
+        with reading(where):
+            try:
+                return Recipe.model_validate(self.record.recipe)
+            except ValidationError as error:
+                reason = explain(error, Recipe, where)
+                raise UserError(f"{reason}; if a newer skytrain wrote it: upgrade skytrain") from error
 
     @cached_property
     def _manifests(self) -> tuple[dict[str, Manifest | None], list[DamagedArtifact]]:
@@ -368,14 +367,12 @@ def usable_runs(
 
     def read(name: str) -> Run | UserError | None:
         try:
-            if run := find_run(store, name):
-                need(run)
-            return run
+            with reading(f"{store.uri}/{key_of(name)}"):
+                if run := find_run(store, name):
+                    need(run)
+                return run
         except UserError as error:
             return error
-        except UNREADABLE as error:
-            where = f"{store.uri}/{key_of(name)}"
-            return UserError(f"{where}: damaged, or written by a newer skytrain ({error!r:.200}); upgrade skytrain")
 
     with ThreadPoolExecutor(READERS) as readers:
         found = list(readers.map(read, chosen))

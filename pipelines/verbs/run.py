@@ -4,7 +4,8 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -124,9 +125,24 @@ def run(
     finally:
         # A store that does not answer has no result, and another request would only wait as long again.
         if as_json and not isinstance(sys.exception(), UserError | StoreUnavailable):
-            print(json.dumps(result(pipeline)))
+            with reporting():
+                print(json.dumps(result(pipeline)))
     if not as_json:
-        print_card(pipeline, next_commands(pipeline))
+        with reporting():
+            print_card(pipeline, next_commands(pipeline))
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Print an error of the report of a run. How the run ends never depends on it."""
+    from pipelines.show.console import say
+
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        say(f"the run has ended, and cannot be reported: {type(error).__name__}: {error}", on_stderr=True)
 
 
 def refuse_what_ends_late(recipe: "Recipe", missing: Callable[[], list[str]], launched: bool) -> None:

@@ -91,25 +91,28 @@ def test_names_that_are_not_ours_are_ignored_with_a_warning(tmp_path: Path, capl
     assert committed_folders(store, "run") == [FOLDER]
     assert "ignored 'run/checkpoints/foo/COMMIT.json', which is not ours" in caplog.text
     for name in ("step-00000003-a0001.jsonl", "notes.txt", "step-3.jsonl"):
-        store.put(f"run/metrics/{name}", b'{"step": 1}')
-    assert list(segments(store, "run")) == [[{"step": 1}]]
+        store.put(f"run/metrics/{name}", b'{"step": 1, "time": 1.0}')
+    assert list(segments(store, "run")) == [[{"step": 1, "time": 1.0}]]
 
 
 def test_a_redone_step_counts_with_the_later_attempts_values(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     segments = {
-        "step-00000002-a0001": [{"step": 1, "a": 1}, {"step": 2, "a": 2, "b": 3}],
-        "step-00000004-a0001": [{"step": 3, "a": 4}, {"step": 4, "a": 5}],  # never committed
-        "step-00000003-a0002": [{"step": 2, "c": 6}, {"step": 3, "a": 7}],  # resumed at 2, and evaluated
-        "step-00000004-a0002": [{"step": 4, "a": 8}],
+        "step-00000002-a0001": [{"step": 1, "time": 1.0, "a": 1}, {"step": 2, "time": 1.0, "a": 2, "b": 3}],
+        "step-00000004-a0001": [{"step": 3, "time": 1.0, "a": 4}, {"step": 4, "time": 1.0, "a": 5}],  # never committed
+        "step-00000003-a0002": [
+            {"step": 2, "time": 1.0, "c": 6},
+            {"step": 3, "time": 1.0, "a": 7},
+        ],  # resumed at 2, and evaluated
+        "step-00000004-a0002": [{"step": 4, "time": 1.0, "a": 8}],
     }
     for name, rows in segments.items():
         store.put(f"run/metrics/{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     assert series(store, "run") == [
-        {"step": 1, "a": 1},
-        {"step": 2, "a": 2, "b": 3, "c": 6},
-        {"step": 3, "a": 7},
-        {"step": 4, "a": 8},
+        {"step": 1, "time": 1.0, "a": 1},
+        {"step": 2, "time": 1.0, "a": 2, "b": 3, "c": 6},
+        {"step": 3, "time": 1.0, "a": 7},
+        {"step": 4, "time": 1.0, "a": 8},
     ]
 
 
@@ -117,17 +120,22 @@ def test_a_redone_step_counts_with_the_later_attempts_values(tmp_path: Path) -> 
     "damaged",
     [
         b"[" * 100_000,
-        b'{"step": "2"}',
-        b'{"step": 2, "a": 2\xff}',
+        b'{"step": "2", "time": 1.0}',
+        b'{"step": 2, "time": 1.0, "a": 2\xff}',
+        b'{"step": 2}',
+        b'{"step": -2, "time": 1.0}',
+        b'{"step": 2, "time": 1.0, "a": 1e101}',
         b"[1",
-        b'{"step": 2, "samples": [1]}',
+        b'{"step": 2, "time": 1.0, "samples": [1]}',
     ],
 )
 def test_a_damaged_row_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bytes
 ) -> None:
     store = LocalStore(tmp_path)
-    store.put("run/metrics/step-00000003-a0001.jsonl", b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n')
+    store.put(
+        "run/metrics/step-00000003-a0001.jsonl", b'{"step": 1, "time": 1}\n' + damaged + b'\n{"step": 3, "time": 1}\n'
+    )
     assert [row["step"] for row in series(store, "run")] == [1, 3]
     assert "step-00000003-a0001.jsonl: line 2 is DAMAGED; the series lacks its step" in caplog.text
 

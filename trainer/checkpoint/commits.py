@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
-from trainer.errors import NotAFile
+from trainer.errors import NotAFile, UserError
 from trainer.health import Health
 from trainer.metrics import merge_rows
 from trainer.store import Entry, Store, slices
-from trainer.stored import Count, DamagedRecord, Key, Sha256, Size, Stored, UnixSeconds, decoded, typed
+from trainer.stored import LARGE_BYTES, Count, DamagedRecord, Key, Sha256, Size, Stored, UnixSeconds, decoded, typed
 
 # Of what the store holds of a run: names that do not match are not ours.
 CHECKPOINT_NAME = r"step-\d{8,12}-a\d{4,9}/[^/]+"
@@ -175,7 +175,7 @@ class Commit(Stored):
         a newer version wrote it."""
         where = f"{folder}/COMMIT.json"
         try:
-            values = decoded(body, where)
+            values = decoded(body, where, LARGE_BYTES)
             if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
                 raise DamagedCommit("the sha256 does not match the other fields")
             commit = typed(cls, values, where)
@@ -243,6 +243,7 @@ def committed_state(store: Store, prefix: str) -> TrainState | None:
 
 
 SEGMENT_BYTES = 1 << 20  # some thousand rows
+MOST_METRIC = 1e100  # a float32 has less; charts compute with differences and squares
 
 
 @dataclass(frozen=True)
@@ -276,18 +277,25 @@ def segments(store: Store, prefix: str) -> Iterator[list[dict[str, Any]]]:
         yield list(rows_of(f"{store.uri}/{key}", store.get(key) or b""))
 
 
+@dataclass(frozen=True)
+class RowFields(Stored):
+    """The fields of a row that are not metrics."""
+
+    step: Count
+    time: UnixSeconds
+    samples: tuple[str, ...] = ()
+
+
 def rows_of(source: str, body: bytes) -> Iterator[dict[str, Any]]:
     """The rows of a segment, without damaged ones. Those cause a warning only: no weight depends on a row."""
     for number, line in enumerate(body.splitlines(), 1):
         try:
             row = decoded(line, source)
-            numbers = {name: value for name, value in row.items() if name != "samples"}
-            if type(row["step"]) is not int or not all(type(value) in (int, float) for value in numbers.values()):
-                raise ValueError("a row has numbers, and texts in `samples`")
-            texts = row.get("samples", [])
-            if type(texts) is not list or not all(type(text) is str for text in texts):
-                raise ValueError("`samples` must be a list of texts")
-        except (ValueError, TypeError, KeyError, AttributeError):
+            typed(RowFields, row, source)
+            metrics = {name: value for name, value in row.items() if name not in RowFields.__dataclass_fields__}
+            if not all(type(value) in (int, float) and abs(value) < MOST_METRIC for value in metrics.values()):
+                raise DamagedRecord(source, "a metric is not a number, or too large for a chart")
+        except UserError:
             logging.getLogger(__name__).warning("%s: line %d is DAMAGED; the series lacks its step", source, number)
         else:
             yield row

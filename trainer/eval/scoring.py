@@ -152,7 +152,7 @@ def read_jsonl(path: Path, what: str, item_of: Callable[[Any], T]) -> list[T]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "is not text in UTF-8")
         raise UserError(f"{path}: {reason}; it must be a jsonl file, each line {what}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:  # whatever a stranger's values raise
         raise UserError(f"{path}: line {number}: must be {what}") from error
     if not items:
         raise UserError(f"{path}: is empty; each line must be {what}")
