@@ -13,9 +13,9 @@ and on several nodes where NCCL has only TCP between them.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
 
 from pipelines.bench.measurements import measurements
 from pipelines.recipe import Recipe
@@ -54,15 +54,6 @@ class Throughput:
 
     tokens_per_second: float
     kind: str  # measured, estimated, assumed
-    source: str
-
-
-class OwnSpeed(NamedTuple):
-    """The speed of an attempt of the user's own run."""
-
-    gpus: str  # "H200:4", on each node; "" on a CPU
-    nodes: int
-    tokens_per_second: float
     source: str
 
 
@@ -105,16 +96,15 @@ def speed_on(
     runtime: RuntimeConfig,
     accelerators: str,
     nodes: int = 1,
-    own: Iterable[OwnSpeed] = (),
+    own: Mapping[tuple[str, int], Throughput] = MappingProxyType({}),
     precision: str = "auto",
 ) -> Throughput:
-    """Tokens a second on `nodes` nodes with these GPUs, where an `own` run on such nodes is the best measurement.
+    """Tokens a second on `nodes` nodes with these GPUs, where the run's `own` speed on such nodes is the best one.
 
     UserError for an unknown GPU.
     """
-    for known in own:
-        if (known.gpus, known.nodes) == (accelerators, nodes):
-            return Throughput(known.tokens_per_second, "measured", known.source)
+    if known := own.get((accelerators, nodes)):
+        return known
     peak = peak_of(accelerators)
     if peak is None:
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from pipelines.artifacts.manifest import ArtifactPlan, find
 from pipelines.artifacts.traffic import GB
 from pipelines.bench.throughput import (
-    OwnSpeed,
     Throughput,
     check_gpus,
     gpu_count,
@@ -28,7 +27,7 @@ from pipelines.cloud.catalog import CLOUDS, MachineRequest, Place, offers, place
 from pipelines.cloud.preflight import text_is_only_here
 from pipelines.job.deadline import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.job.prices import price_of
-from pipelines.recipe import Recipe, load_recipe, shipped
+from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.text.mixture import sources_planned
 from pipelines.text.sources import declared_tokens
@@ -75,7 +74,7 @@ class Workload:
     recipe: Recipe
     stages: frozenset[str]  # that are missing
     steps_left: int
-    own: list[OwnSpeed] = field(default_factory=list)  # of this run's attempts, the newest first
+    own: Mapping[tuple[str, int], Throughput] = field(default_factory=dict)  # of its attempts, by GPUs and nodes
     installs: bool = False  # a node without an image installs the packages first
     place: Place | None = None  # of the store
     held_out: int = sys.maxsize  # tokens, as far as the text is known
@@ -183,11 +182,14 @@ def cloud_plan(
 def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], installs: bool = False) -> Workload:
     """The work that is left of a run, by the artifacts and commits in the store."""
     stages = frozenset(stage for stage, plan in plans.items() if find(store, plan) is None)
-    steps_left, own = recipe.train.max_steps - recipe.train.first_step, []
-    for beat in reversed(attempts(store, plans["train"].prefix)):
-        if speed := beat.progress.metrics.get("perf/tokens_per_second"):
-            source = f"attempt {beat.attempt} of this run"
-            own.append(OwnSpeed(beat.machine.accelerators or "", beat.nodes, speed, source))
+    steps_left = recipe.train.max_steps - recipe.train.first_step
+    own = {
+        (beat.machine.accelerators or "", beat.nodes): Throughput(
+            speed, "measured", f"attempt {beat.attempt} of this run"
+        )
+        for beat in attempts(store, plans["train"].prefix)  # the newest counts
+        if (speed := beat.progress.metrics.get("perf/tokens_per_second"))
+    }
     if "train" in stages and (state := committed_state(store, plans["train"].prefix)):
         steps_left = 0 if state.has_ended(recipe.train) else recipe.train.max_steps - state.step
     held_out = sum(one.val_tokens for one in sources_planned(recipe, find(store, plans["tokenize"])))
@@ -350,34 +352,3 @@ def parse_hours(text: str, option: str = "--deadline") -> float:
     if not hours or "".join(map("".join, parts)) != text.strip():
         raise UserError(f"{option} {text}: not a duration; write 36h, 2d, 90m or 1d12h")
     return hours
-
-
-# The shipped recipes
-
-# At Lambda's on-demand price. Source: SkyPilot's catalog, read 2026-11.
-NODE, NODE_USD_PER_HOUR = "H100:8", 31.92
-
-
-@dataclass(frozen=True)
-class ShippedRecipe:
-    """A shipped recipe, and its training on one 8xH100 node."""
-
-    recipe: str
-    parameters: int
-    tokens: int
-    flops: float
-    node_hours: float
-    usd: float
-
-
-def shipped_recipes() -> list[ShippedRecipe]:
-    """Size, tokens, FLOPs, hours and dollars of each shipped recipe."""
-    found = []
-    for name in shipped():
-        recipe = load_recipe(name)
-        model, tokens = recipe.model, recipe.train_tokens
-        speed = speed_on(model, recipe.runtime, NODE, precision=recipe.train.precision)
-        hours = tokens / speed.tokens_per_second / 3600
-        usd = hours * NODE_USD_PER_HOUR
-        found.append(ShippedRecipe(name, model.parameters, tokens, recipe.train_flops, hours, usd))
-    return found

@@ -1,26 +1,27 @@
 """The shipped recipes in a table."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich.table import Table
 
-from pipelines.cloud.planner import NODE_USD_PER_HOUR, ShippedRecipe
 from pipelines.show.console import console
 
 
-def print_recipes(recipes: Iterable[ShippedRecipe]) -> None:
+def print_recipes(recipes: Iterable[dict[str, Any]], usd_per_hour: float) -> None:
+    """A row for each recipe, with the hours and dollars of its training on a node of this price."""
     table = Table("recipe", "parameters", "tokens", "FLOPs", "time, $", box=None, pad_edge=False)
     for one in recipes:
         table.add_row(
-            one.recipe,
-            f"{one.parameters / 1e6:,.1f}M",
-            f"{one.tokens / 1e9:,.2f}B",
-            f"{one.flops:.1e}",
-            cost(one.node_hours, one.usd),
+            one["recipe"],
+            f"{one['parameters'] / 1e6:,.1f}M",
+            f"{one['tokens'] / 1e9:,.2f}B" if one["tokens"] > 1e8 else f"{one['tokens'] / 1e6:,.1f}M",
+            f"{one['flops']:.1e}",
+            cost(one["node_hours"], one["usd"]),
         )
     console().print(table)
     console().print(
-        f"[dim]time and dollars: training alone on 8xH100 at ${NODE_USD_PER_HOUR}/h, by the speeds in "
+        f"[dim]time and dollars: training alone on 8xH100 at ${usd_per_hour}/h, by the speeds in "
         f"docs/measurements.md; `plan RECIPE --cloud` has the whole run[/]"
     )
 

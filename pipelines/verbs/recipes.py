@@ -1,15 +1,23 @@
 """`skytrain recipes`: the recipes that come with skytrain."""
 
 import json
-from dataclasses import asdict
 
 from pipelines.verbs.options import Json
+
+NODE, NODE_USD_PER_HOUR = "H100:8", 31.92  # at Lambda's on-demand price. Source: SkyPilot's catalog, read 2026-11.
 
 
 def recipes(as_json: Json = False) -> None:
     """List the shipped recipes: parameters, tokens, FLOPs, and the hours and dollars of their training."""
-    from pipelines.cloud.planner import shipped_recipes
+    from pipelines.bench.throughput import speed_on
+    from pipelines.recipe import load_recipe, shipped
     from pipelines.show.recipes import print_recipes
 
-    found = shipped_recipes()
-    print(json.dumps([asdict(one) for one in found])) if as_json else print_recipes(found)
+    rows = []
+    for name in shipped():
+        recipe = load_recipe(name)
+        speed = speed_on(recipe.model, recipe.runtime, NODE, precision=recipe.train.precision)
+        hours = recipe.train_tokens / speed.tokens_per_second / 3600
+        sizes = {"parameters": recipe.model.parameters, "tokens": recipe.train_tokens, "flops": recipe.train_flops}
+        rows.append({"recipe": name, **sizes, "node_hours": hours, "usd": hours * NODE_USD_PER_HOUR})
+    print(json.dumps(rows)) if as_json else print_recipes(rows, NODE_USD_PER_HOUR)

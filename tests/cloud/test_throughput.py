@@ -7,7 +7,7 @@ import pytest
 from pipelines.bench.measurements import Speed, measurements
 from pipelines.bench.throughput import (
     RUN_SHARE,
-    OwnSpeed,
+    Throughput,
     speed_on,
 )
 from pipelines.recipe import load_recipe
@@ -42,8 +42,9 @@ def test_the_whole_runs_that_were_measured_are_within_half_a_percent_of_the_plan
 
 
 def test_a_runs_own_speed_is_used_on_such_machines_only() -> None:
-    own = [OwnSpeed("H100:8", 1, 2e6, "attempt 3 of this run"), OwnSpeed("RTX 4090:1", 1, 5e4, "attempt 2 of this run")]
+    mine = Throughput(2e6, "measured", "attempt 3 of this run")
+    own = {("H100:8", 1): mine, ("RTX 4090:1", 1): Throughput(5e4, "measured", "attempt 2 of this run")}
     there, elsewhere = (speed_on(SMALL.model, COMPILED, "H100:8", nodes, own) for nodes in (1, 2))
-    assert (there.tokens_per_second, there.kind, there.source) == (2e6, "measured", "attempt 3 of this run")
+    assert there == mine
     assert elsewhere == speed_on(SMALL.model, COMPILED, "H100:8", 2)
     assert speed_on(SMALL.model, COMPILED, "RTX 4090:1", own=own).kind == "measured"
