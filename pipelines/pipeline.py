@@ -191,7 +191,7 @@ class Pipeline:
             built = stage_named(stage).build(work)
             failpoint(f"manifest-{stage}")
             attempt.begin_to_finish()
-            manifest = commit(self.store, self._manifest(plan, attempt, built))
+            manifest = commit(self.store, self._manifest(plan, attempt, built), built.scratch)
         except BaseException as error:
             if isinstance(error, FileNotFoundError) and attempt.superseded():  # which has removed this one's folder
                 raise StaleAttempt(f"attempt {attempt.number} of {plan.prefix} was superseded") from error

@@ -166,16 +166,19 @@ class TokensConfig(Section):
         return tuple(one.weight for one in self.sources or ())
 
     @property
-    def val_undecided_shards(self) -> int:
-        """Number of first shards of a part whose split only the size of the text decides."""
-        return 0 if self.val_shards else -(-(self.val_tokens or self.held_out(sys.maxsize)) // self.shard_tokens)
+    def val_wanted(self) -> int:
+        """Tokens that the fields hold out of a large text; 0 without such a field."""
+        return self.val_tokens or (self.val_shards or 0) * self.shard_tokens
+
+    @property
+    def undecided_shards(self) -> int:
+        """Number of first shards whose split only the size of the text decides."""
+        return -(-self.held_out(sys.maxsize) // self.shard_tokens)
 
     def held_out(self, tokens: int) -> int:
-        """Tokens that validation gets of a text of so many tokens."""
-        if self.val_tokens is not None:
-            return self.val_tokens
-        if self.val_shards is not None:
-            return self.val_shards * self.shard_tokens
+        """Tokens that validation gets of a text of so many tokens: a tenth of one that is no larger than val_wanted."""
+        if self.val_wanted:
+            return self.val_wanted if self.val_wanted < tokens else tokens // 10
         return min(self.shard_tokens, int(tokens * VAL_FRACTION))
 
     @property
@@ -258,6 +261,15 @@ class Recipe(Section):
     export: ExportConfig = ExportConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ids_of_tokenizer(cls, values: Any) -> Any:
+        """Without model.vocab_size, the model has the ids of the tokenizer."""
+        tokens, model = (values.get(name) if isinstance(values, dict) else None for name in ("tokens", "model"))
+        if not isinstance(tokens, dict) or not isinstance(model, dict) or tokens.get("tokenizer") != "bytes":
+            return values
+        return values | {"model": {"vocab_size": VOCAB_SIZES["bytes"]} | model}
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if isinstance(self.tokens.tokenizer, str):  # the ids of a file are counted where it is read
@@ -318,7 +330,7 @@ class Recipe(Section):
                 raise ValueError(f"tokens.shard_tokens {tokens.shard_tokens} holds no sequence; use {sequence} or more")
             if tokens.max_tokens is None and tokens.val_tokens is None:
                 continue
-            held_out = tokens.held_out(tokens.max_tokens or 0)
+            held_out = tokens.val_wanted or tokens.held_out(tokens.max_tokens or 0)
             if held_out < sequence:
                 raise ValueError(
                     f"tokens: {held_out:,} tokens are held out for validation, fewer than one sequence; "
@@ -401,6 +413,8 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
 
 def changed_recipe(values: dict[str, Any], changes: Iterable[str], where: str) -> Recipe:
     """The recipe with these values, after `section.field=value` changes, which change `values` too."""
+    changes = list(changes)
+    _forget_replaced(values, changes)
     for change in changes:
         _apply(values, change)
     try:
@@ -409,6 +423,19 @@ def changed_recipe(values: dict[str, Any], changes: Iterable[str], where: str) -
         raise explain(error, Recipe, where) from error
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
+
+
+def _forget_replaced(values: dict[str, Any], changes: Iterable[str]) -> None:
+    """Remove the fields that belong to the source or to the tokenizer that a change replaces."""
+    tokens = values.get("tokens")
+    for change in changes:
+        field, _, text = change.partition("=")
+        if field == "tokens.source" and isinstance(tokens, dict) and tokens.get("source") != text:
+            for name in ("sources", "subset", "revision"):
+                tokens.pop(name, None)
+        other = isinstance(tokens, dict) and text in VOCAB_SIZES and tokens.get("tokenizer", "gpt2") != text
+        if field == "tokens.tokenizer" and other and isinstance(values.get("model"), dict):
+            values["model"].pop("vocab_size", None)
 
 
 def _apply(values: dict[str, Any], change: str) -> None:

@@ -102,6 +102,7 @@ class Built:
 
     files: list[File]
     facts: dict[str, Any]
+    scratch: tuple[str, ...] = ()  # keys in the artifact's folder that nothing needs once the artifact exists
 
 
 class Stage(Protocol):

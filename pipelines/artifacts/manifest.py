@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -209,8 +209,9 @@ def find(store: Store, plan: ArtifactPlan) -> Manifest | None:
     return manifest
 
 
-def commit(store: Store, manifest: Manifest) -> Manifest:
-    """Make the artifact exist. If another process has committed it first, return that manifest.
+def commit(store: Store, manifest: Manifest, scratch: Iterable[str] = ()) -> Manifest:
+    """Make the artifact exist, and delete the keys of its `scratch`. If another process has committed it first, return
+    that manifest.
 
     StoreUnavailable if the store lost a file of it meanwhile: the next attempt makes that again.
     """
@@ -218,6 +219,9 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
     own = [file for file in manifest.files if file.at is None]
     lost = [key for file in own if stored.get(key := f"{manifest.prefix}/{file.key}") != file.size]
     if not lost and store.create(key_of(manifest.prefix), manifest.to_json()):
+        with suppress(StoreUnavailable):  # then gc deletes them
+            for key in scratch:
+                store.delete(f"{manifest.prefix}/{key}")
         return manifest
     winner = read_manifest(store, manifest.prefix)
     if winner is None:

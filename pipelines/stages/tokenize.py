@@ -71,10 +71,12 @@ def finish(work: Work, receipts: list[ShardReceipt]) -> Built:
     )
     check_split(work.recipe, shards)
     files = [shard.file for shard in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
-    documents = receipts[-1].document if receipts else 0
+    # With the document that max_tokens cuts.
+    documents = receipts[-1].document + bool(receipts[-1].offset) if receipts else 0
     facts = facts_of(shards, documents) | packing_facts(shards, eot, work.recipe.row_tokens)
     facts["encoders"] = dict(Counter(receipt.encoder or "unknown" for receipt in receipts))
-    return Built(files, facts)
+    undecided = (receipt.file.key for receipt in receipts[: config.undecided_shards])
+    return Built(files, facts, tuple(undecided))
 
 
 def mix(work: Work, texts: list[Work]) -> Built:
@@ -109,7 +111,7 @@ def tokens_of_source(work: Work) -> Manifest:
         attempt=work.attempt.number,
         created=time.time(),
     )
-    made = commit(work.store, manifest)
+    made = commit(work.store, manifest, built.scratch)
     forget_receipts(work.store, own, sys.maxsize)  # so a removed manifest means: make everything again
     return made
 

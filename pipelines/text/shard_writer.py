@@ -4,9 +4,9 @@ The text is a stream of tokens: every document follows an end-of-text token, and
 [i·shard_tokens, (i+1)·shard_tokens). Processes encode it (pool.py); here its tokens fill one shard, while the one
 before is hashed and stored. A later attempt resumes behind the last receipt.
 
-The validation split is the first tokens of the text. A recipe that holds out whole shards knows their names in advance.
-A share of the text is known only when all shards are finished, so until then the first ones are named text_…. Then they
-get their names, and the one in which the boundary lies is cut.
+The validation split is the first tokens of the text. How many is known only when all shards are finished, so until then
+the first ones lie apart from the others. Then they are cut into shards of both splits, and deleted once the artifact
+exists.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -54,7 +54,7 @@ class ShardsJob:
     plan: ArtifactPlan
     store: Store
     folder: Path  # scratch
-    upload: Callable[[Path], File]  # into the attempt's folder of the store
+    upload: Callable[[Path, str], File]  # by name, into the attempt's folder of the store
     check: Callable[[], None]  # raises an exception to end the work
     note: Callable[[str], None]
     reading: Reading = field(default_factory=Reading)
@@ -143,7 +143,7 @@ def encoded_shards(job: ShardsJob, receipts: list[ShardReceipt]) -> Generator[Sh
                 job.check()
                 first, at = document, offset  # the stream began with the document in which the last shard ended
                 while at < len(batch.tokens) and left:
-                    file = file or ShardFile(job.folder / shard_name(next(numbers), t), min(left, t.shard_tokens))
+                    file = file or ShardFile(job.folder / f"{next(numbers):06d}.bin", min(left, t.shard_tokens))
                     written = file.write(batch.tokens[at:])
                     left, at = left - written, at + written
                     behind, offset = batch.place(at)
@@ -170,7 +170,9 @@ def store_shard(job: ShardsJob, index: int, shard: ShardFile, before: Future[Sha
     encoding = tokenizer_of(job.config, job.store, job.plan.prefix)
     tokens = read_shard(shard.path)
     rows, largest = rows_in(encoding.eot_token, job.row_tokens, tokens), int(tokens.max(initial=0))
-    file = job.upload(shard.path)
+    undecided, whole = job.config.undecided_shards, job.config.val_shards or 0
+    name = f"undecided/{index:06d}.tokens" if index < undecided else f"train_{index - whole:06d}.bin"
+    file = job.upload(shard.path, name)
     shard.path.unlink()
     receipt = ShardReceipt(file, shard.tokens, shard.document, shard.offset, largest, rows, encoder_name(encoding))
     if before:
@@ -186,17 +188,6 @@ def rows_in(eot: int, row_tokens: int | None, tokens: "np.ndarray") -> int | Non
     from trainer.data.packing import packed
 
     return None if row_tokens is None else len(packed(tokens, eot, row_tokens))
-
-
-def shard_name(index: int, config: TokensConfig) -> str:
-    """val_000000.bin … for the shards that are held out whole, then train_000000.bin …
-
-    A shard whose split depends on the size of the text is called text_000000.bin until then (split.py).
-    """
-    if index < config.val_undecided_shards:
-        return f"text_{index:06d}.bin"
-    held_out = config.val_shards or 0
-    return f"val_{index:06d}.bin" if index < held_out else f"train_{index - held_out:06d}.bin"
 
 
 @dataclass(frozen=True)
@@ -217,28 +208,23 @@ def split_text(
     folder: Path,
     rows_of: "Callable[[np.ndarray], int | None]" = lambda tokens: None,
 ) -> list[SplitShard]:
-    """The shards of both splits. `fetch` gives a local copy of a shard, `save` stores one, `folder` is scratch,
-    `rows_of` counts the rows of a packed shard.
-
-    The shard in which the boundary lies becomes two; the others are only named.
-    """
+    """The shards of both splits, with the undecided ones cut. `fetch` gives a local copy of a shard, `save` stores one,
+    `folder` is scratch, `rows_of` counts the rows of a packed shard."""
     from trainer.data.shards import read_shard, write_shard
 
     total = sum(receipt.tokens for receipt in receipts)
-    left = 0 if config.val_shards else min(config.held_out(total), total)
+    left = config.held_out(total)
     shards: list[SplitShard] = []
     for index, receipt in enumerate(receipts):
-        if 0 < left < receipt.tokens:
-            tokens = read_shard(fetch(receipt.file))
-            for name, piece in (("val", tokens[:left]), ("train", tokens[left:])):
-                path = folder / f"{name}_{index:06d}.bin"
+        if index >= config.undecided_shards:
+            shards.append(SplitShard(receipt.file, receipt.tokens, receipt.max_id, receipt.rows))
+            continue
+        tokens = read_shard(fetch(receipt.file))
+        for split, piece in (("val", tokens[:left]), ("train", tokens[left:])):
+            if len(piece):
+                path = folder / f"{split}_{index:06d}.bin"
                 write_shard(path, piece)
                 shards.append(SplitShard(save(path), len(piece), int(piece.max(initial=0)), rows_of(piece)))
                 path.unlink()
-        else:
-            file = receipt.file
-            if index < config.val_undecided_shards:
-                file = replace(file, name=f"{'val' if left else 'train'}_{index:06d}.bin")
-            shards.append(SplitShard(file, receipt.tokens, receipt.max_id, receipt.rows))
         left -= min(left, receipt.tokens)
     return shards

@@ -10,6 +10,7 @@ from pipelines.recipe import load_recipe
 from pipelines.show.plan import print_plan
 from pipelines.stage import STAGES
 from trainer.checkpoint.commits import Commit, TrainState
+from trainer.errors import UserError
 from trainer.store import LocalStore
 
 
@@ -48,6 +49,17 @@ def test_a_longer_training_names_the_way_to_continue_the_finished_one(store: Loc
 def test_a_plan_changes_nothing(store: LocalStore) -> None:
     plan_of(RECIPE, store)
     assert not store.root.exists()
+
+
+def test_the_plan_of_a_text_of_ones_own_has_tokens_in_both_splits_or_says_why_not(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.txt").write_text("a word " * 1_000)  # smoke holds out 2 million tokens
+    (one,) = plan_of(load_recipe("smoke", [f"tokens.source={tmp_path}/mine.txt"]), store).sources
+    assert (one.train_tokens, one.val_tokens) == (6_300, 700)
+    (tmp_path / "mine.txt").write_text("a word " * 100)
+    with pytest.raises(UserError, match=r"gives about 700 tokens, 70 of them for validation, .* 128 \+ 1 in each"):
+        plan_of(load_recipe("smoke", [f"tokens.source={tmp_path}/mine.txt"]), store)
 
 
 def test_a_plan_shows_tokens_epochs_and_the_share_of_validation(

@@ -211,7 +211,6 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
             "model.vocab_size=256",
             "model.vocab_size 256 is smaller than the 257 ids of tokens.tokenizer 'bytes'; use 257",
         ),
-        ("tokens.tokenizer=gpt2", "model.vocab_size 257 is smaller than the 50257 ids of tokens.tokenizer 'gpt2'"),
         ("train.warmup_steps=601", "my.yaml: train: warmup_steps 601 is more than max_steps 600"),
         ("tokens.max_tokens=2_000_128", "tokens.max_tokens 2000128 leaves nothing to train on"),
         ("tokens.val_shards=4", "tokens.max_tokens 8000000 leaves nothing to train on: 8,000,000 tokens are held out"),
@@ -227,6 +226,14 @@ def test_a_mistake_is_one_line_with_file_and_field(tmp_path: Path, change: str, 
     message = complaint(write_recipe(tmp_path), change)
     assert line in message
     assert message.startswith(("--set ", str(tmp_path / "my.yaml: ")))
+
+
+def test_a_new_text_or_tokenizer_drops_what_belonged_to_the_former(tmp_path: Path) -> None:
+    own = load_recipe("gpt2-124m", ["tokens.source=mine.txt", "tokens.tokenizer=bytes"])
+    assert (own.tokens.subset, own.tokens.revision, own.model.vocab_size) == (None, None, 257)
+    assert load_recipe(str(write_recipe(tmp_path)), ["tokens.tokenizer=gpt2"]).model.vocab_size == 50_257
+    same = load_recipe("gpt2-124m", ["tokens.tokenizer=gpt2", "model.vocab_size=50304"])
+    assert same.tokens.subset and same.tokens.revision and same.model.vocab_size == 50_304
 
 
 def test_all_mistakes_of_a_recipe_are_reported_at_once(tmp_path: Path) -> None:

@@ -1,18 +1,23 @@
 """The stage tokenize: which shards it makes again, and which texts it rejects."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from stage_work import SMALL
 from texts import FourFiles, made
 
-from pipelines.artifacts.manifest import File
+from pipelines.artifacts.manifest import File, Manifest, commit
 from pipelines.recipe import load_recipe
+from pipelines.stage import Work
+from pipelines.stages import tokenize
 from pipelines.stages.tokenize import check_split, forget_removed_artifact
 from pipelines.text.receipts import finished_receipts
 from pipelines.text.shard_writer import SplitShard
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
+from trainer.data.shards import read_shard
 from trainer.errors import UserError
 
 
@@ -46,6 +51,31 @@ def test_shards_that_the_store_lost_are_made_again(tmp_path: Path) -> None:
     stored = {entry.key for entry in mine.store.entries("")}
     receipts = finished_receipts(mine.store, mine.plan)
     assert receipts and {f"{mine.plan.prefix}/{one.file.key}" for one in receipts} <= stored
+
+
+@pytest.mark.parametrize("source", ["own", "mixture"])
+def test_a_finished_text_leaves_its_shards_alone_and_counts_the_document_that_is_cut(
+    work: Callable[[str], Work], tmp_path: Path, source: str
+) -> None:
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text("some text " * 10)
+    mine = work("tokenize")
+    text = f"{{source: {tmp_path}/*.txt, weight: 1, max_tokens: 650}}"
+    fields = [f"tokens.source={tmp_path}/*.txt", "tokens.max_tokens=650"]
+    mixed = ["tokens.source=''", f"tokens.sources=[{text}]", "tokens.max_tokens=null"]
+    mine.recipe = load_recipe(
+        "smoke", [*SMALL, "tokens.val_shards=null", "tokens.val_tokens=100", *(fields if source == "own" else mixed)]
+    )
+    mine.plan = tokenize.plan(mine.recipe, {})
+    built, plan = tokenize.build(mine), mine.plan
+    facts = Manifest(plan.stage, plan.label, plan.fingerprint, plan.identity, {}, tuple(built.files), {}, built.facts,
+                     "tiny-1", 1, 1.0)  # fmt: skip
+    commit(mine.store, facts, built.scratch)
+    left = {entry.key.rpartition("/")[2] for entry in mine.store.entries("tokens/") if re.search(r"/a\d+/", entry.key)}
+    assert left == {"val_000000.bin", "train_000000.bin"}
+    shards = [read_shard(tmp_path / "store" / entry.key) for entry in mine.store.entries("tokens/")
+              if entry.key.endswith(".bin")]  # fmt: skip
+    assert built.facts["documents"] == sum(int((shard == 256).sum()) for shard in shards) == 7
 
 
 def test_a_text_without_a_training_sequence_is_refused() -> None:

@@ -56,5 +56,6 @@ def made(job: ShardsJob) -> tuple[int, int]:
 
 
 def shards_in(store: Path) -> dict[str, list[int]]:
-    """The tokens of all shards of a store."""
-    return {path.name: read_shard(path).tolist() for path in sorted(store.glob("tokens/*/a*/*.bin"))}
+    """The tokens of all shards of a store, decided or not."""
+    paths = sorted(path for path in store.glob("tokens/*/a*/**/*") if path.suffix in (".bin", ".tokens"))
+    return {path.name: read_shard(path).tolist() for path in paths}

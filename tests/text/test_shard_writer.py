@@ -130,10 +130,10 @@ def test_the_cores_are_those_of_the_process_and_of_its_container(
 def test_the_shards_hold_max_tokens_with_the_first_ones_for_validation(files: FourFiles, tmp_path: Path) -> None:
     assert made(files.job(tmp_path / "store")) == (13_001, 13_001)
     shards = shards_in(tmp_path / "store")
-    sizes = {f"val_{n:06d}.bin": 1500 for n in range(2)}
+    sizes = {f"{n:06d}.tokens": 1500 for n in range(2)}
     sizes |= {f"train_{n:06d}.bin": size for n, size in enumerate([1500] * 6 + [1001])}
     assert {name: len(tokens) for name, tokens in shards.items()} == sizes
-    assert shards["val_000000.bin"] + shards["val_000001.bin"] == [256, *b"0 " * 2000][:3000]
+    assert shards["000000.tokens"] + shards["000001.tokens"] == [256, *b"0 " * 2000][:3000]
 
 
 def test_a_finished_text_is_not_opened_again(files: FourFiles, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def test_a_recipe_sets_the_size_of_the_validation_split(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], int]] = [
         ({"val_tokens": 5000}, 5000),
         ({"val_shards": 3}, 4500),
+        ({"val_shards": 11}, TOTAL // 10),  # else nothing would be left to train on
+        ({"val_tokens": TOTAL}, TOTAL // 10),
     ]
     for number, (fields, size) in enumerate(cases):
         _, tokens = made(tmp_path / str(number), **fields)
