@@ -1,7 +1,7 @@
 """The speed of 1, 2, 4 … GPUs together, against the sum of the same GPUs working alone at the same time.
 
     python -m benchmarks.scaling gpt2-124m --micro-batch 64 --gpus 8
-    python -m benchmarks.scaling gpt2-1558m --micro-batch 16 --gpus 8 --precision fp8_head --data-parallel zero1
+    python -m benchmarks.scaling gpt2-1558m --micro-batch 16 --gpus 8 --precision fp8_head
 
 Cards of one host differ by some percent, and all of them share its power and air. So every GPU first runs
 `skytrain bench` by itself, all at the same time; then torchrun runs it on the first n. The batch of a GPU is the same
@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,33 +22,6 @@ import torch
 from benchmarks import run_as_command
 from pipelines.recipe import load_recipe
 from trainer.errors import UserError
-
-
-@dataclass(frozen=True)
-class Row:
-    """Some GPUs together. Speeds in tokens a second, memory in bytes."""
-
-    gpus: int
-    median: float
-    low: float
-    high: float
-    alone: list[float]  # of each of these GPUs
-    memory: int | None
-
-    @property
-    def of_sum(self) -> float:
-        return self.median / sum(self.alone)
-
-    @property
-    def of_slowest(self) -> float:
-        return self.median / (self.gpus * min(self.alone))
-
-    def __str__(self) -> str:
-        memory = f"{self.memory / 2**30:.1f} GiB" if self.memory is not None else "-"
-        return (
-            f"{self.gpus:>4}  {self.median:>12,.0f}  {self.low:>12,.0f} to {self.high:>12,.0f}  {self.of_sum:>7.1%}  "
-            f"{self.of_slowest:>7.1%}  {memory:>9}"
-        )
 
 
 def started(arguments: list[str], gpus: range, of: int) -> subprocess.Popen[str]:
@@ -71,29 +43,22 @@ def measured(process: subprocess.Popen[str]) -> dict[str, Any]:
     return result
 
 
-def rows(recipe: str, options: list[str], gpu_tokens: int, gpus: int) -> list[Row]:
-    """The GPUs alone at the same time, then 2, 4, … and all of them together."""
+def compare(recipe: str, options: list[str], gpu_tokens: int, gpus: int) -> None:
+    """Print the speed of the GPUs alone at the same time, then of 2, 4, … and all of them together."""
     common = [recipe, "--json", *options, "--batch-tokens"]
     processes = [started([*common, str(gpu_tokens)], range(gpu, gpu + 1), gpus) for gpu in range(gpus)]
-    alone = [measured(process) for process in processes]
-    speeds = [one["tokens_per_second"]["median"] for one in alone]
-    print("alone, at the same time: " + ", ".join(f"{speed:,.0f}" for speed in speeds), flush=True)
-    print("GPUs      tokens/s                    quartiles    of sum  slowest     memory", flush=True)
-    made = []
+    alone = [measured(process)["tokens_per_second"]["median"] for process in processes]
+    print("alone, at the same time: " + ", ".join(f"{speed:,.0f}" for speed in alone), flush=True)
     for count in sorted({*(2**power for power in range(1, gpus.bit_length())), gpus} - {1}):
         together = measured(started([*common, str(count * gpu_tokens)], range(count), gpus))
-        speed = together["tokens_per_second"]
-        row = Row(
-            count,
-            speed["median"],
-            speed["low_quartile"],
-            speed["high_quartile"],
-            speeds[:count],
-            together["allocated_bytes"],
+        speed, memory = together["tokens_per_second"], together["allocated_bytes"]
+        print(
+            f"{count} GPUs: {speed['median']:,.0f} tokens/s [{speed['low_quartile']:,.0f} … "
+            f"{speed['high_quartile']:,.0f}], {speed['median'] / sum(alone[:count]):.1%} of the sum, "
+            f"{speed['median'] / (count * min(alone[:count])):.1%} of {count} times the slowest"
+            + (f"; {memory / 2**30:.1f} GiB" if memory is not None else ""),
+            flush=True,
         )
-        print(row, flush=True)
-        made.append(row)
-    return made
 
 
 def main() -> None:
@@ -103,15 +68,15 @@ def main() -> None:
     parser.add_argument("--micro-batch", default="auto", help="sequences of a micro-batch")
     parser.add_argument("--gpu-tokens", type=int, help="tokens of a step on a GPU [the recipe's batch / GPUs]")
     parser.add_argument("--precision", default="auto")
-    parser.add_argument("--reduce-dtype", default="fp32", help="fp32 or bf16")
+    parser.add_argument("--set", action="append", default=[], dest="changes", help="section.field=value")
     parser.add_argument("--steps", type=int, default=20)
     chosen = parser.parse_args()
     if chosen.gpus < 2:
         parser.error("--gpus: one GPU has nothing to scale; name 2 or more")
     gpu_tokens = chosen.gpu_tokens or load_recipe(chosen.recipe).train.batch_tokens // chosen.gpus
     options = ["--micro-batch", chosen.micro_batch, "--precision", chosen.precision, "--steps", str(chosen.steps)]
-    options += ["--set", f"runtime.reduce_dtype={chosen.reduce_dtype}"]
-    rows(chosen.recipe, options, gpu_tokens, chosen.gpus)
+    options += [word for change in chosen.changes for word in ("--set", change)]
+    compare(chosen.recipe, options, gpu_tokens, chosen.gpus)
 
 
 if __name__ == "__main__":

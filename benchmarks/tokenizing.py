@@ -18,7 +18,6 @@ import os
 import resource
 import signal
 import statistics
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -28,6 +27,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 SHARD_TOKENS = 100_000_000
 WAYS = ("stage", "script")
@@ -148,27 +149,6 @@ def one(way: str, source: str) -> dict[str, float]:
     return {"tokens": tokens, "wall": wall, "cpu": sum(each.ru_utime + each.ru_stime for each in used)}
 
 
-def processes_below(pid: int) -> Iterator[int]:
-    """A process and all its descendants."""
-    yield pid
-    with suppress(OSError):  # it has ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield from processes_below(int(child))
-
-
-def memory_of(pid: int) -> int:
-    """Bytes that a process holds, a page that n processes share as an n-th."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-
-
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def measured(command: list[str]) -> tuple[int, str, str, float, int]:
     """Exit status, output, errors, CPU seconds, and the most memory of all processes of a command.
 
@@ -176,13 +156,14 @@ def measured(command: list[str]) -> tuple[int, str, str, float, int]:
     """
     most, seconds = 0, dict[int, float]()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err)
+        process = psutil.Popen(command, stdout=out, stderr=err)
         while process.poll() is None:
             memory = 0
-            for pid in processes_below(process.pid):
-                with suppress(OSError):
-                    seconds[pid] = cpu_of(pid)
-                    memory += memory_of(pid)
+            for each in (process, *process.children(recursive=True)):
+                with suppress(psutil.Error):  # it has ended
+                    times = each.cpu_times()
+                    seconds[each.pid] = times.user + times.system
+                    memory += each.memory_full_info().pss  # a page that n processes share as an n-th
             most = max(most, memory)
             time.sleep(SAMPLE_SECONDS)
         out.seek(0), err.seek(0)
