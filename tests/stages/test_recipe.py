@@ -245,8 +245,7 @@ def test_all_mistakes_of_a_recipe_are_reported_at_once(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("max_steps:", "max_stps:"))  # one line, and none that it is missing
     with pytest.raises(UserError) as mistake:
         load_recipe(str(path))
-    assert [line.split(": ")[1] for line in str(mistake.value).splitlines()][0] == "train.max_stps"
-    assert "missing" not in str(mistake.value)
+    assert ": train.max_stps: unknown field" in str(mistake.value) and "missing" not in str(mistake.value)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import in_process
 import pytest
 import yaml
 from servers import S3Account
+from sky_catalog import sky_environment, write_catalog
 
 from pipelines.project import Project
 from pipelines.verbs.plan import clouds_of
@@ -69,11 +70,12 @@ def test_an_option_wins_over_the_environment_and_both_over_the_file(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_launch_takes_place_budget_and_image_of_the_file_unless_an_option_gives_them(tmp_path: Path) -> None:
-    written(tmp_path, "store: ./runs\ninfra: lambda\nbudget: 7\nimage: example.org/me/skytrain:1\n")
-    more = {"SKYPILOT_API_SERVER_ENDPOINT": "http://127.0.0.1:9"}
+    written(tmp_path, "store: ./runs\ninfra: aws/us-east-1\nbudget: 7\nimage: example.org/me/skytrain:1\n")
+    write_catalog(tmp_path)
+    more = sky_environment(tmp_path) | {"SKYPILOT_API_SERVER_ENDPOINT": "http://127.0.0.1:9"}
     job = in_a_process(tmp_path, "launch", "smoke", "--dry-run", "--budget", "9", **more).stdout
     assert "SKYTRAIN_BUDGET: '9'" in job and "SKYTRAIN_IMAGE: example.org/me/skytrain:1" in job
-    assert "infra: lambda" in job and "infra: aws" not in job and f"SKYTRAIN_STORE: file://{tmp_path}/runs" in job
+    assert "infra: aws/us-east-1" in job and "us-west-2" not in job and f"SKYTRAIN_STORE: file://{tmp_path}/runs" in job
 
 
 def test_a_plan_compares_the_clouds_of_the_places() -> None:
