@@ -10,14 +10,13 @@ import argparse
 import os
 import re
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -36,103 +35,94 @@ SERVERS = 8
 BLOCK = 1 << 20
 
 
-class Connection:
-    """One connection to the server: it answers requests until the client closes it."""
+class Handler(BaseHTTPRequestHandler):
+    """The requests of one connection. `place` holds the objects; `rate` is in bytes a second."""
 
-    def __init__(self, connection: socket.socket, place: Path, rate: float) -> None:
-        self.connection, self.place, self.rate, self.buffered = connection, place, rate, b""
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    place: Path
+    rate: float
 
-    def serve(self) -> None:
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while head := self.head():
-            method, target = head.split(" ", 2)[:2]
-            path, _, query = target.partition("?")
-            fields = dict(re.findall(r"(?im)^([a-z0-9-]+): *(.*?)\r?$", head))
-            headers = {name.lower(): value for name, value in fields.items()}
-            self.answer(method, path.lstrip("/").partition("/")[2].replace("/", "!"), query, headers)
+    def do_PUT(self) -> None:
+        part = int((re.findall(r"partNumber=(\d+)", self.path) or ["1"])[0])
+        file, length = self.file(), int(self.headers["content-length"])
+        started, done = time.monotonic(), 0
+        with open(file, "r+b" if file.exists() else "w+b") as target:
+            while done < length:
+                block = self.rfile.read1(min(BLOCK, length - done))
+                os.pwrite(target.fileno(), block, (part - 1) * PART_BYTES + done)
+                done += len(block)
+                self.keep_pace(started, done)
+        self.reply(200, ETag='"0"')
 
-    def head(self) -> str:
-        while b"\r\n\r\n" not in self.buffered:
-            received = self.connection.recv(65536)
-            if not received:
-                return ""
-            self.buffered += received
-        head, self.buffered = self.buffered.split(b"\r\n\r\n", 1)
-        return head.decode()
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        of_upload = "<UploadId>1</UploadId>" if "?uploads" in self.path else '<ETag>"0"</ETag>'
+        self.reply(200, f"<Result><Bucket>b</Bucket><Key>k</Key>{of_upload}</Result>")
 
-    def answer(self, method: str, name: str, query: str, headers: dict[str, str]) -> None:
-        file, length = self.place / name, int(headers.get("content-length", 0))
-        if headers.get("expect"):
-            self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if method == "PUT":
-            number = int((re.findall(r"partNumber=(\d+)", query) or ["1"])[0])
-            self.receive(file, (number - 1) * PART_BYTES, length)
-            self.reply(200, b"", ETag='"0"')
-        elif method == "POST":
-            self.skip(length)
-            of_upload = "<UploadId>1</UploadId>" if query.startswith("uploads") else '<ETag>"0"</ETag>'
-            self.reply(200, f"<Result><Bucket>b</Bucket><Key>k</Key>{of_upload}</Result>".encode())
-        elif method == "DELETE":
-            file.unlink(missing_ok=True)
-            self.reply(204, b"")
-        elif not name:
-            prefix = (re.findall(r"prefix=([^&]*)", query) or [""])[0].replace("%2F", "!")
-            found = sorted(one for one in self.place.iterdir() if one.name.startswith(prefix))
-            each = "".join(
-                f"<Contents><Key>{one.name.replace('!', '/')}</Key><Size>{one.stat().st_size}</Size><ETag>0</ETag>"
-                "<LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
-                for one in found
-            )
-            self.reply(200, f"<Result><IsTruncated>false</IsTruncated>{each}</Result>".encode())
+    def do_DELETE(self) -> None:
+        self.file().unlink(missing_ok=True)
+        self.reply(204)
+
+    def do_GET(self) -> None:
+        file = self.file()
+        if file == self.place:
+            self.list_objects()
         elif not file.exists():
-            self.reply(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            self.reply(404, "<Error><Code>NoSuchKey</Code></Error>")
         else:
-            self.send(file, method, headers.get("range"))
+            self.send(file)
 
-    def send(self, file: Path, method: str, wanted: str | None) -> None:
-        size = file.stat().st_size
+    do_HEAD = do_GET
+
+    def list_objects(self) -> None:
+        prefix = (re.findall(r"prefix=([^&]*)", self.path) or [""])[0].replace("%2F", "!")
+        found = sorted(one for one in self.place.iterdir() if one.name.startswith(prefix))
+        each = "".join(
+            f"<Contents><Key>{one.name.replace('!', '/')}</Key><Size>{one.stat().st_size}</Size><ETag>0</ETag>"
+            "<LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
+            for one in found
+        )
+        self.reply(200, f"<Result><IsTruncated>false</IsTruncated>{each}</Result>")
+
+    def send(self, file: Path) -> None:
+        size, wanted = file.stat().st_size, self.headers.get("range")
         start, _, end = (wanted or "bytes=0-").removeprefix("bytes=").partition("-")
         first, last = int(start), min(int(end or size), size - 1)
-        status = "206 Partial Content" if wanted else "200 OK"
-        length = f"Content-Length: {last + 1 - first}\r\nContent-Range: bytes {first}-{last}/{size}\r\n"
-        self.connection.sendall(f'HTTP/1.1 {status}\r\nETag: "0"\r\n{length}\r\n'.encode())
+        self.head(206 if wanted else 200, last + 1 - first, ETag='"0"', Content_Range=f"bytes {first}-{last}/{size}")
         started, sent = time.monotonic(), 0
         with file.open("rb") as source:
-            while method == "GET" and first + sent <= last:
+            while self.command == "GET" and first + sent <= last:
                 sent += os.sendfile(
                     self.connection.fileno(), source.fileno(), first + sent, min(BLOCK, last + 1 - first - sent)
                 )
                 self.keep_pace(started, sent)
 
-    def receive(self, file: Path, at: int, length: int) -> None:
-        started, done = time.monotonic(), 0
-        with open(file, "r+b" if file.exists() else "w+b") as target:
-            while done < length:
-                block = self.buffered[: length - done] or self.connection.recv(min(BLOCK, length - done))
-                self.buffered = self.buffered[len(block) :]
-                os.pwrite(target.fileno(), block, at + done)
-                done += len(block)
-                self.keep_pace(started, done)
-
-    def skip(self, length: int) -> None:
-        while len(self.buffered) < length:
-            self.buffered += self.connection.recv(65536)
-        self.buffered = self.buffered[length:]
+    def file(self) -> Path:
+        return self.place / self.path.partition("?")[0].lstrip("/").partition("/")[2].replace("/", "!")
 
     def keep_pace(self, started: float, count: int) -> None:
         time.sleep(max(0.0, started + count / self.rate - time.monotonic()))
 
-    def reply(self, status: int, body: bytes, **headers: str) -> None:
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        head = f"HTTP/1.1 {status} OK\r\nContent-Length: {len(body)}\r\n{lines}\r\n"
-        self.connection.sendall(head.encode() + body)
+    def head(self, status: int, length: int, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content_Length": str(length), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+
+    def reply(self, status: int, body: str = "", **headers: str) -> None:
+        self.head(status, len(body), **headers)
+        if self.command != "HEAD":
+            self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
 
 
-def serve(listener: socket.socket, place: Path, rate: float) -> None:
-    """Accept connections for ever, each in a thread."""
-    while True:
-        connection = Connection(listener.accept()[0], place, rate)
-        threading.Thread(target=connection.serve, daemon=True).start()
+class Server(ThreadingHTTPServer):
+    """A server whose socket several processes share."""
+
+    request_queue_size = 1024
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -151,15 +141,13 @@ def main() -> None:
     place = Path(tempfile.mkdtemp(dir=options.place))
     objects = place / "objects"
     objects.mkdir()
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    processes = [
-        get_context("fork").Process(target=serve, args=(listener, objects, options.connection * 1e6), daemon=True)
-        for _ in range(SERVERS)
-    ]
+    Handler.place, Handler.rate = objects, options.connection * 1e6
+    server = Server(("127.0.0.1", 0), Handler)
+    processes = [get_context("fork").Process(target=server.serve_forever, daemon=True) for _ in range(SERVERS)]
     for process in processes:
         process.start()
     os.environ |= {
-        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{listener.getsockname()[1]}",
+        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{server.server_port}",
         "AWS_ACCESS_KEY_ID": "k",
         "AWS_SECRET_ACCESS_KEY": "s",
         "AWS_REGION": "us-east-1",
