@@ -53,7 +53,7 @@ def test_a_run_is_one_run_of_mlflow_however_often_it_is_sent(
     store: LocalStore, mlflow_server: str, experiment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SKYTRAIN_TAGS", "team=research")
-    done_run(store, evaluate={"lm_eval/piqa/acc": 0.62})
+    done_run(store, evaluate={"lm_eval/piqa/acc": 0.62, "lm_eval/gsm8k/../exact_match@strict-match": 0.5})
     progress = Progress(world_size=8, device="NVIDIA H100", engine="fused", highest_step=200)
     attempted(store, "train", 2, price_per_hour=10.0, progress=progress)
     segment(store, 2, 1, [row(1, 5.0), row(2, 4.0) | {"samples": ["a text"]}])
@@ -65,6 +65,7 @@ def test_a_run_is_one_run_of_mlflow_however_often_it_is_sent(
     assert seen.points("train/loss") == [(1, 5.0), (2, 4.0)]
     assert seen.points("final/val/loss") == [(200, 2.45678)]
     assert seen.points("final/lm_eval/piqa/acc") == [(200, 0.62)]
+    assert seen.points("final/lm_eval/exact_match-strict-match") == [(200, 0.5)]
     assert seen.points("cost/usd") == [(200, pytest.approx(30.0))]
     tags, params = seen.run.data.tags, seen.run.data.params
     assert (tags["device"], tags["world_size"], tags["team"]) == ("NVIDIA H100", "8", "research")
@@ -72,6 +73,21 @@ def test_a_run_is_one_run_of_mlflow_however_often_it_is_sent(
     assert {"parameters", "train.batch_tokens", "model.n_layer"} <= params.keys() and params["train.max_steps"] == "200"
     assert yaml.safe_load(seen.text("recipe.yaml")) == RECIPE.model_dump()
     assert seen.text("report.html") == f"<html>{RUN}" and seen.text("samples/step-00000002.txt") == "a text"
+
+
+def test_one_metric_that_mlflow_refuses_costs_no_other(
+    store: LocalStore,
+    mlflow_server: str,
+    experiment: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("pipelines.tracking.mlflow.mirror.legal_name", lambda name: name)
+    recorded(store, "train")
+    mirror = send(store, mlflow_server)
+    mirror.send_rows([row(1, 5.0) | {"a/b@c": 1.0}, row(2, 4.0)])
+    assert Seen(mlflow_server, experiment).points("train/loss") == [(1, 5.0), (2, 4.0)]
+    assert mirror.refused and "MLflow refuses a/b@c at step 1" in capsys.readouterr().out
 
 
 def test_a_redone_step_and_an_interrupted_run_that_goes_on_make_nothing_twice(

@@ -50,7 +50,9 @@ def test_experiment_and_own_tags_reach_the_record_of_the_run_and_the_node_of_a_l
     assert (record.experiment, record.tags) == ("speed", own_tags())
 
 
-@pytest.mark.parametrize("tag", ["team", "=x", "a=b,c", "mlflow.user=x", "skytrain.run=x"])
+@pytest.mark.parametrize(
+    "tag", ["team", "=x", "a=b,c", "mlflow.user=x", "skytrain.run=x", "a//b=1", "x/../y=1", "a/.=1"]
+)
 def test_a_tag_of_another_form_is_refused(tag: str) -> None:
     with pytest.raises(UserError, match=f"^--tag {tag}: "):
         set_tracking_options(None, [tag])

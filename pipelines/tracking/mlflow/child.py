@@ -109,7 +109,7 @@ def mirror_until_end(page: Callable[[Run], str], code_tags: Mapping[str, str]) -
     except Exception as error:
         log(f"{type(error).__name__}: {error}")
         return 1
-    return 0
+    return int(mirror.refused)
 
 
 def _await_end(ending: threading.Event) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
 from pathlib import Path
+from posixpath import normpath
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -24,7 +26,9 @@ from trainer.store import Store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Metric
 
+NAME_CHARACTERS = 250  # MLflow's limit for the name of a metric
 METRICS_AT_ONCE = 1_000  # MLflow's limit for one log_batch call
 PARAM_CHARACTERS = 6_000  # MLflow's limit for the value of a param
 TAG_CHARACTERS = 5_000  # MLflow's limit for the value of a tag
@@ -52,6 +56,7 @@ class Mirror:
         code_tags: Mapping[str, str] | None = None,
     ) -> None:
         self.store, self.name, self.uri, self.page, self.code_tags = store, name, uri, page, dict(code_tags or {})
+        self.refused = False  # whether MLflow has refused a metric
         self._sampled: set[int] = set()  # steps whose samples were sent
         self.forget()
 
@@ -138,7 +143,22 @@ class Mirror:
 
         metrics = [Metric(legal_name(key), value, _milliseconds(at), step) for key, value, at, step in points]
         for first in range(0, len(metrics), METRICS_AT_ONCE):
-            self.client.log_batch(self.run_id, metrics=metrics[first : first + METRICS_AT_ONCE])
+            self._log_batch(metrics[first : first + METRICS_AT_ONCE])
+
+    def _log_batch(self, metrics: list[Metric]) -> None:
+        """Log metrics, and if the server refuses one of them, all others."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.log_batch(self.run_id, metrics=metrics)
+        except MlflowException as error:
+            if error.get_http_status_code() != HTTPStatus.BAD_REQUEST:
+                raise
+            if len(metrics) == 1:
+                self.refused = True
+                return log(f"MLflow refuses {metrics[0].key} at step {metrics[0].step}: {error.message}")
+            for half in (metrics[: len(metrics) // 2], metrics[len(metrics) // 2 :]):
+                self._log_batch(half)
 
     def _log_text(self, name: str, text: str) -> None:
         """Store a file. Files use another connection than metrics, which this machine may lack: it tries once."""
@@ -188,8 +208,8 @@ def rebuild(store: Store, name: str, uri: str, page: Callable[[Run], str] | None
 
 
 def legal_name(name: str) -> str:
-    """The name of a metric with "-" for what MLflow refuses."""
-    return NOT_IN_A_NAME.sub("-", name)
+    """The name of a metric that MLflow takes: a plain relative path of at most 250 characters."""
+    return normpath(NOT_IN_A_NAME.sub("-", name)).lstrip("./")[:NAME_CHARACTERS]
 
 
 def params_of(run: Run) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping
+from posixpath import normpath
 from urllib.parse import unquote, urlsplit
 
 from trainer.config import seconds_from_environment
@@ -55,7 +56,7 @@ def parse_tags(texts: Iterable[str], where: str) -> dict[str, str]:
     tags = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
-        if not (equals and TAG_NAME.fullmatch(name)) or "," in value:
+        if not (equals and TAG_NAME.fullmatch(name)) or normpath(name) != name or "," in value:
             raise UserError(f"{where}{text}: not of the form NAME=VALUE without commas, such as team=research")
         if name.startswith(("mlflow.", "skytrain.")):
             raise UserError(f"{where}{text}: names that start with mlflow. or skytrain. are reserved; use another")
@@ -69,6 +70,8 @@ def tracking_uri(default: str) -> str:
     Moves the user and password of a URL to MLflow's variables, which the mirror inherits: the URI can be shown.
     """
     uri, credentials = without_credentials(os.environ.get("MLFLOW_TRACKING_URI") or default)
+    if uri == default and set("%?") & set(uri):
+        raise UserError(f"{uri}: MLflow's SQLite takes no % or ? in a path; choose another SKYTRAIN_HOME")
     if uri.partition(":")[0].partition("+")[0] not in SCHEMES:
         raise UserError(
             f"MLFLOW_TRACKING_URI: {redacted(uri)}: not a server, and MLflow keeps no runs in folders any more; use "
