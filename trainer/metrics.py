@@ -1,11 +1,11 @@
 """Numbers about a run: seconds by phase, the series of rows, and model FLOPs utilization. No torch in this module."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from trainer.models.model_config import ModelConfig
+from trainer.process import steady_time
 
 # Dense bf16 peak in FLOP/s, by a part of the device's name; the first match counts. Source: NVIDIA's data sheets, which
 # give twice as much, with sparsity.
@@ -27,7 +27,7 @@ class PhaseClock:
 
     def __init__(self, phase: str = "setup", started: float | None = None) -> None:
         # Seconds by phase, the active phase and its start: replaced as a whole, so that a reader needs no lock.
-        self._now: tuple[dict[str, float], str, float] = ({}, phase, time.time() if started is None else started)
+        self._now: tuple[dict[str, float], str, float] = ({}, phase, steady_time() if started is None else started)
         self.changed: Callable[[], None] = lambda: None  # called after each change of phase
 
     @property
@@ -36,7 +36,7 @@ class PhaseClock:
 
     def enter(self, phase: str) -> str:
         """Enter another phase. Returns the previous one."""
-        before, now = self.current, time.time()
+        before, now = self.current, steady_time()
         if phase != before:
             self._now = (self.so_far(now), phase, now)
             self.changed()
@@ -53,7 +53,7 @@ class PhaseClock:
     def so_far(self, now: float | None = None) -> dict[str, float]:
         """Seconds by phase up to now, including the active one."""
         seconds, phase, since = self._now
-        return {**seconds, phase: seconds.get(phase, 0.0) + (time.time() if now is None else now) - since}
+        return {**seconds, phase: seconds.get(phase, 0.0) + (steady_time() if now is None else now) - since}
 
     def inside(
         self, phase: str, parts: dict[str, float], rest: str = "setup", now: float | None = None

@@ -15,6 +15,7 @@ from typing import Any
 from trainer.errors import Interrupted
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+BOOTED = "SKYTRAIN_BOOTED"  # unix seconds of the boot, from a command to its children
 
 
 class StopSignal:
@@ -58,6 +59,19 @@ def log_death_of_thread(thread: "Background") -> None:
     """Print that a thread crashed, with the traceback."""
     assert thread.error
     log_line(f"the thread {thread.name!r} CRASHED:\n{''.join(traceback.format_exception(thread.error))}")
+
+
+def steady_time() -> float:
+    """Unix seconds that never jump: those of the wall clock when a command begins, and the boot clock from then on.
+
+    For durations and bills. The wall clock is for dates alone."""
+    booted = float(os.environ.setdefault(BOOTED, repr(time.time() - since_boot())))  # the ranks inherit it
+    return booted + since_boot()
+
+
+def since_boot() -> float:
+    """Seconds since the boot of this machine, also those in which it was suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Background(threading.Thread):

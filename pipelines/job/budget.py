@@ -8,14 +8,13 @@ command ends with exit code 76, which no launcher restarts by itself.
 
 import math
 import threading
-import time
 
 from pipelines.tracking.account import AttemptAccount, traffic_of
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Meter
 from pipelines.tracking.records import Billing, Heartbeat, Progress
 from pipelines.tracking.runs import find_run
 from trainer.errors import Stopped, UserError
-from trainer.process import StopSignal
+from trainer.process import StopSignal, steady_time
 from trainer.store import Store
 
 LEAVE_SECONDS = 10.0  # from the last commit to the last heartbeat: the ranks end, files are uploaded
@@ -91,7 +90,7 @@ class Budget:
         """Raise Stopped if too little is left to begin an attempt; UserError if the budget never was enough for one."""
         self._others = spent_by_others(self.store, self.run, None, self.price_per_hour)
         meter = Meter.here().read()
-        started = meter[0] if meter else time.time()
+        started = meter[0] if meter else steady_time()
         until_ask = self._arm(started, Progress())
         if until_ask > 0:
             return
@@ -109,7 +108,7 @@ class Budget:
         return self._message(self.spent(beat.started)) if self._arm(beat.started, beat.progress) <= 0 else None
 
     def spent(self, started: float) -> float:
-        return self._others + self._traffic + self.usd_per_hour * max(0.0, time.time() - started) / 3600
+        return self._others + self._traffic + self.usd_per_hour * max(0.0, steady_time() - started) / 3600
 
     def _arm(self, started: float, progress: Progress) -> float:
         """Set the timer again; the seconds until it asks the run to stop."""

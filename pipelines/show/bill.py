@@ -42,8 +42,13 @@ def print_bill(account: Account) -> None:
             f"{account.deaths} attempt(s) crashed without a last heartbeat: up to {account.unseen_usd:.2f} dollars "
             f"({account.unseen_seconds:.0f} s) may be missing from the bill"
         )
+    for a in (a for a in account.attempts if a.clock_jump):
+        jump = duration(abs(a.clock_jump or 0.0))
+        lines.append(
+            f"the clock of {a.host} jumped by {jump} during {a.stage} {a.number}; the bill goes by its boot clock"
+        )
     for line in lines:
-        out.print(line)
+        out.print(cell(line))
 
 
 def traffic_text(traffic: TrafficCost) -> str:

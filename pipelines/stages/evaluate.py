@@ -29,7 +29,7 @@ from trainer.errors import UserError
 from trainer.events import EVENTS_FILE, Measuring, PhaseChanged, Row
 from trainer.metrics import PhaseClock
 from trainer.models.weights import open_weights
-from trainer.process import failpoint
+from trainer.process import failpoint, steady_time
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def measured_on_ranks(work: Work, weights: Path, processes: int, show: Callable[
     """The facts, measured by ranks on this node; the workers of other nodes left after training. Raises the error that
     ended the ranks early."""
     spec = RankSpec(
-        started=time.time(),
+        started=steady_time(),
         reached=work.inputs["train"].fact("steps"),
         recipe=work.recipe,
         store=work.store.uri,

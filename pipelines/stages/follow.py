@@ -37,6 +37,7 @@ from trainer.events import (
     event_from_json,
 )
 from trainer.health import START_MINUTES
+from trainer.process import steady_time
 
 POLL_SECONDS = 0.1
 UNSAVED_SECONDS = 1800.0  # from the first failed checkpoint until the run leaves
@@ -144,7 +145,7 @@ class Follower:
         of this machine. A training that has `ended` waits for the store instead: its weights are only here."""
         if self.unsaved_since is None:
             self.unsaved_since = time.monotonic()
-            self.work.report(unsaved_since=time.time())
+            self.work.report(unsaved_since=steady_time())
         self.work.report(unsaved_because=reason)
         seconds = time.monotonic() - self.unsaved_since
         if not ended and seconds >= self.unsaved_seconds and not self.work.stop.asked:
@@ -163,7 +164,7 @@ class Follower:
             counts["steps_done"] = (progress.steps_done or 0) + 1
             counts["steps_redone"] = (progress.steps_redone or 0) + (row.step <= highest)
             counts["highest_step"] = max(highest, row.step)
-        self.work.report(row.metrics, step=row.step, time=row.time, **counts)
+        self.work.report(row.metrics, step=row.step, time=steady_time(), **counts)
 
 
 def follow_events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[list[Event]]:

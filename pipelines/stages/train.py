@@ -5,7 +5,6 @@
 """
 
 import resource
-import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from trainer.checkpoint.commits import TrainState, committed_state, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, identity_of
 from trainer.errors import UserError
 from trainer.models.model_config import identity_of_model
+from trainer.process import steady_time
 from trainer.store import LocalStore
 
 WEIGHTS_FILE = "model.safetensors"  # that rank 0 of a complete run writes
@@ -134,7 +134,7 @@ def rank_spec(work: Work, address: NodeAddress, processes: int) -> RankSpec:
     if own.machine.cloud:  # an own machine fails as rarely as this prior, unless its user ends the run
         prior = prior_seconds_between_failures(own.machine, own.nodes)
     return RankSpec(
-        started=time.time(),
+        started=steady_time(),
         reached=reached,
         recipe=work.recipe,
         store=work.store.uri,

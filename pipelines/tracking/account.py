@@ -84,6 +84,7 @@ class AttemptAccount:
     notice: str | None  # why it was asked to stop
     waited: bool = False  # for spot, on a standby machine
     traffic: TrafficCost = TrafficCost()  # its dollars are part of the bill
+    clock_jump: float | None = None  # seconds by which the wall clock has jumped; the phases go by the boot clock
 
 
 @dataclass(frozen=True)
@@ -311,6 +312,7 @@ def _attempt(one: StoredHeartbeat, superseded: bool, done: int, kept: int, redon
         notice=beat.progress.notice,
         waited=bool(beat.progress.waiting),
         traffic=traffic,
+        clock_jump=beat.progress.clock_jump,
     )
 
 

@@ -22,7 +22,7 @@ from pipelines.artifacts.traffic import GB, Traffic, traffic_here
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, UserError
-from trainer.process import Background, log_death_of_thread
+from trainer.process import Background, log_death_of_thread, since_boot, steady_time
 from trainer.store import Entry, Store
 from trainer.stored import DamagedRecord
 
@@ -34,6 +34,7 @@ HEARTBEAT_SECONDS = 5.0
 SILENT_SECONDS = 20.0
 # By the store's clock. An attempt may write no heartbeat while the store is away, and still go on.
 LONG_AGO_SECONDS = 3600.0
+JUMP_SECONDS = 60.0  # of the wall clock, from which on the bill names it
 # Own and on-demand machines: Llama 3's 16,384 GPUs had 419 unplanned interruptions in 54 days (Dubey et al. 2024),
 # so eight GPUs fail once in about 260 days. A new rented machine is less reliable than that.
 STEADY_SECONDS_BETWEEN_FAILURES = 30 * 86_400.0
@@ -42,8 +43,8 @@ STEADY_SECONDS_BETWEEN_FAILURES = 30 * 86_400.0
 class Meter:
     """The time up to which attempts have billed this machine, and the phase that follows.
 
-    A file of the machine, named by SKYTRAIN_METER: unix seconds, and the phase after them. The set-up of the machine
-    creates it with a number alone: the next attempt's bill begins there, with "provision".
+    A file of the machine, named by SKYTRAIN_METER: unix seconds, the phase after them, and the seconds since boot. The
+    set-up of the machine creates it with a number alone: the next attempt's bill begins there, with "provision".
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -68,6 +69,8 @@ class Meter:
             since = float(fields[0])
             if not 0.0 <= since < math.inf:  # nor NaN, with which every sum of the bill would be NaN
                 raise ValueError(fields[0])
+            if len(fields) > 2:
+                since = steady_time() - (since_boot() - float(fields[2]))
             return since, fields[1] if len(fields) > 1 else "provision"
         except (ValueError, IndexError) as error:
             raise UserError(f"SKYTRAIN_METER: {self.path}: holds no unix seconds; remove it") from error
@@ -76,7 +79,7 @@ class Meter:
         """Record that the machine is billed up to `time` (unix seconds), and the phase after it."""
         if self.path is not None:
             fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            fresh.write_text(f"{time} {phase}\n")
+            fresh.write_text(f"{time} {phase} {since_boot()}\n")
             fresh.replace(self.path)
 
     def unbilled(
@@ -211,10 +214,13 @@ class Attempt:
     def _report(self) -> None:
         key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
         with self._reporting:
-            now, traffic = time.time(), self.traffic() - self._traffic_before
+            now, traffic = steady_time(), self.traffic() - self._traffic_before
             if traffic != Traffic():
                 self.report(bytes_sent=traffic.sent, bytes_received=traffic.received)
                 self.report(write_requests=traffic.writes, read_requests=traffic.reads)
+            if abs(jump := time.time() - now) > JUMP_SECONDS:
+                self.report(clock_jump=round(jump))
+            self.report(booted=since_boot())
             self.update(time=now, phases=self.phases(now))
             latest = self.latest
             self.store.put(key, latest.to_json())
@@ -247,9 +253,9 @@ def claim(
     This process spent `idle` of the seconds before now waiting. Time that `earlier` attempts on this machine have
     billed is not billed again. `died` is called if the thread of the heartbeats ends unexpectedly.
     """
-    now, meter = time.time(), meter or Meter.here()
+    now, meter = steady_time(), meter or Meter.here()
     here = this_process()
-    billed = max((b.time for b in earlier if b.process.machine == here.machine), default=0.0)
+    billed = max((here_at(b) for b in earlier if b.process.machine == here.machine), default=0.0)
     before = meter.unbilled(now, idle, billed, began if billing.since is None else None)
     heartbeat = Heartbeat(
         run,
@@ -275,14 +281,20 @@ def claim(
 
 def close_dead_attempt(store: Store, prefix: str, beat: Heartbeat, state: str, cause: str) -> None:
     """Write the last heartbeat of an attempt whose processes a signal has ended on this machine, billed up to now."""
-    now = time.time()
-    silent = max(0.0, now - beat.time)
+    silent = max(0.0, steady_time() - here_at(beat))
+    now = beat.time + silent
     lost = min(silent, HEARTBEAT_SECONDS)  # it may have worked until just before its next heartbeat
     phases = sum_by_key([beat.phases, {"lost": lost, "idle": silent - lost}])
     progress = beat.progress.updated(killed=cause)
     last = replace(beat, state=state, time=now, phases=phases, progress=progress)
     store.put(f"{prefix}/attempts/{beat.attempt:04d}/heartbeat.json", last.to_json())
-    Meter.here().forward(now, "idle")
+    Meter.here().forward(steady_time(), "idle")
+
+
+def here_at(beat: Heartbeat) -> float:
+    """The time of a heartbeat of this machine by the clock of this process: the wall clock may have jumped since."""
+    booted = beat.progress.booted
+    return beat.time if booted is None else steady_time() - (since_boot() - booted)
 
 
 def attempts(store: Store, prefix: str) -> list[Heartbeat]:
@@ -390,8 +402,8 @@ def process_began() -> float:
     """The start of this process, in unix seconds."""
     ticks, uptime = process_started(os.getpid()), Path("/proc/uptime")
     if ticks is None or not ticks.isdigit() or not uptime.exists():
-        return time.time()
-    return time.time() - float(uptime.read_text().split()[0]) + int(ticks) / os.sysconf("SC_CLK_TCK")
+        return steady_time()
+    return steady_time() - float(uptime.read_text().split()[0]) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def sum_by_key(several: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -70,6 +70,8 @@ class Progress(Stored):
     waiting: bool | None = None  # on a standby machine, for a machine that trains
     notice: str | None = None  # why the attempt was asked to stop
     restarting: bool | None = None  # after a crash this machine starts the next attempt
+    booted: float | None = None  # seconds from the boot of the machine to the heartbeat
+    clock_jump: float | None = None  # seconds by which the wall clock has jumped during the attempt
     killed: str | None = None  # the cause, if a signal or the watchdog ended a process of the attempt
     metrics: Mapping[str, Number] = field(default_factory=dict)
 

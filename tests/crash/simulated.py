@@ -553,6 +553,8 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ledger, "this_process", this_process)
     patch.setattr(ledger, "process_started", process_started)
     patch.setattr(ledger, "process_began", lambda: the_world().now)
+    patch.setattr(ledger, "steady_time", Clock().time)
+    patch.setattr(ledger, "since_boot", Clock().monotonic)
     for name, value in vars(pipelines.tracking.runs.Run).items():
         if isinstance(value, cached_property) and hasattr(value, "lock"):  # Python 3.11: one for all processes here
             patch.setattr(vars(pipelines.tracking.runs.Run)[name], "lock", nullcontext())

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +16,20 @@ from typing import Any
 import pytest
 
 from pipelines.tracking import ledger
+from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.ledger import (
     Attempt,
     attempts,
     claim,
+    close_dead_attempt,
     is_alive,
     is_dead,
     process_began,
     process_exists,
     this_process,
 )
-from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
+from pipelines.tracking.records import Billing, Heartbeat, Machine
+from trainer import process
 from trainer.errors import StaleAttempt, StoreUnavailable, UserError
 from trainer.store import LocalStore
 
@@ -34,8 +37,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PREFIX = "train/tiny-1a2b3c4d"
 
 
-def claimed(store: LocalStore, number: int, price: float = 0.0) -> Attempt:
-    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", number, Billing(price))
+def claimed(store: LocalStore, number: int, price: float = 0.0, earlier: Sequence[Heartbeat] = ()) -> Attempt:
+    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", number, Billing(price), earlier=earlier)
     assert attempt is not None
     return attempt
 
@@ -153,7 +156,7 @@ def test_a_store_that_fails_for_a_while_stops_neither_heartbeat_nor_work(
         attempt.report(step=9)
         until(lambda: store.refused >= 3, "three heartbeats were refused")
         store.fault = None
-        until(lambda: attempts(store, PREFIX)[0].progress == Progress(step=9), "the heartbeat is back")
+        until(lambda: attempts(store, PREFIX)[0].progress.step == 9, "the heartbeat is back")
     assert attempts(store, PREFIX)[0].state == "done"
 
 
@@ -164,6 +167,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from pipelines.tracking import ledger
+from pipelines.tracking.account import StoredHeartbeat, account
 from trainer.store import LocalStore
 ledger.HEARTBEAT_SECONDS = 0.05
 store, billing = LocalStore(Path(sys.argv[1])), ledger.Billing(3600.0)
@@ -183,7 +187,7 @@ def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_
 
     def child_reported() -> bool:
         seen = attempts(store, PREFIX)
-        return bool(seen) and seen[0].progress == Progress(step=5) and seen[0].time - seen[0].started > 0.2
+        return bool(seen) and seen[0].progress.step == 5 and seen[0].time - seen[0].started > 0.2
 
     try:
         until(child_reported, "the child sends heartbeats")
@@ -200,7 +204,7 @@ def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_
     assert seen.state == "running"  # it had no time to report its end
     assert 0.2 < seen.time - seen.started <= killed - seen.started
     assert seen.usd == pytest.approx(seen.time - seen.started)  # at a dollar a second
-    assert seen.progress == Progress(step=5)
+    assert seen.progress.step == 5
     assert seen.phases == pytest.approx({"train": seen.time - seen.started})
 
 
@@ -290,3 +294,24 @@ def test_a_kill_between_a_heartbeat_and_the_meter_bills_nothing_twice(tmp_path: 
     meter.write_text(f"{up}")  # as if the claim had failed
     second = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 2, Billing(), earlier=[first.latest])
     assert second is not None and second.latest.started == pytest.approx(first.latest.time)
+
+
+@pytest.mark.parametrize("jump", [86_400.0, -3_600.0])
+def test_a_clock_that_jumps_changes_no_bill_and_is_named_on_it(
+    tmp_path: Path, meter: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    store, real = LocalStore(tmp_path), time.time
+    monkeypatch.setenv(process.BOOTED, repr(real() - process.since_boot()))
+    first = claimed(store, 1)
+    with first:
+        monkeypatch.setattr(time, "time", lambda: real() + jump)
+    monkeypatch.delenv(process.BOOTED)  # the next command looks at the clock anew
+    seen = attempts(store, PREFIX)[0]
+    with claimed(store, 2, earlier=[seen]):
+        pass
+    close_dead_attempt(store, PREFIX, replace(seen, attempt=3), "interrupted", "killed")
+    beats = attempts(store, PREFIX)
+    assert all(0 <= 3600 * beat.billed_hours < 60 for beat in beats)
+    assert [beat.progress.clock_jump for beat in beats[:2]] == [pytest.approx(jump, abs=2), None]
+    bill = account("tiny-1a2b3c4d", [StoredHeartbeat(PREFIX, beat) for beat in beats])
+    assert {a.number for a in bill.attempts if a.clock_jump} >= {1}
