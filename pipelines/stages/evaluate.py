@@ -5,6 +5,7 @@ this node share the work: one process is the pipeline's own, several are ranks t
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -69,6 +70,9 @@ def build(work: Work) -> Built:
     recipe, cache = work.recipe, work.home / "cache"
     work.clock.enter("download")
     check_inputs(recipe, cache)
+    wanted, held_out = recipe.evaluate.val_tokens, work.inputs["tokenize"].facts.get("val_tokens", sys.maxsize)
+    if held_out < wanted:
+        work.screen.note(f"  evaluate.val_tokens is {wanted:,}, and {held_out:,} tokens are held out: it reads those")
     weights = work.fetch("train", "model.safetensors")
     processes = processes_on_this_node(recipe.runtime)
     with work.screen.bar("evaluate", None) as bar:

@@ -12,10 +12,13 @@ BATCHES_AHEAD = 4  # that are read while one is encoded
 
 
 def batches_of(documents: Iterable[bytes]) -> Generator[list[bytes], None, None]:
-    """Consecutive documents of about BATCH_BYTES."""
+    """Consecutive documents of about BATCH_BYTES; a larger one alone."""
     batch: list[bytes] = []
     size = 0
     for document in documents:
+        if batch and len(document) > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
         batch.append(document)
         size += len(document)
         if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:

@@ -13,7 +13,7 @@ import pickle
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +40,11 @@ DIFFERENT = {
     b"\xea": re.compile(rb"\xea\x9f[\x8e-\xb1]"),
     b"\xf0": re.compile(rb"\xf0[\x90\x91\x96\x98\x9e\xab\xac\xb2\xb3]"),
 }
+
+
+LONG_BYTES = 16 << 20  # of a document, which is encoded in parts: an encoder takes several times its size
+# No word of GPT-2's pattern has a space behind a letter, and the bytes of a text may be cut anywhere.
+CUT = re.compile(rb"[A-Za-z0-9,.;](?= )")
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,14 @@ class Encoder:
         """The tokens of documents, each behind <|endoftext|>. A literal "<|endoftext|>" inside a text is ordinary."""
         import numpy as np
 
+        if len(documents) == 1 and len(documents[0]) > LONG_BYTES:
+            tokens, end = np.empty(len(documents[0]) + 1, self.dtype), 1  # a token has a byte at least
+            tokens[0] = self.eot
+            for part in parts_of(documents[0]):
+                ids = self.encode([part])[0]
+                tokens[end : end + len(ids)] = ids
+                end += len(ids)
+            return TokenBatch(tokens[:end], np.zeros(1, np.int64), len(documents[0]))
         ids, bounds = self.encode(documents)
         tokens = np.empty(len(ids) + len(documents), self.dtype)
         starts = bounds[:-1] + np.arange(len(documents))
@@ -131,6 +144,15 @@ class Encoder:
                 Path(file.name).write_bytes(self.ranks or b"")
                 self._fast, self._seconds = BPETokenizer.from_tiktoken(file.name, "gpt2", None), 0.0
         return self._fast
+
+
+def parts_of(document: bytes) -> Iterator[bytes]:
+    """Parts of about LONG_BYTES of a document, whose tokens are those of the whole."""
+    first = 0
+    while found := CUT.search(document, first + LONG_BYTES):
+        yield document[first : found.end()]
+        first = found.end()
+    yield document[first:]
 
 
 @functools.lru_cache(maxsize=1)

@@ -22,6 +22,7 @@ PIECE_BYTES = 64 << 20  # of text
 COLUMN_BYTES = 8 << 20  # of text, decoded at once
 BUFFER_BYTES = 1 << 20  # of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of some editors
+BINARY_BYTES = 8000  # at the start of a file; as git does, a NUL in them means that it is no text
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class Piece:
 class Files:
     """Files of one kind, read one after the other: a text of a fixed order, pinned to a version.
 
-    A document is a row of parquet, a line of jsonl that is not blank, or a file of txt (invalid UTF-8 becomes U+FFFD,
-    line ends become \\n).
+    A document is a row of parquet, a line of jsonl that is not blank, or a file of txt (invalid UTF-8 becomes U+FFFD).
     """
 
     kind: str
@@ -124,8 +124,10 @@ class Files:
         else:
             for path in piece.names:
                 with reading(path), unpacked(path) as file:
-                    text = file.read().removeprefix(BYTE_ORDER_MARK).decode(errors="replace")
-                yield text.replace("\r\n", "\n").replace("\r", "\n").encode()
+                    found = file.read().removeprefix(BYTE_ORDER_MARK)
+                if b"\0" in found[:BINARY_BYTES]:
+                    raise UserError(f"tokens.source: '{path}' is binary (it contains NUL); name files of text")
+                yield found.decode(errors="replace").encode()
 
     def _rows(self, piece: Piece) -> Iterator[bytes]:
         """The text column of some row groups."""
@@ -192,10 +194,10 @@ class Files:
         if not isinstance(row, dict) or self.column not in row:
             raise no_column(self.column, place(), row if isinstance(row, dict) else ())
         value = row[self.column]
-        if not isinstance(value, str | None):
-            kind = type(value).__name__
+        if not isinstance(value, str):
+            kind = "null" if value is None else type(value).__name__
             raise UserError(f"tokens.text_column: '{self.column}' of {place()} is {kind}, not a string")
-        return value or ""
+        return value
 
 
 def grouped(sizes: list[int]) -> Iterator[range]:
@@ -249,6 +251,7 @@ def row_groups(path: str, column: str) -> list[tuple[int, int]]:
     if column not in schema.names:
         raise no_column(column, f"'{path}'", schema.names)
     kind = schema.field(column).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise UserError(f"tokens.text_column: '{column}' in '{path}' holds {kind}, not strings")
     at = metadata.schema.names.index(column)

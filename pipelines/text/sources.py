@@ -11,6 +11,7 @@ import os
 import re
 import sysconfig
 import tokenize
+from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipelines.recipe import LLMC, TokensConfig
-from pipelines.text.files import Files, Piece, common_kind, sha256_of_text
+from pipelines.text.files import KINDS, Files, Piece, common_kind, sha256_of_text
 from pipelines.text.hub import HUB, datasets_library, pinned_commit, reason_of, with_retries
 from trainer.errors import UserError
 
@@ -176,8 +177,10 @@ def open_source(
     pattern = os.path.join(glob.escape(str((base or Path()).absolute())), os.path.expanduser(source))
     path = os.path.join((base or Path()).absolute(), os.path.expanduser(source))
     if os.path.isdir(path):
+        endings = Counter(Path(name).suffix for name in os.listdir(path))
+        kind = max(KINDS, key=lambda kind: endings[f".{kind}"])
         raise UserError(
-            f"tokens.source: '{source}' is a folder; name its files: '{source}/*.parquet'"
+            f"tokens.source: '{source}' is a folder; name its files: '{source}/*.{kind}'"
             f", or {LLMC}{source} for token shards"
         )
     found = [path] if os.path.isfile(path) else sorted(glob.glob(pattern, recursive=True))

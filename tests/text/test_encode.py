@@ -55,6 +55,16 @@ def test_a_stream_is_end_of_text_and_encode_ordinary_of_every_document_in_order(
     assert rows(gpt2, texts) == expected
 
 
+def test_a_long_document_is_encoded_in_parts_that_have_its_tokens(
+    gpt2: tiktoken.Encoding, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = " ".join([*corpus(shared_data, 20), *ODD_TEXTS, "it's  'll. x , y   z "])
+    whole = [rows(encoding, [text]) for encoding in (gpt2, tokenizer("bytes"))]
+    monkeypatch.setattr(encode, "LONG_BYTES", 9)
+    assert len(list(encode.parts_of(text.encode()))) > 1000
+    assert [rows(encoding, [text]) for encoding in (gpt2, tokenizer("bytes"))] == whole
+
+
 def test_gpt2s_text_is_encoded_by_the_fast_library_and_other_text_by_tiktoken(gpt2: tiktoken.Encoding) -> None:
     assert encoder_name(gpt2).startswith("gigatoken ")
     assert encoder_name(tokenizer("bytes")).startswith("tiktoken ")

@@ -114,15 +114,20 @@ def test_bytes_that_are_not_utf8_become_the_replacement_character(tmp_path: Path
     strings = pa.array(damaged, pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": strings}), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == expected
+    pq.write_table(pa.table({"text": pa.array(["x", None, "x"]).dictionary_encode()}), tmp_path / "d.parquet")
+    assert read(tmp_path / "d.parquet") == ["x", "", "x"]
     lines = b"".join(b'{"text": "%s"}\n' % (one or b"") for one in damaged)
     (tmp_path / "l.jsonl").write_bytes(lines + rb'{"text": "\ud800"}')
     assert read(tmp_path / "l.jsonl") == [*expected, "\ufffd"]
 
 
-def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"two\r\n\r\nlines\xff")
     (tmp_path / "a.txt").write_bytes(b"one")
-    assert read(tmp_path / "*.txt") == ["one", "two\n\nlines\ufffd"]
+    assert read(tmp_path / "*.txt") == ["one", "two\r\n\r\nlines\ufffd"]
+    (tmp_path / "b.txt").write_bytes(b"GIF89a\0\1")
+    with pytest.raises(UserError, match=r"b.txt' is binary \(it contains NUL\); name files of text"):
+        read(tmp_path / "*.txt")
 
 
 def test_compressed_files_are_read_as_their_contents(tmp_path: Path) -> None:
@@ -189,6 +194,12 @@ def test_an_invalid_source_is_refused_before_it_is_opened(
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_folder_is_refused_with_the_kind_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=rf"is a folder; name its files: '{tmp_path}/\*.txt', or llmc://"):
+        open_source(str(tmp_path), None, None, "text")
+
+
 def test_a_wrong_column_is_refused_with_the_existing_ones(rows: Path, tmp_path: Path) -> None:
     parquet = rows / "part-0.parquet"
     lines = write_lines(tmp_path / "l.jsonl", {"text": "x", "id": 1}, {"body": "y"}, ["z"])
@@ -201,6 +212,8 @@ def test_a_wrong_column_is_refused_with_the_existing_ones(rows: Path, tmp_path: 
             ask(lines, column="body")
         with pytest.raises(UserError, match=r"'id' of line 1 of '.*l.jsonl' is int, not a string"):
             ask(lines, column="id")
+        with pytest.raises(UserError, match=r"'text' of line 1 of '.*null.jsonl' is null, not a string"):
+            ask(write_lines(tmp_path / "null.jsonl", {"text": None}))
     with pytest.raises(UserError, match=r"no 'text' in line 2 of '.*l.jsonl'; it has: body"):
         read(lines)
 
