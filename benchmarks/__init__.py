@@ -1,6 +1,7 @@
 """Side-by-side measurements. Each module is a command: `python -m benchmarks.NAME`."""
 
 import os
+import statistics
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -16,6 +17,11 @@ def run_as_command(main: Callable[[], int | None]) -> NoReturn:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_MISTAKE)
+
+
+def spread(values: list[float]) -> str:
+    """The median, and the least and greatest."""
+    return f"{statistics.median(values):8.3f} [{min(values):.3f} … {max(values):.3f}]"
 
 
 def rank_0_prints(world: World) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import rank_0_prints, run_as_command
+from benchmarks import rank_0_prints, run_as_command, spread
 from pipelines.recipe import Recipe, load_recipe
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState, checkpoint_seconds
@@ -98,10 +98,6 @@ def blocking_save(engine: Engine, path: Path) -> float:
     return time.perf_counter() - started
 
 
-def summary(times: list[float]) -> str:
-    return f"{statistics.median(times):8.3f} [{min(times):.3f} … {max(times):.3f}]"
-
-
 def measure(recipe: Recipe, saves: int, seconds: float, folder: Path) -> None:
     world = World.start(recipe.runtime)
     rank_0_prints(world)
@@ -133,9 +129,9 @@ def measure(recipe: Recipe, saves: int, seconds: float, folder: Path) -> None:
         checkpointer.finish(log)
         until_commit.append(time.perf_counter() - began)
         print(f"  a step {undisturbed / count:.4f}; a save: call {call[-1]:.4f}, cost {cost[-1]:.3f}", flush=True)
-    print(f"  call of save                          {summary(call)}")
-    print(f"  cost of a save for training           {summary(cost)}")
-    print(f"  until the commit, at most             {summary(until_commit)}")
+    print(f"  call of save                          {spread(call)}")
+    print(f"  cost of a save for training           {spread(cost)}")
+    print(f"  until the commit, at most             {spread(until_commit)}")
     interval = checkpoint_seconds(max(0.1, statistics.median(call)))
     share = statistics.median(cost) / interval
     print(f"  share of training at the interval that `auto` chooses, {interval:.0f} s: {share:.2%}")

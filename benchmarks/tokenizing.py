@@ -17,7 +17,6 @@ import json
 import os
 import resource
 import signal
-import statistics
 import sys
 import sysconfig
 import tempfile
@@ -29,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from benchmarks import spread
 
 SHARD_TOKENS = 100_000_000
 WAYS = ("stage", "script")
@@ -170,10 +171,6 @@ def measured(command: list[str]) -> tuple[int, str, str, float, int]:
         return process.returncode, out.read(), err.read(), sum(seconds.values()), most
 
 
-def shown(values: list[float]) -> str:
-    return f"{statistics.median(values):7.2f} [{min(values):.2f} … {max(values):.2f}]"
-
-
 def main(folder: Path, repeats: int) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     from servers import Radosgw
@@ -214,8 +211,8 @@ def compare(repeats: int) -> None:
             print(way, results[way][-1], flush=True)
     print(f"{repeats} times: Mtok/s, Mtok/CPU-second, peak GiB of all processes")
     for way, runs in results.items():
-        speed = shown([run["tokens"] / run["wall"] / 1e6 for run in runs])
-        cpu = shown([run["tokens"] / run["cpu"] / 1e6 for run in runs])
+        speed = spread([run["tokens"] / run["wall"] / 1e6 for run in runs])
+        cpu = spread([run["tokens"] / run["cpu"] / 1e6 for run in runs])
         print(f"  {way:16} {speed}   {cpu}   {max(run['memory'] for run in runs):.2f}   {runs[0]['tokens']:,} tokens")
 
 
