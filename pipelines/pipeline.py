@@ -29,12 +29,13 @@ from pipelines.tracking.ledger import (
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, RunRecord, read_run, record
-from trainer.errors import Crashed, Interrupted, StaleAttempt, Stopped, StoreUnavailable
+from trainer.errors import Crashed, Interrupted, StaleAttempt, Stopped, StoreUnavailable, UserError
 from trainer.process import StopSignal, failpoint
 from trainer.store import Store
 
 # On a rented machine: how long to wait, at full price, while another machine works on the same artifact.
 RIVAL_SECONDS = 300.0
+MOST_REFUSALS = 5  # of one number: the attempt that has it must be listed by then
 ORPHAN_SECONDS = 150.0  # for the ranks of a killed command to commit: more than any cloud's grace
 
 
@@ -94,7 +95,7 @@ class Pipeline:
 
     def _make(self, stage: str) -> Manifest:
         """Build an artifact, or wait for the process that is building it."""
-        plan = self.plans[stage]
+        plan, refused = self.plans[stage], list[int]()  # numbers that another process was faster to claim
         while True:
             began = time.monotonic()
             rival = self._wait_for_rival(plan)
@@ -118,6 +119,12 @@ class Pipeline:
             )
             if attempt is None:  # another process was faster
                 self.stop.check()
+                refused.append(number)
+                if refused.count(number) > MOST_REFUSALS:
+                    raise UserError(
+                        f"{self.store.uri}/{plan.prefix}/attempts/: the store refuses to create attempt {number}, "
+                        "and lists none; remove what skytrain did not write there, or use another store"
+                    )
                 time.sleep(1)
                 continue
             try:

@@ -8,12 +8,23 @@ WORTH_A_LINE_SECONDS = 10.0  # of an outage, for a line about its end
 
 
 def show_outages() -> None:
-    """Show the outages of stores on stderr, from now on."""
+    """Show the outages of stores on stderr, from now on, and warnings without control characters."""
+    if logging.lastResort:  # the handler of all others
+        logging.lastResort.setFormatter(PrintableFormatter())
     log = logging.getLogger("pipelines.artifacts.store")
     if not any(isinstance(handler, OutageLines) for handler in log.handlers):
         log.addHandler(OutageLines())
         log.setLevel(logging.INFO)
         log.propagate = False
+
+
+class PrintableFormatter(logging.Formatter):
+    """Replaces control characters, which may come from names in a store."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        from pipelines.show.console import printable
+
+        return printable(super().format(record))
 
 
 class OutageLines(logging.Handler):

@@ -54,8 +54,9 @@ def print_series(run: str, rows: list[dict[str, Any]], as_json: bool, alone: boo
     out = csv.writer(sys.stdout, lineterminator="\n")
     first = [] if alone else ["run"]
     out.writerow([*first, *SERIES])
+    name = f"'{printable(run)}" if run[:1] in "=+-@" else printable(run)  # a formula, to a spreadsheet
     for row in steps:
-        out.writerow([*([] if alone else [printable(run)]), *(row.get(metric) for metric in SERIES.values())])
+        out.writerow([*([] if alone else [name]), *(row.get(metric) for metric in SERIES.values())])
 
 
 def print_audits(audits: list[Audit]) -> None:

@@ -314,7 +314,7 @@ def test_a_rented_machine_starts_again_after_a_crash_and_another_one_leaves(
     assert [beat.state for beat in beats] == (["interrupted"] * MOST_CRASHES + ["done"] if rented else ["interrupted"])
     assert all(bool(beat.progress.restarting) == rented for beat in beats[:1])
     seconds = [sum(beat.phases.values()) for beat in beats]
-    assert sum(seconds) == pytest.approx(beats[-1].time - beats[0].started, abs=0.1)  # each second is billed once
+    assert sum(seconds) <= beats[-1].time - beats[0].started + 0.01  # no second is billed twice
 
 
 @pytest.mark.parametrize("state", ["failed", "interrupted", "done"])
@@ -343,3 +343,17 @@ def test_a_rented_machine_that_only_waits_for_another_one_is_released(
     assert type(ended.value) is ending
     assert "attempt 1 on other works on tokenize, so this rented machine is released" in (waiting.stop.reason or "")
     assert stages.built == [] and states(store) == ["running"]
+
+
+@pytest.mark.parametrize("body", [None, Heartbeat("x", "tokenize", 999_999_999, "failed", 1.0, 2.0, 0.0).to_json()])
+def test_a_claim_that_the_store_refuses_for_ever_ends_the_run(
+    stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes | None
+) -> None:
+    monkeypatch.setattr(pipelines.pipeline, "time", SimpleNamespace(sleep=lambda _: None, monotonic=time.monotonic))
+    if body:
+        store.put(f"{TOKENS}/attempts/999999999/heartbeat.json", body)
+        store.put(f"{TOKENS}/attempts/1000000000/claim.json", body)
+    else:
+        monkeypatch.setattr(LocalStore, "create", lambda *_: False)
+    with pytest.raises(UserError, match=f"{TOKENS}/attempts/: the store refuses to create attempt"):
+        execute(store, tmp_path)
