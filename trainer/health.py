@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Self, TypeVar
 
 from trainer.config import RuntimeConfig, TrainConfig
@@ -94,16 +94,12 @@ def bounded(name: str, value: float, window: Sequence[float], limit: float | Non
     """
     if limit is None or len(window) < OUTLIER_WINDOW:
         return value, None
-    centre = mean(window)
-    deviation = math.sqrt(mean([(x - centre) ** 2 for x in window]))
+    centre = fmean(window)
+    deviation = math.sqrt(fmean([(x - centre) ** 2 for x in window]))
     if deviation == 0 or value <= centre + limit * deviation:
         return value, None
     z = (value - centre) / deviation
     return centre + limit * deviation, f"{name} {value:.4g} is {z:.1f} standard deviations above its last {len(window)}"
-
-
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def diagnosis(step: int, evidence: str, config: TrainConfig) -> str:

@@ -24,7 +24,7 @@ from trainer.engine import Batches, Engine, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
 from trainer.eval.evaluation import Evaluation, validation_loss
 from trainer.events import EventLog, Skipped, Slow, Started
-from trainer.fit import Fit, choose_micro_batch, devices_of, memory_settings
+from trainer.fit import choose_micro_batch, devices_of, memory_settings
 from trainer.health import Health, Watchdog, diagnosis
 from trainer.metrics import mfu, peak_flops
 from trainer.models.model_config import ModelConfig
@@ -69,7 +69,21 @@ def train(
         engine.tokens_at_once = fit.micro_batch_size * model_config.block_size  # for evaluations: these fit
         state.world_size, state.devices = world.world_size, devices_of(world)
         state.memory_settings = memory_settings(engine, runtime)
-        log_start(engine, model_config, state, fit, world, log)
+        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+        log.write(
+            Started(
+                step=state.step,
+                world_size=world.world_size,
+                device=device,
+                engine=engine.why,
+                precision=engine.precision,
+                parameters=model_config.parameters,
+                micro_batch_size=fit.micro_batch_size,
+                micro_batch_why=fit.why,
+            )
+        )
+        if world.rank == 0:
+            log_line(f"{engine.precision}, {fit.why}; {engine.why}")
         data.waiting = partial(log.clock.phase, "data")
         save_clock = SaveClock(runtime, checkpointer.between_failures, checkpointer.traffic_seconds)
         on_training = (model_config, config, data, val_data, checkpointer, world, stop, log, evaluation)
@@ -373,22 +387,3 @@ def begin(
             state = loaded.on_another_text() if found.other_text else loaded
     engine.restore(state)
     return state
-
-
-def log_start(engine: Engine, model: ModelConfig, state: TrainState, fit: Fit, world: World, log: EventLog) -> None:
-    """Log that the ranks are ready for their first step."""
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-    log.write(
-        Started(
-            step=state.step,
-            world_size=world.world_size,
-            device=device,
-            engine=engine.why,
-            precision=engine.precision,
-            parameters=model.parameters,
-            micro_batch_size=fit.micro_batch_size,
-            micro_batch_why=fit.why,
-        )
-    )
-    if world.rank == 0:
-        log_line(f"{engine.precision}, {fit.why}; {engine.why}")

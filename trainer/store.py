@@ -116,9 +116,6 @@ class LocalStore:
         except RuntimeError as error:
             raise UserError(f"store {str(root)!r}: the user does not exist; write the path of a folder") from error
 
-    def __repr__(self) -> str:
-        return f"LocalStore({str(self.root)!r})"
-
     @property
     def uri(self) -> str:
         return f"file://{self.root}"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.nodes.address import NodeAddress
-from pipelines.nodes.ranks import LOG_FILE, RANK_MODULE, LauncherTask, RankSpec
+from pipelines.nodes.ranks import LOG_FILE, RANK_MODULE, RankSpec
 from pipelines.nodes.results import KILLED, signal_name
 
 FAILING_SECONDS = 4.0  # for the other ranks to leave once one has failed; see also trainer/parallel.py
@@ -39,15 +39,14 @@ def main() -> int:
         error = broken  # for the log of the attempt
     if not (line := sys.stdin.readline()):
         return 0  # the command needs no ranks
-    task = LauncherTask(**json.loads(line))
-    folder, address = Path(task.folder), NodeAddress(*task.address)
-    with (folder / LOG_FILE).open("ab") as log:
+    folder, cache, grace_seconds, address, environment = json.loads(line)
+    with Path(folder, LOG_FILE).open("ab") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
     if error:
         raise error
-    os.environ |= task.environment
-    return run_ranks(folder, Path(task.cache), task.grace_seconds, address)
+    os.environ |= environment
+    return run_ranks(Path(folder), Path(cache), grace_seconds, NodeAddress(*address))
 
 
 def run_ranks(folder: Path, cache: Path, grace_seconds: float, address: NodeAddress) -> int:

@@ -10,8 +10,9 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,17 +43,6 @@ LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error fi
 # Where another process has one of two cores, a thread that turns keeps the one that it waits for from running.
 SPINS = 1000
 FAILING_SECONDS = 4.0  # for ranks to fail and write their error files, once those of another node failed
-
-
-@dataclass(frozen=True)
-class LauncherTask:
-    """What a launcher reads from stdin. `environment` takes the place of its own."""
-
-    folder: str  # of the attempt on this node
-    cache: str
-    grace_seconds: float
-    address: tuple[int, int, str, str]  # of the node
-    environment: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -93,13 +83,7 @@ _prepared: list[subprocess.Popen[bytes]] = []
 def prepare_launcher(processes: int) -> None:
     """Start a launcher: it imports torch while this process asks the store. The next `start_ranks` uses it."""
     _prepared.append(new_launcher(processes))
-    atexit.register(end_prepared)
-
-
-def end_prepared() -> None:
-    for launcher in _prepared:
-        launcher.kill()
-        launcher.wait()
+    atexit.register(_prepared[-1].kill)  # if no ranks are needed
 
 
 def new_launcher(processes: int) -> subprocess.Popen[bytes]:
@@ -129,10 +113,10 @@ def start_ranks(
     if address.count > 1 and (interface := interface_to(address.first)):
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     launcher = _prepared.pop() if _prepared else new_launcher(spec.processes)
-    task = LauncherTask(str(folder), str(home / "cache"), grace_seconds, astuple(address), environment)
+    task = str(folder), str(home / "cache"), grace_seconds, astuple(address), environment
     assert launcher.stdin
     with suppress(BrokenPipeError), launcher.stdin as pipe:  # it has died: its exit code shows how
-        pipe.write(json.dumps(asdict(task)).encode())
+        pipe.write(json.dumps(task).encode())
     return launcher
 
 
@@ -157,27 +141,18 @@ def wait_or_kill(launcher: subprocess.Popen[bytes]) -> int:
 
 def wait_for_orphans(launcher: subprocess.Popen[bytes], seconds: float) -> None:
     """Wait for the ranks of a killed launcher: the kernel has asked them to commit and leave, see die_with_parent."""
-    import psutil
-
-    orphans = []
-    for process in psutil.process_iter():
-        with suppress(OSError):
-            if os.getsid(process.pid) == launcher.pid:
-                orphans.append(process)
-    _, late = psutil.wait_procs(orphans, seconds)
-    for process in late:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    deadline = time.monotonic() + seconds
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(launcher.pid, 0)  # changes nothing; raises once no process of its group is left
+            time.sleep(0.1)
+        os.killpg(launcher.pid, signal.SIGKILL)
 
 
 def kill_ranks(launcher: subprocess.Popen[bytes]) -> None:
-    """End the launcher and its ranks immediately."""
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(launcher.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+    """End the launcher and its ranks, the processes of its group, immediately."""
+    with suppress(ProcessLookupError):
+        os.killpg(launcher.pid, signal.SIGKILL)
     launcher.kill()
     launcher.wait()
 

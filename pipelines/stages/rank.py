@@ -17,7 +17,6 @@ from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.artifacts.store import open_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
-from pipelines.recipe import Recipe
 from pipelines.stages.evaluate import FACTS_FILE, measure
 from pipelines.stages.measures import evaluation_in_training
 from pipelines.text.adopted import places_of
@@ -86,7 +85,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         weights=recipe.tokens.weights,
         eot=tokens.facts.get("eot"),
         starting=starting,
-        origin=partial(origin_of, spec, store, cache) if begins_elsewhere(recipe) else None,
+        origin=partial(origin_of, spec, store, cache) if recipe.train.init_from or recipe.train.branch_from else None,
     )
     try:
         run_rank(job, stop)
@@ -94,10 +93,6 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         print(error, file=sys.stderr)
         return EXIT_FAILED  # the pipeline's process detects by itself that the attempt is stale
     return EXIT_DONE
-
-
-def begins_elsewhere(recipe: Recipe) -> bool:
-    return bool(recipe.train.init_from or recipe.train.branch_from)
 
 
 def origin_of(spec: RankSpec, store: Store, cache: Path, world: "World") -> Origin:

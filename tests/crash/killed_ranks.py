@@ -23,7 +23,6 @@ from typing import Any
 import psutil
 import yaml
 
-from pipelines.nodes.ranks import kill_ranks
 from pipelines.recipe import load_recipe
 
 WAYS = ("rank", "torchrun", "SIGTERM")
@@ -54,7 +53,8 @@ class Run:
                 assert not way, "the run ended before it was killed, without a new commit: give it more steps"
                 assert process.returncode == 0, f"the trainer ended with exit code {process.returncode}"
         finally:
-            kill_ranks(process)
+            process.kill()  # after an error: the ranks end with it
+            process.wait()
 
     @staticmethod
     def kill(process: subprocess.Popen[bytes], way: str) -> None:
