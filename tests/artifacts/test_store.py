@@ -585,7 +585,8 @@ def test_a_listing_of_many_pages_is_complete(s3_store: S3Store) -> None:
 
 @pytest.mark.slow
 def test_big_files_need_little_memory(s3_store: S3Store, tmp_path: Path) -> None:
-    """A child moves a 400 MB file both ways; its peak stays within 230 MB, most of it Python, boto3 and s3transfer."""
+    """A child with two connections moves a 400 MB file both ways; its peak stays within 260 MB, most of it Python, boto3
+    and s3transfer. A part that goes up is in memory three times."""
     source = tmp_path / "source"
     with open(source, "wb") as file:
         file.truncate(400_000_000)
@@ -599,10 +600,10 @@ def test_big_files_need_little_memory(s3_store: S3Store, tmp_path: Path) -> None
         [sys.executable, "-c", code, s3_store.uri, source],
         capture_output=True,
         timeout=300,
-        env=_with_repository(),
+        env=_with_repository() | {"LOCAL_WORLD_SIZE": "64"},
     )
     assert done.returncode == 0, done.stderr.decode()
-    assert int(done.stdout) * 1024 < 230_000_000
+    assert int(done.stdout) * 1024 < 260_000_000
     assert (tmp_path / "back").stat().st_size == 400_000_000
 
 
