@@ -585,8 +585,8 @@ def test_a_listing_of_many_pages_is_complete(s3_store: S3Store) -> None:
 
 @pytest.mark.slow
 def test_big_files_need_little_memory(s3_store: S3Store, tmp_path: Path) -> None:
-    """A child with two connections moves a 400 MB file both ways; its peak stays within 260 MB, most of it Python, boto3
-    and s3transfer. A part that goes up is in memory three times."""
+    """A child with two connections moves a 400 MB file both ways; its peak stays within 260 MB: Python, boto3,
+    s3transfer and parts, each of which is in memory three times while it goes up."""
     source = tmp_path / "source"
     with open(source, "wb") as file:
         file.truncate(400_000_000)

@@ -327,7 +327,7 @@ MISTAKES = [
     Mistake(
         {"family": "modern", "window_pattern": "SL"}, "model: window_pattern SL needs a window, and window is null"
     ),
-    Mistake({"family": "modern", "window_pattern": "SM"}, "model.window_pattern: must be: Short (S) and long (L) layers"),
+    Mistake({"family": "modern", "window_pattern": "SM"}, "model.window_pattern: must be: Short (S)"),
     Mistake({"family": "llama", "rope_base": "x"}, "model.rope_base: input should be a valid number (got 'x')"),
 ]
 
