@@ -1,9 +1,9 @@
 """The card of a finished run: its artifacts, losses, time and cost, and the next commands."""
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.panel import Panel
@@ -32,8 +32,9 @@ def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
         for label, line in zip_longest([name], lines, fillvalue=""):
             out.print(f"[bold]{label:{LABEL}}[/]{escape(line)}")
     evaluated = pipeline.made.get("evaluate")
-    if evaluated and (sample := text_of_sample(evaluated.facts)):
-        out.print(Panel(Text(sample), title="a sample without a prompt", title_align="left", width=width))
+    if sample := str(evaluated.facts.get("sample") or "").strip() if evaluated else "":
+        lines = [line for line in sample.splitlines() if line.strip()]
+        out.print(Panel(Text("\n".join(lines)), title="a sample without a prompt", title_align="left", width=width))
     out.print("[bold]Next[/]")
     for command in next_commands:
         out.print(f"  {escape(command)}")
@@ -48,11 +49,6 @@ def passed_text(passed: Passed) -> str:
     usd = "" if not cost.usd else f", ${money(cost.usd, cost.unpriced_hours)}"
     name = f"{TARGET_NAMES[passed.name]} {passed.target:g}"
     return f"{name} after {passed.tokens:,} tokens (step {passed.step:,}), {duration(3600 * cost.hours)}{usd}"
-
-
-def text_of_sample(facts: Mapping[str, Any]) -> str:
-    """The lines of the generated sample, without blank ones."""
-    return "\n".join(line for line in str(facts.get("sample") or "").splitlines() if line.strip())
 
 
 def table_of_stages(pipeline: "Pipeline", account: Account) -> Table:

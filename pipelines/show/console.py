@@ -24,7 +24,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 LINE_SECONDS = 10.0  # between two lines of the same bar in a log
-COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,40}m)")
+COLOUR = re.compile(r"\x1b\[[0-9;:]{0,40}m")
 CARD_COLUMNS = 100  # the width of text that has a choice
 
 
@@ -182,13 +182,11 @@ def cell(text: str) -> str:
 
 
 class JobLog(io.TextIOBase):
-    """Standard output for the log of a job. Of all control sequences only colours pass (SGR), and the carriage return
-    of progress bars."""
+    """Standard output for the log of a job, without colours and other control sequences. The carriage return of
+    progress bars passes."""
 
     def write(self, text: str) -> int:
-        parts = COLOUR.split(text)  # every second one is a colour
-        clean = (part if at % 2 else "\r".join(map(printable, part.split("\r"))) for at, part in enumerate(parts))
-        sys.stdout.write("".join(clean) + "\x1b[0m" * (len(parts) > 1 and text.endswith("\n")))
+        sys.stdout.write("\r".join(map(printable, COLOUR.sub("", text).split("\r"))))
         return len(text)
 
     def flush(self) -> None:

@@ -34,6 +34,8 @@ LIMITS = (
 
 def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) -> str:
     """The card of an export. `made` has the artifacts by stage; without `run` the card names no cost."""
+    from huggingface_hub import EvalResult, ModelCardData
+
     model, train, facts = recipe.model, recipe.train, made["train"].facts
     evaluated = made["evaluate"].facts if "evaluate" in made else {}
     scores = {name: value for name, value in evaluated.items() if "/" in name and isinstance(value, int | float)}
@@ -63,24 +65,20 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
         "## Reproduce\n\n" + reproduction(recipe, made["train"]),
         "## Intended use and limits\n\n" + LIMITS,
     ]
-    # The metadata of the Hub. The licence of the weights is left to their owner.
-    metadata: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": [model.hf_config()["model_type"], "skytrain"],
-    }
-    if datasets := [one.source.removeprefix(HUB) for one in recipe.tokens.each() if one.source.startswith(HUB)]:
-        metadata["datasets"] = datasets
-    if scores:
-        results = []
-        for name, value in scores.items():
-            of, _, metric = name.partition("/")
-            metrics = [{"type": metric, "value": value, "name": SCORES.get(name, name)}]
-            task = {"type": "text-generation"}
-            results.append({"task": task, "dataset": {"type": of, "name": of}, "metrics": metrics})
-        metadata["model-index"] = [{"name": recipe.name, "results": results}]
-    head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
-    return f"---\n{head}---\n\n" + "\n\n".join(sections) + "\n"
+    results = [
+        EvalResult("text-generation", of, of, metric, value, metric_name=SCORES.get(name, name))
+        for name, value in scores.items()
+        for of, _, metric in (name.partition("/"),)
+    ]
+    metadata = ModelCardData(  # of the Hub. The licence of the weights is left to their owner.
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=[model.hf_config()["model_type"], "skytrain"],
+        datasets=[one.source.removeprefix(HUB) for one in recipe.tokens.each() if one.source.startswith(HUB)] or None,
+        model_name=recipe.name,
+        eval_results=results or None,
+    )
+    return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
 def cost(account: Account) -> str:

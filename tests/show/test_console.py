@@ -1,7 +1,6 @@
 """Values in the terminal: durations, text without control characters, and commands that this shell can run."""
 
 import contextlib
-import re
 from typing import Any
 
 import pytest
@@ -77,17 +76,11 @@ def test_names_in_the_store_cannot_control_the_terminal_of_a_report(
 # --- commands
 
 
-def test_of_a_jobs_log_only_colours_and_progress_bars_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    log = JobLog()
-    hostile = "\x1b]0;title\x07 \x1b[2J \x1b[1;1H \x1b]52;c;cm0=\x1b\\ \x9b2J \x1bc \x08\x08"
-    hostile += " \x1b[?1049h \u202egnp.exe \x1b[6n"
-    print(hostile, file=log, end="")
-    print("\x1b[31mred\x1b[0m \t 50%\r100%\n", file=log, end="")
-    print("\x1b[38;5;200mpink\n", file=log, end="")
-    print("half \x1b", file=log, end="")
-    print("[2J whole \x1b[" + "1;" * 99 + "m\n", file=log, end="", flush=True)
+def test_a_jobs_log_loses_colours_and_controls_the_terminal_by_progress_bars_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hostile = "\x1b]0;title\x07 \x1b[2J \x1b[1;1H \x1b]52;c;cm0=\x1b\\ \x9b2J \x1bc \x08\x08 \x1b[?1049h \u202egnp.exe"
+    print(hostile, "\x1b[31mred\x1b[0m \t 50%\r100%\n", "\x1b[" + "1;" * 99 + "m", file=JobLog())
     out = capsys.readouterr().out
-    assert "\x1b[31mred\x1b[0m \t 50%\r100%\n" in out and "\x1b[38;5;200mpink\n\x1b[0m" in out
-    rest = re.sub(r"\x1b\[[0-9;]+m", "", out)
-    assert all(c.isprintable() or c in "\n\t\r" for c in rest)
-    assert "title" in rest and "·[2J" in rest  # what was there stays visible
+    assert " red \t 50%\r100%\n" in out and "title" in out and "·[2J" in out  # what was there stays visible
+    assert all(c.isprintable() or c in "\n\t\r" for c in out)
