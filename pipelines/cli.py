@@ -37,7 +37,6 @@ from pipelines.verbs.resume import resume
 from pipelines.verbs.run import run
 from pipelines.verbs.sample import sample
 from pipelines.verbs.serve import serve
-from pipelines.verbs.shards import shards_app
 from pipelines.verbs.status import status
 from pipelines.verbs.stop import stop
 from pipelines.verbs.tokenizer import tokenizer_app
@@ -54,7 +53,7 @@ GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --hel
     "Run": (run, plan, recipes),
     "Look": (report, status, logs, sample, serve, pull),
     "Cloud": (launch, resume, stop, down),
-    "Tools": (init, doctor, bench, shards_app, tokenizer_app, gc),
+    "Tools": (init, doctor, bench, tokenizer_app, gc),
 }
 
 

@@ -1,33 +1,26 @@
-"""Shards that exist already, of tokenize, llm.c or nanoGPT: adopted from a folder or a prefix in S3, or verified.
+"""Shards that exist already: a folder or a prefix in S3 with the shards of tokenize, llm.c or nanoGPT.
 
 `tokens.source: llmc://PLACE` adopts them. The stage reads each shard once (header, ids, sha256), and its manifest names
 the files where they lie: nothing is copied, and gc never removes them. Only shards in a folder of this machine go into
 a bucket as copies, because other machines could not read them in place.
 """
 
-import json
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from pipelines.artifacts.manifest import File
 from pipelines.artifacts.store import S3Store, open_store
 from pipelines.recipe import LLMC, TokensConfig
 from pipelines.text.shard_writer import SplitShard, rows_in
-from pipelines.text.tokenizer import TOKENIZER_FILE
 from trainer.errors import UserError
 from trainer.process import failpoint
 from trainer.store import LocalStore, Store, sha256_of
 
-if TYPE_CHECKING:
-    import numpy as np
-    import tiktoken
-
-MANIFEST = "MANIFEST.json"
 AT_ONCE = 4  # shards that are read beside each other
 
 
@@ -135,6 +128,8 @@ def adopted_shards(
     packed training shards. `upload` copies a local file into the artifact if `store` is not on this machine, and
     `folder` is scratch for objects of S3.
     """
+    from trainer.data.shards import read_shard, shard_at
+
     place, found = place_in(config), shards_found(config)
 
     def adopt(one: Found) -> tuple[SplitShard, int]:
@@ -143,7 +138,8 @@ def adopted_shards(
         if not here:
             place.download(one.key, path)
         try:
-            tokens, max_id, documents = read_once(path, eot)
+            tokens = read_shard(path, shard_at(path).header)
+            max_id = int(tokens.max(initial=0))
             if max_id >= vocab_size:
                 raise UserError(
                     f"tokens.source: {path.name}: its largest id is {max_id}, and tokens.tokenizer has "
@@ -155,7 +151,7 @@ def adopted_shards(
             else:
                 file = File(one.name, one.key, path.stat().st_size, sha256_of(path), place.uri)
             failpoint("tokenize")
-            return SplitShard(file, len(tokens), max_id, rows), documents
+            return SplitShard(file, len(tokens), max_id, rows), int((tokens == eot).sum())
         finally:
             if not here:
                 path.unlink(missing_ok=True)
@@ -165,79 +161,3 @@ def adopted_shards(
             yield from pool.map(adopt, found)
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def read_once(path: Path, eot: int) -> tuple["np.ndarray", int, int]:
-    """The tokens of a shard, its largest id and its documents. UserError for a file that is no shard."""
-    from trainer.data.shards import read_shard, shard_at
-
-    tokens = read_shard(path, shard_at(path).header)
-    return tokens, int(tokens.max(initial=0)), int((tokens == eot).sum())
-
-
-# Verification
-
-
-def shard_paths(path: Path) -> list[Path]:
-    """The shard of a path, or all of a folder or an artifact in order. UserError without any."""
-    if path.is_file():
-        return [path]
-    paths = sorted({*path.glob("*.bin"), *(one for one in digests_by_manifest(path) if one.suffix == ".bin")})
-    if not paths:
-        raise UserError(f"{path}: contains no .bin shards; name a shard, or a folder with shards")
-    return paths
-
-
-def faults_of(path: Path, encoding: "tiktoken.Encoding") -> Iterator[str]:
-    """What is wrong with a shard: its header, its size, an id that the tokenizer lacks, no document, its sha256."""
-    if not path.exists():
-        yield "missing, and its MANIFEST.json names it; run tokenize again"
-        return
-    try:
-        _, largest, documents = read_once(path, encoding.eot_token)
-    except UserError as error:
-        yield str(error).removeprefix(f"{path}: ")
-        return
-    if largest >= encoding.n_vocab:
-        yield f"its largest id is {largest}, and the tokenizer has {encoding.n_vocab:,} ids"
-    if not documents:
-        yield f"no document begins here: no token {encoding.eot_token} (<|endoftext|>)"
-    digests = digests_by_manifest(artifact_of(path))
-    if digests and path not in digests:
-        yield f"{MANIFEST} does not name it"
-    elif digests and digests[path] != sha256_of(path):
-        yield f"its sha256 is not that of {MANIFEST}"
-
-
-def tokenizer_by_manifest(shard: Path) -> str:
-    """The tokenizer of a shard by its MANIFEST.json: a name, or the path of a file. Without one "gpt2", as in llm.c."""
-    folder = artifact_of(shard)
-    named = manifest_in(folder).get("identity", {}).get("tokenizer", "gpt2")
-    return named if isinstance(named, str) else str(folder / TOKENIZER_FILE)
-
-
-def artifact_of(shard: Path) -> Path:
-    """The folder of a shard, or the one above it if that has the manifest: a store has folders of attempts."""
-    above = shard.parent.parent
-    return above if (above / MANIFEST).is_file() and not (shard.parent / MANIFEST).is_file() else shard.parent
-
-
-def digests_by_manifest(folder: Path) -> dict[Path, str]:
-    """The sha256 of each file that the MANIFEST.json of a folder names. UserError if it cannot be read."""
-    digests = {}
-    for file in manifest_in(folder).get("files", []):
-        if not file.get("at"):  # shards elsewhere belong to another artifact
-            stored = folder / file.get("key", file["name"])
-            digests[stored if stored.parent.is_dir() else folder / file["name"]] = file["sha256"]
-    return digests
-
-
-def manifest_in(folder: Path) -> dict[str, Any]:
-    """The MANIFEST.json of a folder, empty without one. UserError if it cannot be read."""
-    try:
-        content = json.loads((folder / MANIFEST).read_bytes())
-        return content if isinstance(content, dict) else {}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / MANIFEST}: not a manifest ({error}); remove it or bring it again") from error

@@ -84,24 +84,22 @@ def mixed_files(sources: Sequence[Manifest]) -> list[File]:
 
 def mixed_facts(sources: Sequence[Manifest], names: Sequence[str]) -> dict[str, Any]:
     """The facts of a mixture, whose sources have these names."""
-    facts: dict[str, Any] = {}
-    for name in SUMS:
-        if any(name in made.facts for made in sources):
-            facts[name] = sum(made.facts.get(name, 0) for made in sources)
-    for name in BY_SHARD:
-        if any(name in made.facts for made in sources):
-            by_shard = ((n, made.facts.get(name, {})) for n, made in enumerate(sources))
-            facts[name] = {mixed_name(n, shard): count for n, counts in by_shard for shard, count in counts.items()}
-    if "eot" in sources[0].facts:
-        facts["eot"] = sources[0].fact("eot")
-    encoders: Counter[str] = Counter()
-    for made in sources:
-        encoders.update(made.facts.get("encoders", {}))
+    facts: dict[str, Any] = {"encoders": Counter[str]()}
+    for n, made in enumerate(sources):
+        for name, value in made.facts.items():
+            if name in SUMS:
+                facts[name] = facts.get(name, 0) + value
+            elif name in BY_SHARD:
+                facts.setdefault(name, {}).update({mixed_name(n, shard): count for shard, count in value.items()})
+            elif name == "encoders":
+                facts[name].update(value)
+            elif name == "eot":
+                facts[name] = value
     facts["sources"] = [
         {"source": name, **{k: made.facts[k] for k in SUMS if k in made.facts}}
         for name, made in zip(names, sources, strict=True)
     ]
-    return facts | {"encoders": dict(encoders)}
+    return facts | {"encoders": dict(facts["encoders"])}
 
 
 def sources_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:

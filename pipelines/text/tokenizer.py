@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, File
-from pipelines.recipe import VOCAB_SIZES, Recipe, TokenizerFile, TokensConfig
+from pipelines.recipe import Recipe, TokenizerFile, TokensConfig
 from trainer.errors import UserError
 from trainer.store import Store
 
@@ -76,13 +76,6 @@ def tokenizer_of(tokens: TokensConfig, store: Store, prefix: str) -> "tiktoken.E
     return own_tokenizer(body, where)
 
 
-def named_tokenizer(name: str) -> "tiktoken.Encoding":
-    """The tokenizer of an option: a name, or the path of a file. UserError for anything else."""
-    if name in VOCAB_SIZES or not Path(name).suffix:
-        return tokenizer(name)
-    return own_tokenizer(content_of(Path(name), f"--tokenizer {name}"), f"--tokenizer {name}")
-
-
 def check_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
     """UserError unless the file of the tokenizer is on this machine or in the store, and the model has its ids."""
     own = recipe.tokens.tokenizer
@@ -116,20 +109,15 @@ def kept_tokenizer(config: TokensConfig, store: Store, prefix: str) -> list[File
 def tokenizer_file_bytes(own: TokenizerFile) -> bytes:
     """The content of a tokenizer's file. UserError if it is missing, or another one."""
     where = f"tokens.tokenizer: {own.file}"
-    body = content_of(Path(own.file), where)
-    if (found := sha256(body).hexdigest()) != own.sha256:
-        raise UserError(f"{where}: its sha256 is {found}, and the recipe has {own.sha256}; use the file of the recipe")
-    return body
-
-
-def content_of(path: Path, where: str) -> bytes:
-    """The content of a tokenizer's file. UserError if it cannot be read."""
     try:
-        return path.read_bytes()
+        body = Path(own.file).read_bytes()
     except OSError as error:
         raise UserError(
             f"{where}: cannot be read ({error.strerror}); `skytrain tokenizer train` makes such a file"
         ) from error
+    if (found := sha256(body).hexdigest()) != own.sha256:
+        raise UserError(f"{where}: its sha256 is {found}, and the recipe has {own.sha256}; use the file of the recipe")
+    return body
 
 
 @functools.lru_cache(maxsize=2)

@@ -179,7 +179,7 @@ def test_hostile_input_ends_with_2_and_one_line(folder: Path, as_a_user: list[st
         (["launch", "tiny.yaml", "--budget", "inf"], "'--budget': inf is not a finite number"),
         (["run", "tiny.yaml", "--pric-per-hour", "1"], "--pric-per-hour"),
         (["rnu", "tiny.yaml"], "rnu"),
-        (["shards", "inspct"], "inspct"),
+        (["tokenizer", "trian"], "trian"),
         (["report", "--html"], "error: report: option '--html' requires an argument; see skytrain report --help"),
         (["launch", "tiny.yaml", "--nodes", "0"], "error: launch: invalid value for '--nodes': "),
     ],
