@@ -26,17 +26,43 @@ TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in saf
 def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
     """Write the checkpoint with weights in `dtype`."""
     end_of_text = weights.encoding.eot_token
+    config, tokenizer = (
+        hf_config(weights.config, dtype, end_of_text),
+        tokenizer_files(weights.encoding, weights.config.block_size),
+    )
     texts = {
-        "config.json": _json(hf_config(weights.config, dtype, end_of_text)),
+        "config.json": _json(config),
         "generation_config.json": _json(
             {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
         ),
-        **tokenizer_files(weights.encoding, weights.config.block_size),
+        **tokenizer,
+        # So that MLflow loads the folder as the registered model.
+        "MLmodel": _json(mlmodel(config["architectures"][0], json.loads(tokenizer["tokenizer_config.json"]), dtype)),
+        **{f"components/tokenizer/{name}": body for name, body in tokenizer.items()},
     }
     write_safetensors(weights, folder / FILE, dtype)
     for name, body in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(body)
     return [folder / name for name in (FILE, *texts)]
+
+
+def mlmodel(architecture: str, tokenizer: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """MLflow's description of the folder as a pipeline of transformers. Source: mlflow.transformers 3.17; JSON is
+    YAML."""
+    text = '[{"type": "string", "required": true}]'
+    flavor = {
+        "components": ["tokenizer"],
+        "framework": "pt",
+        "instance_type": "TextGenerationPipeline",
+        "model_binary": ".",
+        "pipeline_model_type": architecture,
+        "task": "text-generation",
+        "tokenizer_type": tokenizer["tokenizer_class"],
+        "torch_dtype": f"torch.{dtype}",
+    }
+    flavors = {"python_function": {"loader_module": "mlflow.transformers"}, "transformers": flavor}
+    return {"flavors": flavors, "signature": {"inputs": text, "outputs": text, "params": None}}
 
 
 def write_safetensors(weights: Weights, path: Path, dtype: str) -> None:

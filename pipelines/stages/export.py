@@ -63,7 +63,7 @@ def build(work: Work) -> Built:
     hf.verify(weights, work.folder, recipe.export.dtype)
     card = work.folder / CARD
     card.write_text(model_card(recipe, work.inputs, find_run(work.store, work.attempt.latest.run)), encoding="utf8")
-    files = [work.upload(path, until_stopped=True) for path in (*paths, card)]
+    files = [work.upload(path, path.relative_to(work.folder).as_posix(), until_stopped=True) for path in (*paths, card)]
     for name in recipe.export.other_formats:
         made, folder = cast(Format, importlib.import_module(f"pipelines.formats.{name}")), work.folder / name
         folder.mkdir()

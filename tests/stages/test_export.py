@@ -94,6 +94,16 @@ def test_a_pipeline_of_transformers_generates_from_the_folder(exported: tuple[Wo
     assert [sum(mask) for mask in generate.tokenizer(["a", "abc"], padding=True)["attention_mask"]] == [1, 3]
 
 
+def test_mlflow_loads_the_folder_as_its_registered_model(exported: tuple[Work, Built, Path]) -> None:
+    import mlflow.transformers
+
+    _, built, folder = exported
+    assert {"MLmodel", "components/tokenizer/tokenizer.json"} <= {file.name for file in built.files}
+    (answer,) = mlflow.transformers.load_model(str(folder))("ab", max_new_tokens=4)
+    assert answer["generated_text"].startswith("ab")
+    assert mlflow.pyfunc.load_model(str(folder)).metadata.flavors.keys() == {"python_function", "transformers"}
+
+
 def test_weights_that_a_number_format_cannot_hold_are_named(
     trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path
 ) -> None:
