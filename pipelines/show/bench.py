@@ -20,8 +20,9 @@ def lines(result: BenchResult) -> Iterator[str]:
         yield from ("", *lines_of(row, result.flops_per_token))
     for failed in result.not_measured:
         yield from ("", f"{failed.engine}: not measured: {failed.why}")
-    if result.measured and (result.peers_source or len(result.measured) > 1):
-        yield from ("", *comparison(result))
+    if result.measured and result.peers:
+        yield from ("", f"{result.peers_source}, tokens/s:")
+        yield from (f"  {speed:>12,.0f}  {name}" for name, speed in result.peers.items())
     yield from ("", result.formula, *(f"left out: {text}" for text in result.left_out))
 
 
@@ -52,18 +53,3 @@ def lines_of(row: Measurement, flops_per_token: int) -> Iterator[str]:
 
 def spread(values: Spread) -> str:
     return f"{values.low_quartile:,.0f} to {values.high_quartile:,.0f}, all {values.least:,.0f} to {values.most:,.0f}"
-
-
-def comparison(result: BenchResult) -> Iterator[str]:
-    """Every speed, and the ratio of our last engine to it."""
-    ours = result.measured[-1].tokens_per_second.median
-    yield "tokens/s, and the ratio of our last engine to it"
-    for row in result.measured:
-        yield compared(ours, row.tokens_per_second.median, f"{row.engine}; {row.precision}")
-    if result.peers:
-        yield f"{result.peers_source}:"
-        yield from (compared(ours, speed, name) for name, speed in result.peers.items())
-
-
-def compared(ours: float, speed: float, name: str) -> str:
-    return f"  {speed:>12,.0f}  {ours / speed:6.3f}  {name}"
