@@ -90,16 +90,11 @@ def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = N
     phases = sorted(summary.phases.items(), key=lambda item: -item[1])
     if (late := late_share(summary.phases)) >= LATE_SHARE:
         facts.append(("data", f"was late: {late:.1%} of the time of training ({pipeline.store.uri})"))
-    facts += [
+    by_phase = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in phases if seconds >= 0.05)
+    advice = "" if summary.usd else "  (--price-per-hour gives this machine a price)"
+    return [
+        *facts,
         ("time", f"{duration(3600 * summary.billed_hours)} billed, in {summary.attempts} attempt(s)"),
-        (
-            "by phase",
-            ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in phases if seconds >= 0.05),
-        ),
-        (
-            "dollars",
-            money(summary.usd, summary.unpriced_hours)
-            + ("" if summary.usd else "  (--price-per-hour gives this machine a price)"),
-        ),
+        ("by phase", by_phase),
+        ("dollars", money(summary.usd, summary.unpriced_hours) + advice),
     ]
-    return facts
