@@ -4,6 +4,7 @@ Every process counts in a file of its own in one folder, which SKYTRAIN_TRAFFIC 
 mapped into memory, so a killed process takes no byte of the bill with it.
 """
 
+import fcntl
 import mmap
 import os
 import shutil
@@ -17,6 +18,7 @@ from operator import add, sub
 from pathlib import Path
 from typing import Any, Self
 
+PREFIX = "skytrain-traffic-"  # of the name of such a folder
 FOLDER = "SKYTRAIN_TRAFFIC"
 NUMBERS = struct.Struct("<QQQQ")
 GB = 1 << 30  # as clouds bill it
@@ -103,14 +105,31 @@ def traffic_here() -> Traffic:
     return sum((Traffic(*NUMBERS.unpack(body)) for body in bodies if len(body) == NUMBERS.size), Traffic())
 
 
+def _locked(folder: Path) -> int:
+    """A descriptor of the folder, which no other process has locked. OSError if one has."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 @contextmanager
 def counted_together() -> Iterator[None]:
-    """Within it, this process and its children count in one folder."""
-    folder, before = tempfile.mkdtemp(prefix="skytrain-traffic-"), os.environ.get(FOLDER)
+    """Within it, this process and its children count in one folder. Removes those of commands that were killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, or in use
+            os.close(_locked(left))
+            shutil.rmtree(left)
+    folder, before = tempfile.mkdtemp(prefix=PREFIX), os.environ.get(FOLDER)
+    lock = _locked(Path(folder))
     os.environ[FOLDER] = folder
     try:
         yield
     finally:
+        os.close(lock)
         if before is None:
             del os.environ[FOLDER]
         else:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from servers import S3Account
 
 from pipelines.artifacts.store import PART_BYTES, S3Store
@@ -52,3 +53,15 @@ def test_every_body_to_and_from_a_bucket_counts_shown_on_motos_imitation(
         s3_store.delete("small")
         # A listing is as dear as a put. Three parts are read, and three other ranges.
         assert traffic_here() == Traffic(size + 3, size + 3 + 2 + 20, writes + 1, 3 + 3)
+
+
+def test_the_counters_of_a_killed_command_are_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "skytrain-traffic-killed").mkdir()
+    with counted_together():
+        used = Path(os.environ[FOLDER])
+        with counted_together():
+            assert used.exists() and len(list(tmp_path.iterdir())) == 2
+    assert not list(tmp_path.iterdir())
