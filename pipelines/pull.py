@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.artifacts.manifest import File, Manifest, download_verified, read_manifest
+from pipelines.formats.hf import COMPONENTS
 from pipelines.recipe import HF, OTHER_FORMATS
 from pipelines.tracking.runs import read_records
 from trainer.errors import UserError, cut, is_full
@@ -51,7 +52,7 @@ def files_of(manifest: Manifest, format: str | None, run: str) -> list[File]:
     by_format: dict[str, list[File]] = {}
     for file in manifest.files:
         top, slash, _ = file.name.partition("/")
-        by_format.setdefault(top if slash else HF, []).append(file)
+        by_format.setdefault(top if slash and top != COMPONENTS else HF, []).append(file)
     if format is None:
         return list(manifest.files)
     if format not in by_format:

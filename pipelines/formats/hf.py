@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = "model.safetensors"
+COMPONENTS = "components"  # the folder where MLflow looks for the tokenizer
 TENSORS_AT_ONCE = 4  # in memory; the largest of 1558M has 0.3 GB in float32
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in safetensors
 
@@ -38,7 +39,7 @@ def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
         **tokenizer,
         # So that MLflow loads the folder as the registered model.
         "MLmodel": _json(mlmodel(config["architectures"][0], json.loads(tokenizer["tokenizer_config.json"]), dtype)),
-        **{f"components/tokenizer/{name}": body for name, body in tokenizer.items()},
+        **{f"{COMPONENTS}/tokenizer/{name}": body for name, body in tokenizer.items()},
     }
     write_safetensors(weights, folder / FILE, dtype)
     for name, body in texts.items():

@@ -356,9 +356,8 @@ def is_dead(store: Store, heartbeat: Heartbeat, stored: float) -> bool:
 
 def working_attempt(store: Store, prefix: str) -> Heartbeat | None:
     """The newest attempt of an artifact; None if it is over, or there is none. DamagedRecord, or NewerRecord."""
-    newest = newest_attempt(store, prefix)
-    stored = max((entry.modified for _, entry in attempt_entries(store, prefix)), default=0.0)
-    return None if newest is None or is_dead(store, newest, stored) else newest
+    report = newest_report(store, prefix)
+    return None if report is None or is_dead(store, *report) else report[0]
 
 
 def process_exists(heartbeat: Heartbeat) -> bool | None:
