@@ -251,5 +251,5 @@ def test_a_document_of_200_mb_gives_all_its_tokens_in_less_than_2_gib(shared_dat
     )
     assert int(done.stdout) < 2 << 20  # KiB
     sizes = np.array(token_bytes(tokenizer("gpt2")))
-    shards = [read_shard(path) for path in tmp_path.glob("store/tokens/*/a*/*.bin")]
+    shards = [read_shard(path) for path in tmp_path.glob("store/tokens/*/a*/**/*.*")]
     assert sum(int(sizes[shard].sum()) for shard in shards) == len("before" + "behind") + len(long.encode())
