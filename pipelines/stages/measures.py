@@ -72,7 +72,7 @@ def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "
             rows = [
                 {field: row.get(field) for field in ("ctx", "endings", "label")} for row in with_retries(load, seconds)
             ]
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the Hub's client was closed
             raise UserError(
                 f"evaluate.hellaswag: {source}: cannot be loaded ({str(error).splitlines()[0]}); "
                 "name a jsonl file, or null to skip it"
