@@ -42,6 +42,13 @@ class CleanConsole(Console):
         raise  # rich would exit with 1: the end of a command is the matter of pipelines/cli.py
 
 
+class RunConsole(CleanConsole):
+    """The console of a run, which goes on without a reader: a preemption may close the pipe before the last commit."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 class Trimmed:
     """A table without the blanks that fill its lines: in a narrow terminal they would wrap into blank lines."""
 
@@ -67,7 +74,7 @@ class TerminalScreen:
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.console = CleanConsole(stderr=True, highlight=False, soft_wrap=True)
+        self.console = RunConsole(stderr=True, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         if not self.quiet:

@@ -1,6 +1,8 @@
 """Values in the terminal: durations, text without control characters, and commands that this shell can run."""
 
 import contextlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -84,3 +86,23 @@ def test_a_jobs_log_loses_colours_and_controls_the_terminal_by_progress_bars_alo
     out = capsys.readouterr().out
     assert " red \t 50%\r100%\n" in out and "title" in out and "·[2J" in out  # what was there stays visible
     assert all(c.isprintable() or c in "\n\t\r" for c in out)
+
+
+def test_a_run_goes_on_when_nobody_reads_its_messages_any_longer() -> None:
+    code = """
+import sys
+from pipelines.cli import quiet_if_unread
+from pipelines.show.console import TerminalScreen
+screen = TerminalScreen()
+with quiet_if_unread():
+    sys.stdin.read()
+    for _ in range(3):
+        screen.note("stopping: the ranks commit")
+    sys.exit(75)
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stderr=pipe) as process:
+        assert process.stdin and process.stderr
+        process.stderr.close()
+        process.stdin.close()
+        assert process.wait() == 75
