@@ -128,11 +128,6 @@ def event_from_json(line: str) -> Event:
         raise ValueError(f"not an event of training: {line[:200]!r} ({error!r})") from error
 
 
-def read_events(path: Path) -> list[Event]:
-    """All events of a file, in the order of writing."""
-    return [event_from_json(line) for line in path.read_text().splitlines()]
-
-
 class EventLog:
     """Appends events to a JSONL file, and keeps the rows that no checkpoint holds yet.
 

@@ -164,20 +164,30 @@ class S3Store:
                     check()
                 return os.pread(file.fileno(), size, start)
 
-            self._upload_from(_Upload(read, os.fstat(file.fileno()).st_size), key)
+            self._upload_from(read, os.fstat(file.fileno()).st_size, key)
 
     def write(self, parts: Sequence[memoryview], key: str) -> None:
-        size = sum(len(part) for part in parts)
-        self._upload_from(_Upload(lambda start, size: b"".join(slices(parts, start, size)), size), key)
+        self._upload_from(
+            lambda start, size: b"".join(slices(parts, start, size)), sum(len(part) for part in parts), key
+        )
 
-    def _upload_from(self, body: "_Upload", key: str) -> None:
-        if body.size <= PART_BYTES:
-            return self.put(key, body.read())
+    def _upload_from(self, read: Callable[[int, int], bytes], size: int, key: str) -> None:
+        """Store the `size` bytes that `read(start, count)` gives; large ones in parts and in parallel."""
+        if size <= PART_BYTES:
+            return self.put(key, read(0, size))
+        from s3transfer.manager import TransferConfig, TransferManager
+
+        config = TransferConfig(
+            multipart_threshold=PART_BYTES,
+            multipart_chunksize=PART_BYTES,
+            max_request_concurrency=self.connections,
+            max_in_memory_upload_chunks=self.connections,
+        )
 
         def attempt() -> None:
-            body.seek(0)
-            with self._transfers() as transfers:
-                transfers.upload(body, **self._where_of_transfer(key), extra_args=_content_type(key)).result()
+            where = {"bucket": self.bucket, "key": self.prefix + checked_key(key)}
+            with TransferManager(self._transfer_client, config) as transfers:
+                transfers.upload(_Upload(read, size), **where, extra_args=_content_type(key)).result()
 
         self._until_answered(f"put {self._uri_of(key)}", attempt)
 
@@ -206,21 +216,6 @@ class S3Store:
                 for one in coming:
                     one.cancel()
         return digest.hexdigest()
-
-    def _transfers(self) -> Any:
-        """What uploads a large file, in parts and in parallel."""
-        from s3transfer.manager import TransferConfig, TransferManager
-
-        config = TransferConfig(
-            multipart_threshold=PART_BYTES,
-            multipart_chunksize=PART_BYTES,
-            max_request_concurrency=self.connections,
-            max_in_memory_upload_chunks=self.connections,
-        )
-        return TransferManager(self._transfer_client, config)
-
-    def _where_of_transfer(self, key: str) -> dict[str, str]:
-        return {"bucket": self.bucket, "key": self.prefix + checked_key(key)}
 
     def _absent(self, key: str) -> FileNotFoundError:
         return FileNotFoundError(2, "no such object", self._uri_of(key))
@@ -364,25 +359,15 @@ class S3Store:
 
 
 class _Upload:
-    """What s3transfer reads: `size` bytes from `read(start, size)`."""
+    """What s3transfer reads, part after part: `size` bytes from `read(start, count)`."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
-        self._read, self.size, self._at = read, size, 0
+        self._read, self._size, self._at = read, size, 0
 
-    def read(self, size: int = -1) -> bytes:
-        body = self._read(self._at, self.size - self._at if size < 0 else min(size, self.size - self._at))
+    def read(self, size: int) -> bytes:
+        body = self._read(self._at, min(size, self._size - self._at))
         self._at += len(body)
         return body
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def seekable(self) -> bool:
-        return True
 
 
 def open_store(uri: str) -> Store:

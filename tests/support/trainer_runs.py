@@ -26,7 +26,7 @@ from trainer.data.batches import TokenData
 from trainer.data.shard_maps import Fetch
 from trainer.data.shards import local_shards, write_shard
 from trainer.eval.evaluation import Evaluation
-from trainer.events import Event, EventLog, read_events
+from trainer.events import Event, EventLog, event_from_json
 from trainer.loop import train
 from trainer.metrics import PhaseClock
 from trainer.models.gpt2 import Gpt2Config
@@ -190,6 +190,11 @@ class Runner:
 
     def newest(self) -> Path:
         return max((self.out / "run/checkpoints").iterdir())
+
+
+def read_events(path: Path) -> list[Event]:
+    """All events of a file, in the order of writing."""
+    return [event_from_json(line) for line in path.read_text().splitlines()]
 
 
 def committed_steps(store: Store) -> list[int]:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from trainer_runs import read_events
+
 from trainer.events import (
     KINDS,
     Checkpointed,
@@ -18,7 +20,6 @@ from trainer.events import (
     Started,
     event_from_json,
     event_to_json,
-    read_events,
 )
 from trainer.metrics import PhaseClock
 

@@ -85,11 +85,6 @@ class Bucket:
     def range(self) -> slice:
         return slice(self.start, self.start + self.length)
 
-    @property
-    def decayed(self) -> int:
-        """The offset of its vectors: the matrices before them have weight decay."""
-        return max((segment.end for segment in self.segments if segment.group != "vector"), default=0)
-
     def shard(self, index: int, shards: int, held: Held = "all") -> tuple[int, int]:
         """The range that a buffer holds of a shard, from the start of the bucket on."""
         length = self.length // shards
