@@ -167,9 +167,8 @@ class S3Store:
             self._upload_from(read, os.fstat(file.fileno()).st_size, key)
 
     def write(self, parts: Sequence[memoryview], key: str) -> None:
-        self._upload_from(
-            lambda start, size: b"".join(slices(parts, start, size)), sum(len(part) for part in parts), key
-        )
+        size = sum(len(part) for part in parts)
+        self._upload_from(lambda start, count: b"".join(slices(parts, start, count)), size, key)
 
     def _upload_from(self, read: Callable[[int, int], bytes], size: int, key: str) -> None:
         """Store the `size` bytes that `read(start, count)` gives; large ones in parts and in parallel."""

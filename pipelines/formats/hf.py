@@ -124,8 +124,7 @@ def verify(weights: Weights, folder: Path, dtype: str) -> None:
 def in_threads(work: Callable[[str], None], names: Iterable[str]) -> None:
     """Do the work for each name. Raises the first error."""
     with ThreadPoolExecutor(TENSORS_AT_ONCE, thread_name_prefix="export") as pool:
-        for _ in pool.map(work, names):
-            pass
+        list(pool.map(work, names))
 
 
 def hf_config(config: ModelConfig, dtype: str, end_of_text: int) -> dict[str, Any]:
