@@ -399,7 +399,7 @@ class TestS3StoreAndAServerThatFails:
         source = tmp_path / "source"
         source.write_bytes(b"\0" * BIG)
         proxy.fail(*[Fault(503, "SlowDown")] * 50, method="PUT")
-        with pytest.raises(StoreUnavailable, match="SlowDown"):
+        with pytest.raises(StoreUnavailable):
             store.upload(source, "big")
         assert store.entries("") == []
         assert "Uploads" not in s3_store._client.list_multipart_uploads(Bucket=s3_store.bucket)

@@ -81,6 +81,7 @@ def test_a_run_whose_rank_is_killed_resumes_from_its_commit(
     assert_as_undisturbed(project, undisturbed(count))
 
 
+@pytest.mark.slow
 def test_a_run_whose_rank_is_killed_before_the_first_commit_starts_over(
     project: Project, undisturbed: Callable[[int], Project]
 ) -> None:
@@ -255,6 +256,7 @@ def test_a_run_stopped_while_torch_is_imported_does_not_wait_for_it(
 # --- S3
 
 
+@pytest.mark.slow
 def test_an_s3_server_that_fails_during_training_interrupts_and_loses_nothing(
     project: Project,
     moto_server: S3Account,

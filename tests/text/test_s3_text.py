@@ -64,7 +64,7 @@ def test_every_kind_of_file_in_s3_gives_the_documents_of_a_local_file(bucket: S3
     assert read(f"{uri}/some texts/part=?/rows*.parquet", start=1999) == TEXTS[1999:]
     assert store_of.cache_info().misses == 1, "a client of boto3 for each thread is slow"
     assert read(f"{uri}/lines.jsonl") == TEXTS == read(f"{uri}/packed/*.jsonl.gz")
-    assert read(f"{uri}/txt/*.txt") == [text.replace("\r\n", "\n") for text in TEXTS[:2]]
+    assert read(f"{uri}/txt/*.txt") == TEXTS[:2]
 
 
 def test_the_identity_of_text_in_s3_is_its_contents_and_needs_no_revision(bucket: S3Store, tmp_path: Path) -> None:

@@ -325,6 +325,7 @@ def test_a_home_that_cannot_be_written_costs_a_line_and_tracking_off_starts_noth
     assert off.close() is None and not (tmp_path / "home").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_run_again_has_each_step_once_its_costs_and_a_rebuilt_server_has_the_same(
     tmp_path: Path, mlflow_server: str, experiment: str
 ) -> None:
