@@ -205,15 +205,11 @@ class S3Store:
         with replacing(Path(path)) as file, ThreadPoolExecutor(self.connections) as pool:
             file.write(first[:count])
             coming.extend(pool.submit(part, start) for start in itertools.islice(starts, self.connections))
-            try:
-                while coming:
-                    arrived = coming.popleft().result()
-                    coming.extend(pool.submit(part, start) for start in itertools.islice(starts, 1))
-                    file.write(arrived)
-                    digest.update(arrived)
-            finally:
-                for one in coming:
-                    one.cancel()
+            while coming:
+                arrived = coming.popleft().result()
+                coming.extend(pool.submit(part, start) for start in itertools.islice(starts, 1))
+                file.write(arrived)
+                digest.update(arrived)
         return digest.hexdigest()
 
     def _absent(self, key: str) -> FileNotFoundError:

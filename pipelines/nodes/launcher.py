@@ -62,6 +62,7 @@ def run_ranks(folder: Path, cache: Path, grace_seconds: float, address: NodeAddr
         "MASTER_ADDR": address.first,
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(spec.processes * address.count),
+        "LOCAL_WORLD_SIZE": str(spec.processes),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch.distributed: no rank holds the store
     }
     if sys.platform == "linux":

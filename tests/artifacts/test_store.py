@@ -22,7 +22,7 @@ from pipelines.artifacts import store as s3
 from pipelines.artifacts.manifest import File, verify
 from pipelines.artifacts.store import S3Store, open_store
 from trainer.errors import Interrupted, NotAFile, StoreUnavailable, UserError
-from trainer.store import LocalStore, Store, checked_key
+from trainer.store import LocalStore, Store, checked_key, share_of_node
 
 BIG = 40 * 2**20 + 12_345  # three parts, the last one ragged
 ODD_KEYS = ["a b/c d", "grün/日本語/🦆", "a+b&c=d?e#f%20", "quote'\"<>", ".hidden", "a/..b", "CON", "x" * 200]
@@ -581,6 +581,13 @@ def test_a_listing_of_many_pages_is_complete(s3_store: S3Store) -> None:
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda key: s3_store.put(key, b""), keys))
     assert [entry.key for entry in s3_store.entries("many/")] == keys
+
+
+def test_the_ranks_of_a_node_share_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    assert share_of_node(64) == 64
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert share_of_node(64) == 8
 
 
 @pytest.mark.slow
