@@ -72,6 +72,16 @@ def damaged(body: bytes, draw: random.Random) -> bytes:
     return b"\n".join([*lines[:at], text.encode(), *lines[at + 1 :]])
 
 
+@pytest.fixture(autouse=True)
+def _skypilot_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise `status` starts its server, on a port that every test of the machine shares."""
+
+    def reach_api_server(note: object) -> None:
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr("pipelines.cloud.control.reach_api_server", reach_api_server)
+
+
 @pytest.fixture
 def records(store: LocalStore) -> dict[str, bytes]:
     """The records of a run that has trained, evaluated and exported, and whose second attempt has a commit."""
