@@ -37,8 +37,8 @@ from pipelines.tracking.runs import full_names, key_of, read_record, read_record
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import StaleAttempt, UserError
+from trainer.record import reading
 from trainer.store import PARTIAL, Entry, LocalStore, Store
-from trainer.stored import reading
 
 # A writer changes its file all the time: a file without changes for so long is left from a kill.
 PARTIAL_SECONDS = 3600.0

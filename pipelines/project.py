@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 
+from trainer.config_errors import explain
 from trainer.errors import UserError
-from trainer.explained import explain
 from trainer.models.model_config import Section
 from trainer.strict_yaml import read_yaml
 

@@ -17,8 +17,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from trainer.amounts import sequences_per_step
 from trainer.config import RuntimeConfig, TrainConfig
+from trainer.config_errors import explain
 from trainer.errors import UserError, cut, shown
-from trainer.explained import explain
 from trainer.models.family import AnyModel
 from trainer.models.model_config import Section
 from trainer.strict_yaml import NotPlain, load_yaml, read_yaml

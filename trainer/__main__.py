@@ -30,16 +30,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from trainer.config import RuntimeConfig, TrainConfig, identity_of
+from trainer.config_errors import explain
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
 from trainer.events import Event, Row, Skipped, Slow, Started
-from trainer.explained import explain
 from trainer.health import Watchdog
 from trainer.metrics import PhaseClock
 from trainer.models.family import AnyModel
 from trainer.models.model_config import Section, identity_of_model
 from trainer.process import StopSignal, die_with_parent, log_line
+from trainer.record import decoded, typed
 from trainer.store import LocalStore
-from trainer.stored import decoded, typed
 from trainer.strict_yaml import read_yaml
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import EXIT_INTERRUPTED
 from trainer.metrics import PhaseClock
 from trainer.process import Background
-from trainer.stored import Stored
+from trainer.record import Stored
 
 OUTLIER_WINDOW = 128  # values that a z-score compares with, as in llm.c; with fewer values nothing is an outlier
 NOT_FINITE_IN_A_ROW = 8  # bad batches do not come in such rows: by then the weights are ruined

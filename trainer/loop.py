@@ -24,9 +24,9 @@ from trainer.engine import Batches, Engine, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
 from trainer.eval.evaluation import Evaluation, validation_loss
 from trainer.events import EventLog, Skipped, Slow, Started
-from trainer.fit import choose_micro_batch, devices_of, memory_settings
 from trainer.health import Health, Watchdog, diagnosis
 from trainer.metrics import mfu, peak_flops
+from trainer.micro_batch import choose_micro_batch, devices_of, memory_settings
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import Origin, open_weights
 from trainer.optim.adamw import Rates, rates_at

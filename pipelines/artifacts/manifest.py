@@ -22,8 +22,7 @@ from typing import Any, Self
 
 from pipelines.artifacts.store import open_store
 from trainer.errors import StoreUnavailable, UserError, shown
-from trainer.store import ABSENT, PARTIAL, Check, LocalStore, Store, sha256_of, unavailable_if_failing
-from trainer.stored import (
+from trainer.record import (
     LARGE_BYTES,
     Count,
     DamagedRecord,
@@ -36,6 +35,7 @@ from trainer.stored import (
     record_in,
     typed,
 )
+from trainer.store import ABSENT, PARTIAL, Check, LocalStore, Store, sha256_of, unavailable_if_failing
 
 FORMAT = 1
 FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export"}

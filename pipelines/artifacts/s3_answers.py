@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from trainer.errors import StoreUnavailable, UserError, cut
-from trainer.stored import MOST_FILE_BYTES
+from trainer.record import MOST_FILE_BYTES
 
 T = TypeVar("T")
 

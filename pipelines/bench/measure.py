@@ -196,8 +196,8 @@ def measure(recipe: "Recipe", data: "TokenData", world: "World", steps: int, tra
     from trainer.amounts import check_shares, micro_batch_count
     from trainer.checkpoint.commits import TrainState
     from trainer.engine import make_engine
-    from trainer.fit import choose_micro_batch
     from trainer.metrics import mfu, peak_flops
+    from trainer.micro_batch import choose_micro_batch
 
     model, train, runtime, device = recipe.model, recipe.train, recipe.runtime, world.device
     on_gpu = device.type == "cuda"

@@ -13,8 +13,8 @@ from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import ManagedJob
 from pipelines.recipe import LLMC, Recipe, TokensConfig
 from pipelines.stages.measures import read_source, verify_items
-from pipelines.text.adopted import is_remote, shards_found
 from pipelines.text.hub import HUB
+from pipelines.text.llmc_shards import is_remote, shards_found
 from pipelines.text.sources import STDLIB, first_documents, text_of
 from pipelines.weight_sources import Local, first_source
 from trainer.errors import StoreUnavailable, UserError

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Self
 
 from trainer.errors import UserError
+from trainer.record import Count, DamagedRecord, Key, Stored, UnixSeconds, decoded, typed
 from trainer.store import Store
-from trainer.stored import Count, DamagedRecord, Key, Stored, UnixSeconds, decoded, typed
 
 REMEDY = "remove it, and launch the run with its options again"
 WORK_TREE = "none"  # as an image: no container; SkyPilot syncs the work tree

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pipelines.job.notice import ENDPOINT, Ec2, Gce, Metadata, NoticeSource
 from pipelines.tracking.records import Billing, Machine
 from trainer.errors import UserError
-from trainer.stored import DamagedRecord, NewerRecord, typed
+from trainer.record import DamagedRecord, NewerRecord, typed
 
 METADATA: dict[str, Callable[[Metadata], NoticeSource]] = {"aws": Ec2, "gcp": Gce}
 TRIES = 3  # the cost of a whole attempt depends on the answer

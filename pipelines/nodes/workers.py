@@ -18,8 +18,8 @@ from pipelines.nodes.results import NodeResult
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Attempt
 from trainer.errors import UserError
 from trainer.process import Background, StopSignal
+from trainer.record import Count, Stored, UnixSeconds, decoded, reading, record_in
 from trainer.store import Store
-from trainer.stored import Count, Stored, UnixSeconds, decoded, reading, record_in
 
 POLL_SECONDS = 2.0  # between two looks into the store
 

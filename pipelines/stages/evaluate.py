@@ -23,7 +23,7 @@ from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow_events, held, pass_on_stop, raise_error_of_ranks
 from pipelines.stages.harness import harness_facts, verify_tasks
 from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_identity, measures_of
-from pipelines.text.adopted import places_of
+from pipelines.text.llmc_shards import places_of
 from pipelines.text.tokenizer import token_bytes, tokenizer_of
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError

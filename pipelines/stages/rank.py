@@ -19,7 +19,7 @@ from pipelines.artifacts.store import open_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.stages.evaluate import FACTS_FILE, measure
 from pipelines.stages.measures import evaluation_in_training
-from pipelines.text.adopted import places_of
+from pipelines.text.llmc_shards import places_of
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.ledger import latest_number
 from pipelines.weight_sources import bring, find_parent

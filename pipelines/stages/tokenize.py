@@ -11,7 +11,7 @@ from typing import Any
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, fetch, find, upload
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
-from pipelines.text.adopted import adopted_shards, identity_of_shards, shards_found
+from pipelines.text.llmc_shards import adopted_shards, identity_of_shards, shards_found
 from pipelines.text.mixture import mixed_facts, mixed_files, plan_of_text, recipes_of_sources, texts_of
 from pipelines.text.receipts import ShardReceipt, finished_receipts, forget_receipts
 from pipelines.text.shard_writer import Reading, ShardsJob, SplitShard, make_shards, rows_in, split_text

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipelines.artifacts.manifest import HERE, ArtifactPlan, File, Manifest
 from pipelines.recipe import Recipe, TokensConfig
-from pipelines.text.adopted import identity_of_shards, label_of, tokens_by_split
+from pipelines.text.llmc_shards import identity_of_shards, label_of, tokens_by_split
 from pipelines.text.sources import estimated_tokens, source_label, text_of
 from trainer.errors import UserError
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pipelines.artifacts.manifest import ArtifactPlan, File
+from trainer.record import LARGE_BYTES, Count, DamagedRecord, Stored, decoded, typed
 from trainer.store import Store
-from trainer.stored import LARGE_BYTES, Count, DamagedRecord, Stored, decoded, typed
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, UserError
 from trainer.process import Background, log_death_of_thread, since_boot, steady_time
+from trainer.record import DamagedRecord
 from trainer.store import Entry, Store
-from trainer.stored import DamagedRecord
 
 log = logging.getLogger(__name__)
 ATTEMPT_KEY = re.compile(r".*/attempts/([0-9]{4,9})/(?:claim|heartbeat)\.json")

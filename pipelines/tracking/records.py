@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
-from trainer.stored import Count, Number, Stored, UnixSeconds, decoded, typed
+from trainer.record import Count, Number, Stored, UnixSeconds, decoded, typed
 
 
 @dataclass(frozen=True)

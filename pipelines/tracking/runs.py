@@ -24,11 +24,11 @@ from pipelines.tracking.mlflow.settings import experiment_name, own_tags
 from pipelines.tracking.records import Heartbeat
 from trainer.checkpoint.commits import series
 from trainer.config import TARGETS
+from trainer.config_errors import explain
 from trainer.errors import NotAFile, UserError, shown
-from trainer.explained import explain
 from trainer.models.model_config import REMOVED_FIELDS
+from trainer.record import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, reading, record_in
 from trainer.store import Store
-from trainer.stored import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, reading, record_in
 
 READERS = 16  # of runs at once: a bucket answers each request after a hundredth of a second
 MOST_NAMES = 20  # in a message

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from pipelines.tracking.records import Heartbeat
+from trainer.record import DamagedRecord, NewerRecord, Stored, UnixSeconds, record_in
 from trainer.store import Store
-from trainer.stored import DamagedRecord, NewerRecord, Stored, UnixSeconds, record_in
 
 
 @dataclass(frozen=True)

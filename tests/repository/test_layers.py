@@ -43,7 +43,7 @@ LAYERS = (
     ("trainer.__main__",),
     ("trainer.rank",),
     ("trainer.loop",),
-    ("trainer.fit",),
+    ("trainer.micro_batch",),
     ("trainer.engine",),
     ("trainer.fused",),
     ("trainer",),  # everything else; their order is any that has no circle

@@ -17,7 +17,7 @@ from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.recipe import Recipe, changed_recipe, load_recipe
 from pipelines.stage import Work, plans_of
 from pipelines.stages import tokenize
-from pipelines.text.adopted import places_of
+from pipelines.text.llmc_shards import places_of
 from pipelines.text.mixture import sources_planned
 from trainer.data.batches import TokenData
 from trainer.data.shards import read_shard, write_shard

@@ -14,7 +14,7 @@ from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import RunRecord
 from pipelines.tracking.stop_request import StopRequest
 from trainer.checkpoint.commits import FileReceipt
-from trainer.stored import DamagedRecord, NewerRecord, decoded, record_in
+from trainer.record import DamagedRecord, NewerRecord, decoded, record_in
 
 CLAIM: dict[str, Any] = {
     "run": "smoke-53b25487",

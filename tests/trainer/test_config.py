@@ -16,8 +16,8 @@ from trainer.amounts import (
     validations,
 )
 from trainer.config import RuntimeConfig, TrainConfig
+from trainer.config_errors import explain
 from trainer.errors import UserError
-from trainer.explained import explain
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.model_config import ModelConfig
 

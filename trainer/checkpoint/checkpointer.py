@@ -40,8 +40,8 @@ from trainer.errors import Interrupted, NotAFile, StaleAttempt, StoreUnavailable
 from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
 from trainer.parallel import World
 from trainer.process import Background, failpoint, log_line
+from trainer.record import decoded, typed
 from trainer.store import Store
-from trainer.stored import decoded, typed
 
 # After this time, counted from the end of rank 0's own upload, a rank without a receipt is dead or lost the store. The
 # files of all ranks are about equally large, but their nodes may be unequally fast: the time grows with the file.

@@ -18,8 +18,8 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
 from trainer.errors import NotAFile, UserError
 from trainer.health import Health
 from trainer.metrics import merge_rows
+from trainer.record import LARGE_BYTES, Count, DamagedRecord, Key, Sha256, Size, Stored, UnixSeconds, decoded, typed
 from trainer.store import Entry, Store, slices
-from trainer.stored import LARGE_BYTES, Count, DamagedRecord, Key, Sha256, Size, Stored, UnixSeconds, decoded, typed
 
 # Of what the store holds of a run: names that do not match are not ours.
 CHECKPOINT_NAME = r"step-\d{8,12}-a\d{4,9}/[^/]+"

@@ -21,8 +21,8 @@ from trainer.checkpoint.pieces import DTYPES, SHARDING, DamagedPieces, Piece
 from trainer.errors import NotAFile
 from trainer.parallel import World
 from trainer.process import failpoint
+from trainer.record import MOST_COUNT
 from trainer.store import Store
-from trainer.stored import MOST_COUNT
 
 MOST_DIMENSIONS = 8  # of a tensor: the product of a million huge numbers would take minutes
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}

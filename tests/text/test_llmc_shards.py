@@ -15,7 +15,7 @@ from pipelines.gc import collect
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import Work
 from pipelines.stages import tokenize
-from pipelines.text.adopted import places_of
+from pipelines.text.llmc_shards import places_of
 from trainer.data.batches import TokenData
 from trainer.data.shards import read_shard, write_shard
 from trainer.errors import UserError

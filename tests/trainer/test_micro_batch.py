@@ -13,7 +13,7 @@ from trainer.checkpoint.commits import TrainState
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import make_engine
 from trainer.errors import UserError
-from trainer.fit import choose_micro_batch, largest_that_fits, memory_settings
+from trainer.micro_batch import choose_micro_batch, largest_that_fits, memory_settings
 from trainer.models.gpt2 import Gpt2Config
 from trainer.parallel import World
 

@@ -1,4 +1,4 @@
-"""The errors of a section in a line each: the field, what it holds, and what would be right."""
+"""One line for each error of a recipe: the field, what it holds, and what would be right."""
 
 import difflib
 import re
