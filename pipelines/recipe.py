@@ -6,6 +6,7 @@ descriptions of the fields are the source of docs/recipes.md; a unit stands in b
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterable
 from importlib import resources
@@ -27,6 +28,7 @@ VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoft
 LLMC = "llmc://"  # before the place of shards that exist
 HF: Literal["hf"] = "hf"  # the format of every export; the others are made beside it
 OTHER_FORMATS = ("gguf", "llmc")
+HUB_FILE = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[0-9a-f]{40})")  # of a tokenizer
 # The families that each can hold.
 FORMATS_OF: dict[str, tuple[str, ...]] = {"gguf": ("gpt2", "llama"), "llmc": ("gpt2",)}
 REMOVED_FORMATS = {
@@ -47,13 +49,37 @@ HARNESS_TASK_TOKENS = 1_000_000  # of a task of the harness, all choices of all 
 
 
 class TokenizerFile(Section):
-    """A tokenizer of one's own."""
+    """A tokenizer in a file."""
 
-    file: str = Field(max_length=1000, description="Path of the file that `skytrain tokenizer train` wrote")
-    sha256: str = Field(pattern="^[0-9a-f]{64}$", description="sha256 of the file, which decides the fingerprint")
+    file: str = Field(max_length=1000, description="Path of a tokenizer.json, or hf://OWNER/NAME@COMMIT")
+    sha256: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{64}$",
+        description="sha256 of the file, which decides the fingerprint; null: that of the file as it is found",
+    )
+    end_of_text: str | None = Field(
+        default=None, description="Token that begins each document; null: <|endoftext|>, <|end_of_text|> or </s>"
+    )
+
+    @field_validator("file")
+    @classmethod
+    def _pinned(cls, file: str) -> str:
+        if file.startswith("hf://") and not HUB_FILE.fullmatch(file):
+            name = file.removeprefix("hf://").partition("@")[0]
+            raise ValueError(
+                f"write hf://{name}@ and the 40 hex digits that `git ls-remote https://huggingface.co/{name} main` "
+                f"prints (got {shown(file)})"
+            )
+        return file
+
+    @property
+    def digest(self) -> str:
+        """The sha256, which every planned recipe has."""
+        assert self.sha256, "not pinned"
+        return self.sha256
 
     def __str__(self) -> str:
-        return f"own, sha256 {self.sha256[:12]}"
+        return f"{self.file if HUB_FILE.fullmatch(self.file) else 'own'}, sha256 {(self.sha256 or '?')[:12]}"
 
 
 class SourceConfig(Section):
@@ -90,7 +116,8 @@ class TokensConfig(Section):
     text_column: str = Field(default="text", description="Column of parquet, or key of jsonl, that holds the text")
     tokenizer: Literal["gpt2", "bytes"] | TokenizerFile = Field(
         default="gpt2",
-        description="gpt2: tiktoken's BPE, 50,257 ids; bytes: 257 ids; or a file of `skytrain tokenizer train`",
+        description="gpt2: tiktoken's BPE, 50,257 ids; bytes: 257 ids; or a file of `skytrain tokenizer train` or of a "
+        "model of the Hub (byte-level BPE): a path or hf://OWNER/NAME@COMMIT, short for {file: …}",
     )
     packing: Literal["stream", "documents"] = Field(
         default="stream",
@@ -120,16 +147,24 @@ class TokensConfig(Section):
                 return TokenizerFile.model_validate(value)
             except ValidationError as error:
                 raise ValueError("; ".join(str(explain(error, TokenizerFile, "")).splitlines())) from error
+        if isinstance(value, str) and (value.startswith("hf://") or value.endswith(".json")):
+            return cls._name_or_file({"file": value})
         if not isinstance(value, TokenizerFile) and value not in [*VOCAB_SIZES]:
             near = difflib.get_close_matches(str(value).lower(), VOCAB_SIZES, 1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise ValueError(f"input should be 'gpt2', 'bytes' or {{file: …, sha256: …}} (got {shown(value)}){hint}")
+            raise ValueError(
+                "input should be 'gpt2', 'bytes', a tokenizer.json or hf://OWNER/NAME@COMMIT "
+                f"(got {shown(value)}){hint}"
+            )
         return value
 
     @property
     def tokenizer_identity(self) -> str | dict[str, str]:
         """The tokenizer as it decides the bytes: where its file lies does not."""
-        return {"sha256": self.tokenizer.sha256} if isinstance(self.tokenizer, TokenizerFile) else self.tokenizer
+        if isinstance(self.tokenizer, str):
+            return self.tokenizer
+        end = self.tokenizer.end_of_text
+        return {"sha256": self.tokenizer.digest} | ({"end_of_text": end} if end else {})
 
     @model_validator(mode="after")
     def _one_text_and_one_split(self) -> Self:

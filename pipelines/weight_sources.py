@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, File, fetch, read_manifest
-from pipelines.recipe import Recipe
-from pipelines.text.hub import reason_of, with_retries
+from pipelines.recipe import Recipe, TokenizerFile
+from pipelines.text.hub import asked
+from pipelines.text.tokenizer import (
+    TOKENIZER_FILE,
+    ids_in,
+    planned_tokenizer,
+    tokenizer_file_bytes,
+    tokenizer_files,
+    tokenizer_of,
+)
 from pipelines.tracking.runs import Run, find_run, full_names
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
@@ -98,8 +106,11 @@ def pinned(recipe: Recipe, store: Store) -> Recipe:
 
     UserError for a source that does not exist or does not fit, and for a branch that changes what its state can't bear.
     """
-    train = recipe.train
+    train, own = recipe.train, recipe.tokens.tokenizer
     changes: dict[str, Any] = {}
+    if isinstance(own, TokenizerFile) and own.sha256 is None:
+        own = own.model_copy(update={"sha256": sha256(tokenizer_file_bytes(own)).hexdigest()})
+        changes["tokens"] = recipe.tokens.model_copy(update={"tokenizer": own})
     if train.init_from:
         changes["train"] = train.model_copy(update={"init_from": pinned_source(train.init_from, store, recipe.model)})
     if train.branch_from:
@@ -156,10 +167,40 @@ def content_identity(text: str) -> dict[str, Any]:
 
 
 def check_sources(recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store) -> None:
-    """Ask the Hub whether the weights that are still needed exist and fit; by their headers alone. UserError if not."""
-    source, prefix = first_source(recipe), plans["train"].prefix
-    if isinstance(source, Hub) and read_manifest(store, prefix) is None and not committed_folders(store, prefix):
+    """Check the weights of train.init_from that are still needed: those of the Hub by their headers alone, and that the
+    tokens have the ids of the tokenizer beside the weights. UserError if they do not fit."""
+    init, prefix = recipe.train.init_from, plans["train"].prefix
+    if not init or read_manifest(store, prefix) is not None or committed_folders(store, prefix):
+        return
+    if isinstance(source := first_source(recipe), Hub):
         hub_weights(source, "train.init_from").check(recipe.model)
+    where = f"train.init_from: {init.partition('@sha256:')[0]}"
+    if (theirs := tokenizer_beside(init, store, where)) is None:
+        return
+    ours = tokenizer_files(planned_tokenizer(recipe.tokens, plans["tokenize"], store), 0)[TOKENIZER_FILE]
+    if not ids_in(ours, where).items() <= ids_in(theirs, f"{where}/{TOKENIZER_FILE}").items():
+        raise UserError(
+            f"{where}: its {TOKENIZER_FILE} has other ids than tokens.tokenizer '{recipe.tokens.tokenizer}'; set "
+            "tokens.tokenizer to that file, or to the tokenizer of that run"
+        )
+
+
+def tokenizer_beside(init: str, store: Store, where: str) -> bytes | None:
+    """The tokenizer.json of the run, the folder or the model of the Hub that has the weights; None without one."""
+    if init.startswith(RUN):
+        run = find_parent(store, init, "train.init_from").run
+        encoding = tokenizer_of(run.recipe.tokens, store, run.record.prefixes["tokenize"])
+        return tokenizer_files(encoding, 0)[TOKENIZER_FILE]
+    source = source_of(init, "train.init_from")
+    if isinstance(source, Local):
+        path = source.path / TOKENIZER_FILE
+        return path.read_bytes() if path.is_file() else None
+    import huggingface_hub
+
+    exists = partial(huggingface_hub.file_exists, source.name, TOKENIZER_FILE, revision=source.revision)
+    if not asked(where, exists):
+        return None
+    return tokenizer_file_bytes(TokenizerFile(file=f"hf://{source.name}@{source.revision}"))
 
 
 def first_source(recipe: Recipe) -> Hub | Local | None:
@@ -289,13 +330,3 @@ def fetched_from_hub(source: Hub, field: str) -> Path:
             raise UserError(f"{where}/{name}: damaged on its way (sha256 differs); run again to fetch it again")
         folder = path.parent
     return folder
-
-
-def asked(where: str, request: Any) -> Any:
-    """An answer of the Hub. UserError if it has none."""
-    try:
-        return with_retries(request)
-    except UserError:
-        raise
-    except Exception as error:  # not found, gated, no network
-        raise UserError(f"{where}: cannot be fetched from the Hub ({reason_of(error)})") from error

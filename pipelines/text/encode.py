@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.text.documents import utf8
+from pipelines.text.tokenizer import HUB_NAME
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,13 +66,14 @@ class TokenBatch:
 
 def encoder_name(encoding: "tiktoken.Encoding") -> str:
     """The library and version that encodes."""
-    library = "gigatoken" if has_fast_encoder(encoding) else "tiktoken"
+    other = "tokenizers" if encoding.name.startswith(HUB_NAME) else "tiktoken"
+    library = "gigatoken" if has_fast_encoder(encoding) else other
     return f"{library} {version(library)}"
 
 
 def has_fast_encoder(encoding: "tiktoken.Encoding") -> bool:
     """Whether gigatoken knows the tokenizer, and is installed."""
-    return encoding.name != "bytes" and importlib.util.find_spec("gigatoken") is not None
+    return not encoding.name.startswith(("bytes", HUB_NAME)) and importlib.util.find_spec("gigatoken") is not None
 
 
 class Encoder:
@@ -84,6 +86,7 @@ class Encoder:
         from trainer.data.shards import token_dtype
 
         self.eot, self.dtype, self._pickled = encoding.eot_token, token_dtype(encoding.n_vocab), pickle.dumps(encoding)
+        self._cuts = not encoding.name.startswith(HUB_NAME)  # CUT does not know their words
         self.ranks = _rank_file(encoding) if has_fast_encoder(encoding) else None  # for gigatoken
         self._fast: Any = None  # gigatoken's encoder; it knows no special tokens
         self._seconds = 0.0  # of work since it was made
@@ -96,7 +99,7 @@ class Encoder:
         """The tokens of documents, each behind <|endoftext|>. A literal "<|endoftext|>" inside a text is ordinary."""
         import numpy as np
 
-        if len(documents) == 1 and len(documents[0]) > LONG_BYTES:
+        if self._cuts and len(documents) == 1 and len(documents[0]) > LONG_BYTES:
             tokens, end = np.empty(len(documents[0]) + 1, self.dtype), 1  # a token has a byte at least
             tokens[0] = self.eot
             for part in parts_of(documents[0]):

@@ -41,6 +41,16 @@ def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
     return attempts(request)
 
 
+def asked(where: str, request: Any) -> Any:
+    """An answer of the Hub. UserError if it has none."""
+    try:
+        return with_retries(request)
+    except UserError:
+        raise
+    except Exception as error:  # not found, gated, no network
+        raise UserError(f"{where}: cannot be fetched from the Hub ({reason_of(error)})") from error
+
+
 def is_transient(error: BaseException | None) -> bool:
     """Whether a retry may succeed: the error, or its cause, is a missing connection or a busy server."""
     for one in causes(error):

@@ -101,7 +101,8 @@ def _tokens_of_processes(
     child = subprocess.Popen(
         [sys.executable, "-m", "pipelines.text.pool", *map(str, theirs)],
         pass_fds=theirs,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # a thread would not survive the fork
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},  # a thread would not survive the fork
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # the parent alone ends them: not Ctrl-C

@@ -2,7 +2,8 @@
 
 Every tokenizer is a `tiktoken.Encoding`. One of a user's own (pipelines/text/bpe.py) is the tokenizer.json below, with
 GPT-2's pattern and a vocabulary in the order of its merges: so tiktoken, gigatoken and transformers give the same ids.
-Its file lies beside the tokens in the store, for every machine that works on the run.
+Any other file is read by `tokenizers` (hub_tokenizer.py). The file lies beside the tokens in the store, for every
+machine that works on the run.
 
 The files of an export follow from the ranks of an encoding alone: tiktoken knows the rank of every token and merges the
 pair of lowest rank first; GPT-2's own files list the pairs. A token of rank r is the merge of two tokens of lower rank:
@@ -13,6 +14,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from operator import itemgetter
@@ -20,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, File
-from pipelines.recipe import Recipe, TokenizerFile, TokensConfig
+from pipelines.recipe import HUB_FILE, Recipe, TokenizerFile, TokensConfig
+from pipelines.text.hub import asked, reason_of
 from trainer.errors import UserError
 from trainer.store import Store
 
@@ -31,6 +34,13 @@ Ranks = dict[bytes, int]
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"  # of a user's own tokenizer, below the tokens' artifact
+HUB_NAME = "hub-"  # begins the names of tokenizers that `tokenizers` reads
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}  # GPT-2's pattern
 
 
 @functools.cache
@@ -71,20 +81,29 @@ def tokenizer_of(tokens: TokensConfig, store: Store, prefix: str) -> "tiktoken.E
     body = store.get(f"{prefix}/{TOKENIZER_FILE}")
     if body is None:
         raise UserError(f"{where}: missing; `skytrain run` with the file of tokens.tokenizer brings it")
-    if sha256(body).hexdigest() != tokens.tokenizer.sha256:
+    if sha256(body).hexdigest() != tokens.tokenizer.digest:
         raise DamagedArtifact(f"{where}: damaged (sha256 differs); remove it, and `skytrain run` brings it again")
-    return own_tokenizer(body, where)
+    return own_tokenizer(body, where, tokens.tokenizer.end_of_text)
+
+
+def planned_tokenizer(tokens: TokensConfig, plan: ArtifactPlan, store: Store) -> "tiktoken.Encoding":
+    """The tokenizer of a run before its tokens exist: its file is on this machine, in the store or on the Hub."""
+    own = tokens.tokenizer
+    if isinstance(own, str) or store.get(f"{plan.prefix}/{TOKENIZER_FILE}") is not None:
+        return tokenizer_of(tokens, store, plan.prefix)
+    return own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.file}", own.end_of_text)
 
 
 def check_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
-    """UserError unless the file of the tokenizer is on this machine or in the store, and the model has its ids."""
-    own = recipe.tokens.tokenizer
-    if isinstance(own, str):
+    """UserError unless the file of the tokenizer can be had, the model has its ids, and the formats can carry it."""
+    if isinstance(recipe.tokens.tokenizer, str):
         return
-    if store.get(f"{plan.prefix}/{TOKENIZER_FILE}") is None:
-        encoding = own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.file}")
-    else:
-        encoding = tokenizer_of(recipe.tokens, store, plan.prefix)
+    encoding = planned_tokenizer(recipe.tokens, plan, store)
+    if encoding.name.startswith(HUB_NAME) and (others := recipe.export.other_formats):
+        raise UserError(
+            f"export.formats: {others[0]} cannot carry the tokenizer '{recipe.tokens.tokenizer}', only GPT-2's, bytes "
+            "and those of `skytrain tokenizer train`; remove it, and use hf"
+        )
     try:
         recipe.check_vocab_size(encoding.n_vocab)
     except ValueError as error:
@@ -103,44 +122,58 @@ def kept_tokenizer(config: TokensConfig, store: Store, prefix: str) -> list[File
     if isinstance(config.tokenizer, str):
         return []
     size = {entry.key: entry.size for entry in store.entries(f"{prefix}/{TOKENIZER_FILE}")}
-    return [File(TOKENIZER_FILE, TOKENIZER_FILE, size.get(f"{prefix}/{TOKENIZER_FILE}", 0), config.tokenizer.sha256)]
+    return [File(TOKENIZER_FILE, TOKENIZER_FILE, size.get(f"{prefix}/{TOKENIZER_FILE}", 0), config.tokenizer.digest)]
 
 
 def tokenizer_file_bytes(own: TokenizerFile) -> bytes:
-    """The content of a tokenizer's file. UserError if it is missing, or another one."""
-    where = f"tokens.tokenizer: {own.file}"
+    """The content of a tokenizer's file, on this machine or on the Hub. UserError if it is missing, or another one."""
+    where, path = f"tokens.tokenizer: {own.file}", Path(own.file)
+    if found := HUB_FILE.fullmatch(own.file):
+        from huggingface_hub import hf_hub_download
+
+        path = Path(asked(where, lambda: hf_hub_download(found["name"], TOKENIZER_FILE, revision=found["revision"])))
     try:
-        body = Path(own.file).read_bytes()
+        body = path.read_bytes()
     except OSError as error:
         raise UserError(
             f"{where}: cannot be read ({error.strerror}); `skytrain tokenizer train` makes such a file"
         ) from error
-    if (found := sha256(body).hexdigest()) != own.sha256:
-        raise UserError(f"{where}: its sha256 is {found}, and the recipe has {own.sha256}; use the file of the recipe")
+    if (digest := sha256(body).hexdigest()) != (own.sha256 or digest):
+        raise UserError(f"{where}: its sha256 is {digest}, and the recipe has {own.sha256}; use the file of the recipe")
     return body
 
 
 @functools.lru_cache(maxsize=2)
-def own_tokenizer(body: bytes, where: str) -> "tiktoken.Encoding":
-    """The tokenizer of a tokenizer.json. UserError unless `tokenizer_files` gives the same content: then, and only
-    then, `transformers` reads the file as tiktoken does."""
+def own_tokenizer(body: bytes, where: str, end_of_text: str | None = None) -> "tiktoken.Encoding":
+    """The tokenizer of a tokenizer.json, with the ids that `transformers` gives.
+
+    tiktoken's, if `tokenizer_files` gives the same content; else one of `tokenizers`. UserError for any other file.
+    """
     try:
-        vocab = {str(token): int(i) for token, i in json.loads(body)["model"]["vocab"].items()}
-        bytes_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
-        by_id = sorted((i, token) for token, i in vocab.items() if token != END_OF_TEXT)
-        ranks = {bytes(bytes_of[symbol] for symbol in token): i for i, token in by_id}
-        encoding = encoding_of(f"own-{sha256(body).hexdigest()[:12]}", ranks)
-        same = json.loads(body) == json.loads(tokenizer_files(encoding, 0)[TOKENIZER_FILE])
+        values = json.loads(body)
+        if values["pre_tokenizer"] == BYTE_LEVEL and not end_of_text:
+            bytes_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+            vocab = sorted((int(i), token) for token, i in values["model"]["vocab"].items() if token != END_OF_TEXT)
+            ranks = {bytes(bytes_of[symbol] for symbol in token): i for i, token in vocab}
+            with suppress(AssertionError):  # its ids are not in the order of its merges
+                encoding = encoding_of(f"own-{sha256(body).hexdigest()[:12]}", ranks)
+                if values == json.loads(tokenizer_files(encoding, 0)[TOKENIZER_FILE]):
+                    return encoding
+        from pipelines.text.hub_tokenizer import HubTokenizer
+
+        return HubTokenizer(f"{HUB_NAME}{sha256(body).hexdigest()[:12]}", body, byte_symbols(), end_of_text)
     except Exception as error:  # whatever a stranger's values raise
-        raise UserError(
-            f"{where}: not a tokenizer file ({type(error).__name__}); `skytrain tokenizer train` makes one"
-        ) from error
-    if not same:
-        raise UserError(
-            f"{where}: not a byte-level BPE with GPT-2's pattern and {END_OF_TEXT} as its last id; "
-            "`skytrain tokenizer train` makes one"
-        )
-    return encoding
+        raise UserError(f"{where}: not a tokenizer.json that can be used ({reason_of(error)})") from error
+
+
+def ids_in(body: bytes, where: str) -> dict[str, int]:
+    """The ids of a tokenizer.json by token. UserError for a damaged file."""
+    try:
+        values = json.loads(body)
+        added = {str(one["content"]): int(one["id"]) for one in values.get("added_tokens", [])}
+        return {str(token): int(i) for token, i in values["model"]["vocab"].items()} | added
+    except Exception as error:  # whatever a stranger's values raise
+        raise UserError(f"{where}: not a tokenizer.json ({reason_of(error)}); fetch it again") from error
 
 
 def encoding_of(name: str, ranks: Ranks) -> "tiktoken.Encoding":
@@ -195,6 +228,11 @@ def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dic
     transformers 4 and 5 need only tokenizer.json and tokenizer_config.json. The slow tokenizer of transformers 4 and
     tools outside Python read the other files. `model_max_length` is in tokens.
     """
+    if encoding.name.startswith(HUB_NAME):
+        from pipelines.text.hub_tokenizer import HubTokenizer
+
+        assert isinstance(encoding, HubTokenizer)
+        return encoding.files(model_max_length)
     found = vocabulary(encoding)
     vocab = {token: i for i, token in enumerate(found.tokens)}
     end_of_text = found.tokens[found.end_of_text]
@@ -240,7 +278,6 @@ def byte_symbols() -> list[str]:
 
 def _fast_tokenizer(vocab: dict[str, int], merges: list[str], end_of_text: str) -> dict[str, Any]:
     """tokenizer.json: GPT-2's byte-level BPE in the format of the library `tokenizers`."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     verbatim = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {
         "version": "1.0",
@@ -248,9 +285,9 @@ def _fast_tokenizer(vocab: dict[str, int], merges: list[str], end_of_text: str) 
         "padding": None,
         "added_tokens": [{"id": vocab[end_of_text], "content": end_of_text, "special": True} | verbatim],
         "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": byte_level | {"trim_offsets": False},
-        "decoder": byte_level,
+        "pre_tokenizer": BYTE_LEVEL,
+        "post_processor": BYTE_LEVEL | {"trim_offsets": False},
+        "decoder": BYTE_LEVEL,
         "model": {
             "type": "BPE",
             "dropout": None,

@@ -17,6 +17,7 @@ from stage_work import SMALL
 
 from pipelines.formats.hf import hf_config
 from pipelines.recipe import load_recipe
+from pipelines.text.tokenizer import tokenizer, tokenizer_files
 from trainer.models.family import to_hf
 from trainer.models.gpt2_module import GPT
 
@@ -28,12 +29,18 @@ import sys
 from pathlib import Path
 from stage_work import SMALL
 from pipelines.recipe import load_recipe
-from pipelines.weight_sources import Hub, fetched_from_hub, hub_weights
+from pipelines.recipe import TokenizerFile
+from pipelines.text.tokenizer import own_tokenizer, tokenizer_file_bytes
+from pipelines.weight_sources import Hub, fetched_from_hub, hub_weights, tokenizer_beside
 from trainer.errors import UserError
 source = Hub(*sys.argv[2].split("@"))
 try:
     if sys.argv[1] == "check":
         hub_weights(source, "train.init_from").check(load_recipe("smoke", [*SMALL, *sys.argv[3:]]).model)
+    elif sys.argv[1] == "tokenizer":
+        own = TokenizerFile(file=f"hf://{sys.argv[2]}")
+        assert tokenizer_file_bytes(own) == tokenizer_beside(sys.argv[2], None, "init_from")
+        print(own_tokenizer(tokenizer_file_bytes(own), "it").n_vocab)
     else:
         print(fetched_from_hub(source, "train.init_from"))
 except UserError as error:
@@ -127,6 +134,9 @@ def test_weights_of_the_hub_are_checked_by_their_header_and_fetched_verified(ask
     before = len(Hub.sent)
     assert Path(ask("fetch")) == folder
     assert not [path for path, _ in Hub.sent[before:] if "resolve" in path]  # once a machine
+    assert ask("tokenizer").startswith("error: tokens.tokenizer: hf://openai-community/gpt2@aaaa")
+    Hub.files["tokenizer.json"] = tokenizer_files(tokenizer("bytes"), 0)["tokenizer.json"]
+    assert ask("tokenizer") == "257"
     Hub.wrong_sum = True
     assert "damaged on its way (sha256 differs)" in ask("fetch")
     Hub.files = {"pytorch_model.bin": b"PK", "config.json": b"{}"}

@@ -187,7 +187,8 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
         ("runtime.device=gpu", "runtime.device: input should be 'auto', 'cpu', 'cuda' or 'mps' (got 'gpu')"),
         (
             "tokens.tokenizer=gpt3",
-            "my.yaml: tokens.tokenizer: input should be 'gpt2', 'bytes' or {file: …, sha256: …} (got 'gpt3')",
+            "my.yaml: tokens.tokenizer: input should be 'gpt2', 'bytes', a tokenizer.json or hf://OWNER/NAME@COMMIT "
+            "(got 'gpt3')",
         ),
         (
             "export.formats=[hf, ggfu]",

@@ -1,0 +1,87 @@
+"""A tokenizer.json of another tool: a byte-level BPE with a normalizer and a pre-tokenizer of its own, as Llama 3 has.
+
+The library `tokenizers` encodes with it, so the ids are those of `transformers`; tiktoken decodes.
+"""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import tiktoken
+
+from pipelines.text.documents import utf8
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # tokens between documents, by what is usual
+MAX_BYTES = 100_000_000  # of a file; Gemma's, the largest known, has 33 MB
+
+
+class HubTokenizer(tiktoken.Encoding):
+    """Each token is bytes, as in tiktoken. Special tokens inside a text are ordinary text."""
+
+    def __init__(self, name: str, body: bytes, symbols: list[str], end_of_text: str | None) -> None:
+        """ValueError, with what to do, if this is no byte-level BPE, or if no token ends its documents.
+
+        `symbols` are the visible characters of the 256 bytes.
+        """
+        from tokenizers import Tokenizer
+
+        if len(body) > MAX_BYTES:
+            raise ValueError(f"it has {len(body):,} bytes, more than {MAX_BYTES:,}")
+        values = json.loads(body)
+        parts = values["decoder"].get("decoders", [values["decoder"]])
+        if values["model"].get("type", "BPE") != "BPE" or "ByteLevel" not in [one["type"] for one in parts]:
+            raise ValueError("it is not a byte-level BPE, such as GPT-2's, Llama 3's and Qwen's")
+        if values["model"].get("dropout"):
+            raise ValueError("its merges are random (dropout); set model.dropout to null in the file")
+        added = {str(one["content"]): int(one["id"]) for one in values["added_tokens"]}
+        ends = [name for name in ([end_of_text] if end_of_text else ENDS) if name in added]
+        if not ends:
+            raise ValueError(
+                f"it has no token {end_of_text or ' or '.join(ENDS)}; name the one between documents: "
+                "{file: …, end_of_text: …}"
+            )
+        bytes_of = {symbol: byte for byte, symbol in enumerate(symbols)}
+        vocab = {str(token): int(i) for token, i in values["model"]["vocab"].items() if token not in added}
+        unused = {*range(max([*vocab.values(), *added.values()]))} - {*vocab.values(), *added.values()}
+        super().__init__(
+            name,
+            pat_str=r"(?s:.)",  # not used
+            mergeable_ranks={bytes(bytes_of[symbol] for symbol in token): i for token, i in vocab.items()},
+            special_tokens=added | {f"<|unused {i}|>": i for i in unused},
+        )
+        self.body, self._made_from, self._end = body, (name, body, symbols, end_of_text), added[ends[0]]
+        self._tokenizer = Tokenizer.from_buffer(body)
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True
+
+    def __reduce__(self) -> Any:
+        return type(self), self._made_from
+
+    @property
+    def eot_token(self) -> int:
+        """The token that begins each document."""
+        return self._end
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """The ids of a text, without the tokens that the file's template would add."""
+        (encoded,) = self._tokenizer.encode_batch_fast([utf8(text).decode()], add_special_tokens=False)
+        ids: list[int] = encoded.ids
+        return ids
+
+    def encode_to_numpy(self, text: str, **special: Any) -> "np.ndarray[Any, np.dtype[np.uint32]]":
+        """`encode_ordinary` as an array; `special` is tiktoken's, and every special token is ordinary here."""
+        import numpy as np
+
+        return np.array(self.encode_ordinary(text), np.uint32)
+
+    def files(self, model_max_length: int) -> dict[str, bytes]:
+        """The file as it came, and the configuration with which `transformers` reads it."""
+        end = self.decode([self._end])
+        config = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end) | {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": model_max_length,
+            "clean_up_tokenization_spaces": False,
+        }
+        return {"tokenizer.json": self.body, "tokenizer_config.json": json.dumps(config, indent=1).encode() + b"\n"}
