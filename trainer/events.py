@@ -108,6 +108,7 @@ class Measuring:
 
 
 EVENTS_FILE = "events.jsonl"  # in the work folder of an attempt
+BYTES_AT_ONCE = 1 << 19  # some 1,000 rows
 
 Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | Sampled | Measuring
 
@@ -126,6 +127,20 @@ def event_from_json(line: str) -> Event:
         return KINDS[values.pop("event")](**values)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not an event of training: {line[:200]!r} ({error!r})") from error
+
+
+def events_after(path: Path, offset: int) -> tuple[list[Event], int]:
+    """The next events of a file that is being written, from a byte offset on, and the offset behind them; none without
+    the file. Leaves out lines that a full disk has cut."""
+    events: list[Event] = []
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(offset)
+        for line in file.readlines(BYTES_AT_ONCE):
+            if line.endswith(b"\n"):
+                offset += len(line)
+                with suppress(ValueError):
+                    events.append(event_from_json(line.decode()))
+    return events, offset
 
 
 class EventLog:

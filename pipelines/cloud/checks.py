@@ -18,7 +18,7 @@ import requests
 from pipelines.artifacts.store import open_store
 from pipelines.cloud.catalog import INSTALL
 from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds
-from pipelines.tracking.mlflow.settings import SCHEMES, without_credentials
+from pipelines.tracking.mlflow.settings import checked_uri
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import Store
 
@@ -57,13 +57,10 @@ def store_commits(store: Store) -> Finding:
 
 def mlflow_answers(uri: str, environment: Mapping[str, str]) -> Finding:
     """Whether the tracking server answers and accepts these credentials."""
-    uri, credentials = without_credentials(uri)
-    environment = credentials | {name: value for name, value in environment.items() if value}
-    parts = urlsplit(uri)
-    if parts.scheme.partition("+")[0] not in SCHEMES:
-        return broken(
-            "mlflow", f"{parts.scheme or uri}: not a server", "MLflow keeps no runs in folders; use http(s)://…"
-        )
+    try:
+        parts = urlsplit(checked_uri(uri))
+    except UserError as error:
+        return broken("mlflow", "not usable", str(error))
     if parts.scheme not in ("http", "https"):
         return Finding("mlflow", f"{parts.scheme or uri}: not checked", "note", "only http(s) servers can be checked")
     address = f"{parts.scheme}://{parts.netloc}"

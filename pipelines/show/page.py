@@ -111,11 +111,6 @@ def write_page(
     say(f"{path}  ({len(page.encode()) / 1e6:.1f} MB; {what}; open it in a browser)", on_stderr)
 
 
-def render(run: Run) -> str:
-    """The page of a run."""
-    return page_of([run_data(run)])
-
-
 def page_of(runs: Sequence[dict[str, Any]], overlays: Sequence[dict[str, Any]] = (), links: bool = False) -> str:
     """The page of some runs and other trainers' logs, or a table of links to pages, as `run_data` and `overlay_data`
     gathered them."""

@@ -34,7 +34,7 @@ from trainer.events import (
     Skipped,
     Slow,
     Started,
-    event_from_json,
+    events_after,
 )
 from trainer.health import START_MINUTES
 from trainer.process import steady_time
@@ -168,15 +168,13 @@ class Follower:
 
 
 def follow_events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[list[Event]]:
-    """The new events of a file that is being written, every POLL_SECONDS until the process ends."""
+    """The new events of a file that is being written, at least every POLL_SECONDS until the process ends."""
     ended, offset = False, 0
-    while not ended:
-        ended, whole = process.poll() is not None, b""
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(offset)
-            whole = file.read().rpartition(b"\n")[0]
-            offset += len(whole) + 1 if whole else 0
-        yield [event_from_json(line) for line in whole.decode().splitlines()]
+    events: list[Event] = []
+    while events or not ended:
+        ended = process.poll() is not None
+        events, offset = events_after(path, offset)
+        yield events
         if not ended:
             time.sleep(POLL_SECONDS)
 

@@ -37,7 +37,7 @@ def init(
     from pipelines.cloud.skypilot import check_places
     from pipelines.project import FILE, Project
     from pipelines.show.console import say
-    from pipelines.tracking.mlflow.settings import without_credentials
+    from pipelines.tracking.mlflow.settings import checked_uri
     from pipelines.verbs.doctor import print_examination
     from trainer.store import replacing
 
@@ -46,7 +46,7 @@ def init(
     if not store:
         raise UserError("init: name a store: --store s3://BUCKET/PREFIX or file://FOLDER")
     if tracking is None and (server := os.environ.get("MLFLOW_TRACKING_URI", "")).startswith("http"):
-        tracking, _ = without_credentials(server)
+        tracking = checked_uri(server)
     open_store(store)  # UserError for a malformed URI
     given = {"store": store, "tracking": tracking, "infra": infra, "budget": budget, "image": image}
     project = Project.of(given, "init")

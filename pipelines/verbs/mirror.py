@@ -3,8 +3,7 @@
 import sys
 
 from pipelines.provenance import code_tags
-from pipelines.show.page import render
 from pipelines.tracking.mlflow.child import mirror_until_end
 
 if __name__ == "__main__":
-    sys.exit(mirror_until_end(render, code_tags()))
+    sys.exit(mirror_until_end(code_tags()))

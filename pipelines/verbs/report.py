@@ -95,7 +95,6 @@ def audit_runs(runs: "list[Run]", as_json: bool) -> None:
 def rebuild_tracking(runs: "list[Run]") -> None:
     """Send the records of runs to MLflow. UserError without mlflow, or for a URI of another scheme."""
     from pipelines.show.console import say
-    from pipelines.show.page import render
     from pipelines.tracking.mlflow.mirror import rebuild
     from pipelines.tracking.mlflow.settings import redacted, tracking_uri
 
@@ -103,5 +102,5 @@ def rebuild_tracking(runs: "list[Run]") -> None:
         raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")
     uri = tracking_uri(default_tracking_uri())
     for run in runs:
-        rebuild(run.store, run.name, uri, render)
+        rebuild(run.store, run.name, uri)
         say(f"{run.name}: sent to {redacted(uri)}")

@@ -22,7 +22,7 @@ from pipelines.artifacts.manifest import File, Manifest, key_of
 from pipelines.recipe import load_recipe
 from pipelines.show.card import passed_text
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.show.page import REFERENCES, SHAPES, overlay_data, page_of, render, run_data, thin
+from pipelines.show.page import REFERENCES, SHAPES, overlay_data, page_of, run_data, thin
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.records import Heartbeat, ProcessId, Progress
 from pipelines.tracking.runs import Passed, Run, RunRecord, record
@@ -249,7 +249,7 @@ def test_no_text_of_a_run_becomes_markup(store: LocalStore) -> None:
 
 
 def test_the_policy_admits_the_pages_own_style_and_script_and_nothing_else(store: LocalStore) -> None:
-    parts = Parts(render(Run(store, run_in(store))))
+    parts = Parts(page_of([run_data(Run(store, run_in(store)))]))
     (policy,) = [m["content"] for m in parts.all("meta") if m.get("http-equiv") == "Content-Security-Policy"]
     digests = {
         kind: "sha256-" + base64.b64encode(hashlib.sha256(parts.texts[kind][-1].encode()).digest()).decode()

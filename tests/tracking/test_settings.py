@@ -1,6 +1,5 @@
 """Settings of MLflow: where it is, under which names, and whose password is hidden."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from run_records import RUN, recorded
 
 from pipelines.cloud.request import variables_from_shell
 from pipelines.tracking.mlflow.child import MirrorProcess
-from pipelines.tracking.mlflow.settings import own_tags, redacted, tracking_uri, without_credentials
+from pipelines.tracking.mlflow.settings import own_tags, redacted, tracking_uri
 from pipelines.verbs.options import set_tracking_options
 from trainer.errors import UserError
 from trainer.store import LocalStore
@@ -20,13 +19,12 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     own_experiment(monkeypatch)
 
 
-def test_the_password_of_a_url_moves_to_mlflows_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert without_credentials("http://a.b/c") == ("http://a.b/c", {})
-    assert tracking_uri("https://ann:hunter2%2Fc@a.b:5000/c") == "https://a.b:5000/c"
-    assert (os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]) == ("ann", "hunter2/c")
+def test_a_password_in_the_url_of_a_server_is_refused_and_others_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://ann:hunter2%2Fc@a.b:5000/c")
+    with pytest.raises(UserError, match="without user and password.*MLFLOW_TRACKING_PASSWORD") as error:
+        tracking_uri("sqlite:///d")
+    assert "hunter2" not in str(error.value) and redacted("refused: hunter2/c") == "refused: ***"
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "own")
-    tracking_uri("https://ann:hunter2%2Fc@a.b:5000/c")
-    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "own"
     assert redacted("refused: own") == "refused: ***"
 
 

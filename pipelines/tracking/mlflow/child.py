@@ -15,24 +15,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import requests
+from tenacity import RetryCallState, Retrying, retry_if_not_exception_type
 
 from pipelines.artifacts.manifest import scratch
 from pipelines.artifacts.store import open_store
 from pipelines.tracking.mlflow.mirror import Mirror
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, tracking_is_off, tracking_uri
-from pipelines.tracking.runs import Run, find_run
-from trainer.events import EVENTS_FILE, Row, Sampled, event_from_json
+from trainer.events import EVENTS_FILE, Event, Row, Sampled, events_after
 
 MODULE = "pipelines.verbs.mirror"
-NO_MLFLOW = 3  # exit code of a child that cannot import mlflow: a restart would not help
 POLL_SECONDS, RETRY_SECONDS, REFRESH_SECONDS, RESTART_SECONDS = 1.0, 5.0, 30.0, 30.0
 MEMORY_BYTES = 2 << 30
-BYTES_AT_ONCE = 1 << 19  # of events, so some 1,000 rows
+ANSWER_BYTES = 16 << 20  # the answers to our requests have kilobytes
 # One thread for numpy and one arena for malloc: on a machine of 100 cores, theirs alone would reach the limit.
 SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONUTF8": "1"}
 
@@ -53,9 +53,9 @@ class MirrorProcess:
         self._started = -math.inf
 
     def start(self) -> None:
-        """Start the child, again if it has died; not if mlflow cannot be imported. From any thread."""
-        running = self._child and self._child.poll() in (None, NO_MLFLOW)
-        if self.off or running or time.monotonic() < self._started + RESTART_SECONDS:
+        """Start the child, again if a signal has killed it: it retries by itself. From any thread."""
+        exit_code = self._child.poll() if self._child else -1
+        if self.off or exit_code is None or exit_code >= 0 or time.monotonic() < self._started + RESTART_SECONDS:
             return
         self._started = time.monotonic()
         with suppress(OSError):  # no disk, no memory: `close` reports it
@@ -87,109 +87,86 @@ class MirrorProcess:
         )
 
 
-def mirror_until_end(page: Callable[[Run], str], code_tags: Mapping[str, str]) -> int:
+def mirror_until_end(code_tags: Mapping[str, str]) -> int:
     """The child: mirror the run argv[2] of the store argv[1], with the home folder argv[3], until stdin ends."""
     os.nice(10)  # the cores are for the training; importing mlflow alone is 5 s of one
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the run, whose end is still to come
-    try:
-        import mlflow  # noqa: F401
-    except Exception as error:  # a broken installation counts as none
-        log(f"mlflow cannot be imported: {type(error).__name__}: {error}")
-        return NO_MLFLOW
-    uri = os.environ["MLFLOW_TRACKING_URI"]
-    if uri.startswith("sqlite:") and not find_spec("sqlalchemy"):
-        log("mlflow-skinny has no SQLite: name a server in MLFLOW_TRACKING_URI, or install mlflow")
-        return NO_MLFLOW
+    limit_answers()
     ending = threading.Event()
     threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
+
+    def attempt() -> bool:
+        _, store, run, home = sys.argv
+        mirror = Mirror(open_store(store), run, os.environ["MLFLOW_TRACKING_URI"], code_tags)
+        return follow(mirror, Path(home), ending)
+
+    def pause(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        log(f"will try again: {type(error).__name__}: {error}")
+        time.sleep(POLL_SECONDS)
+        ending.wait(RETRY_SECONDS)
+
     try:
-        mirror = Mirror(open_store(sys.argv[1]), sys.argv[2], uri, page, code_tags)
-        Follower(mirror, Path(sys.argv[3])).follow(ending)
-    except Exception as error:
-        log(f"{type(error).__name__}: {error}")
+        refused = Retrying(retry=retry_if_not_exception_type(ImportError), before_sleep=pause, reraise=True)(attempt)
+    except ImportError as error:
+        log(f"needs the package mlflow, and for SQLite all of it, not mlflow-skinny: {error}")
         return 1
-    return int(mirror.refused)
+    return int(refused)
+
+
+def limit_answers() -> None:
+    """Let requests, and so MLflow, refuse an answer of more than ANSWER_BYTES, such as one without an end."""
+    read = requests.Response.iter_content
+
+    def read_some(self: requests.Response, *arguments: Any, **options: Any) -> Iterator[bytes]:
+        size = 0
+        for chunk in read(self, *arguments, **options):
+            size += len(chunk)
+            if size > ANSWER_BYTES:
+                raise ConnectionError(f"{self.url}: an answer of more than {ANSWER_BYTES:,} bytes")
+            yield chunk
+
+    requests.Response.iter_content = read_some  # type: ignore[method-assign]
 
 
 def _await_end(ending: threading.Event) -> None:
     """Set `ending` when the command ends, by itself or by a kill; end this process if the rest takes too long."""
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # not sys.stdin, whose lock would abort an exit before
     ending.set()
     time.sleep(flush_seconds() + 1)
     log("gave up: the rest took too long")
     os._exit(1)
 
 
-class Follower:
-    """Follows a run: its records in the store, and the events of its training on this machine."""
-
-    def __init__(self, mirror: Mirror, home: Path) -> None:
-        self.mirror, self.home = mirror, home
-        self.run: Run | None = None  # as last sent
-        self._refreshed = 0.0
-        self._events: Path | None = None  # of the newest attempt on this machine, and how much of them was sent
-        self._offset = 0
-
-    def follow(self, ending: threading.Event) -> None:
-        """Send all that is new, again and again, and the rest once `ending`; try again after any error."""
-        ended = False
-        while not ended or self.run is None:
-            ended = ending.wait(POLL_SECONDS)
-            try:
-                self.send(ended)
-            except Exception as error:
-                log(f"will try again: {type(error).__name__}: {error}")
-                self.mirror.forget()
-                self.run = None
-                time.sleep(POLL_SECONDS)
-                ending.wait(RETRY_SECONDS)
-
-    def send(self, ended: bool) -> None:
-        """Send what is new since the last call; `ended`: everything that MLflow lacks."""
-        events = self._newest_events(self.run or find_run(self.mirror.store, self.mirror.name))
-        whole, now = ended or self.run is None or events != self._events, time.monotonic()
-        if whole or now - self._refreshed > REFRESH_SECONDS:
-            run = self.mirror.send(ended, series=whole)  # before the rows of a new attempt: those before them
-            self.run, self._refreshed = run, now
-        if events != self._events:
-            self._events, self._offset = events, 0
-        with suppress(FileNotFoundError):  # the stage has just finished
-            self._send_events()
-        self._measure()
-
-    def _newest_events(self, run: Run | None) -> Path | None:
-        """The events of the newest attempt on this machine. A finished stage leaves none."""
-        prefix = run.record.prefixes.get("train") if run else None
-        found = scratch(self.home, self.mirror.store, prefix).glob(f"a*/{EVENTS_FILE}") if prefix else ()
-        return max(found, default=None)
-
-    def _send_events(self) -> None:
-        """Send rows and samples; the offset moves on once MLflow has them."""
-        lines = [b""]
-        while self._events and lines:
-            with self._events.open("rb") as file:
-                file.seek(self._offset)
-                lines = [line for line in file.readlines(BYTES_AT_ONCE) if line.endswith(b"\n")]
-            self.mirror.send_rows(rows_of(lines))
-            self._offset += sum(map(len, lines))
-
-    def _measure(self) -> None:
-        """Let MLflow's monitor, a thread, measure CPU, memory, disk, network and GPUs while the training runs."""
-        beats = self.run.attempts.get("train") if self.run else None
-        training = beats and beats[-1].state == "running" and find_spec("psutil")
-        if training and not any(thread.name == "SystemMetricsMonitor" for thread in threading.enumerate()):
-            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
-            SystemMetricsMonitor(self.mirror.run_id, resume_logging=True, tracking_uri=self.mirror.uri).start()
+def follow(mirror: Mirror, home: Path, ending: threading.Event) -> bool:
+    """Send all that is new of a run until `ending`, then the rest. Returns whether MLflow has refused a metric. Raises
+    the errors of MLflow and of the store."""
+    prefix = mirror.run.record.prefixes.get("train")
+    folder = scratch(home, mirror.run.store, prefix) if prefix else home / "no training"
+    path, offset, sent, ended = folder / EVENTS_FILE, 0, 0.0, False
+    while not ended:
+        ended = ending.wait(POLL_SECONDS)
+        newest = max(folder.glob(f"a*/{EVENTS_FILE}"), default=None)  # of this machine; a finished stage leaves none
+        behind = ended or not sent or newest not in (None, path)
+        if behind or time.monotonic() > sent + REFRESH_SECONDS:
+            mirror.send(ended, series=behind)  # before the rows of a new attempt: those before them
+            sent = time.monotonic()
+            if not ended:
+                mirror.measure()
+        if newest and newest != path:
+            path, offset = newest, 0
+        events, offset = events_after(path, offset)
+        while events:
+            mirror.send_rows(rows_of(events))
+            events, offset = events_after(path, offset)
+    return mirror.refused
 
 
-def rows_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The rows and samples among lines of events, without lines that a full disk has cut."""
-    for line in lines:
-        with suppress(ValueError):
-            event = event_from_json(line.decode())
-            if isinstance(event, Row):
-                yield {"step": event.step, "time": event.time, **event.metrics}
-            elif isinstance(event, Sampled):
-                yield {"step": event.step, "samples": event.texts}
+def rows_of(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
+    """The rows and samples among events, as in the series."""
+    for event in events:
+        if isinstance(event, Row):
+            yield {"step": event.step, "time": event.time, **event.metrics}
+        elif isinstance(event, Sampled):
+            yield {"step": event.step, "samples": event.texts}

@@ -1,7 +1,7 @@
 """Settings of MLflow, and its passwords: out of its URI, and out of every text that we write.
 
-A URL of a server is used without its user and password; MLflow reads those from its own variables. The URI of a
-database needs its password, and libraries repeat it in their errors: each line of the mirror's log is redacted.
+User and password of a server belong in MLflow's own variables. The URI of a database needs its password, and libraries
+repeat it in their errors: each line of the mirror's log is redacted.
 """
 
 import os
@@ -65,33 +65,28 @@ def parse_tags(texts: Iterable[str], where: str) -> dict[str, str]:
 
 
 def tracking_uri(default: str) -> str:
-    """The MLflow to mirror to: MLFLOW_TRACKING_URI, or the default. UserError for another scheme.
-
-    Moves the user and password of a URL to MLflow's variables, which the mirror inherits: the URI can be shown.
-    """
-    uri, credentials = without_credentials(os.environ.get("MLFLOW_TRACKING_URI") or default)
+    """The MLflow to mirror to: MLFLOW_TRACKING_URI, or the default. UserError for a URI that cannot be mirrored to."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or default
     if uri == default and set("%?") & set(uri):
         raise UserError(f"{uri}: MLflow's SQLite takes no % or ? in a path; choose another SKYTRAIN_HOME")
-    if uri.partition(":")[0].partition("+")[0] not in SCHEMES:
-        raise UserError(
-            f"MLFLOW_TRACKING_URI: {redacted(uri)}: not a server, and MLflow keeps no runs in folders any more; use "
-            "http(s)://SERVER, or a database such as sqlite:///mlflow.db"
-        )
-    os.environ.update(credentials | {name: os.environ[name] for name in credentials if os.environ.get(name)})
-    return uri
+    return checked_uri(uri)
 
 
-def without_credentials(uri: str) -> tuple[str, dict[str, str]]:
-    """The URL of a server without user and password, and these as MLflow's variables. Other URIs stay as they are."""
+def checked_uri(uri: str, where: str = "MLFLOW_TRACKING_URI") -> str:
+    """The URI of a server or a database. UserError for another scheme, and for a password in the URL of a server, which
+    people are shown."""
     try:
         parts = urlsplit(uri)
     except ValueError as error:
-        raise UserError(f"MLFLOW_TRACKING_URI: not a URL ({error})") from error
-    user_info, at, host = parts.netloc.rpartition("@")
-    if not at or parts.scheme not in ("http", "https"):
-        return uri, {}
-    user, _, password = user_info.partition(":")
-    return parts._replace(netloc=host).geturl(), {USER: unquote(user), PASSWORD: unquote(password)}
+        raise UserError(f"{where}: not a URL ({error})") from error
+    if parts.scheme.partition("+")[0] not in SCHEMES:
+        raise UserError(
+            f"{where}: {redacted(uri)}: not a server, and MLflow keeps no runs in folders any more; use "
+            "http(s)://SERVER, or a database such as sqlite:///mlflow.db"
+        )
+    if parts.scheme in ("http", "https") and "@" in parts.netloc:
+        raise UserError(f"{where}: a URL without user and password, please: they belong in {USER} and {PASSWORD}")
+    return uri
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -105,5 +100,6 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def log(message: str) -> None:
-    """Write a line to the log of the mirror's process."""
-    print(time.strftime("%Y-%m-%dT%H:%M:%S"), redacted(message), flush=True)
+    """Write a line to the log of the mirror's process, without control characters of a server's answer."""
+    text = "".join(character if character.isprintable() else " " for character in redacted(message))
+    print(time.strftime("%Y-%m-%dT%H:%M:%S"), text, flush=True)
