@@ -297,20 +297,22 @@ class RuntimeConfig(Section):
     processes: int | Literal["auto"] = Field(
         default="auto", description="Ranks on each node; auto: one a GPU, or 1 on a CPU"
     )
-    engine: Literal["auto", "fused", "compiled", "eager"] = Field(
+    engine: Literal["auto", "fused", "sharded", "compiled", "eager"] = Field(
         default="auto",
         description="Implementation of a step. fused: our own forward and backward pass for CUDA; compiled: "
-        "torch.compile; eager: plain PyTorch; auto: fused where it runs, else compiled on a GPU, else eager",
+        "torch.compile; eager: plain PyTorch; sharded: FSDP2, which divides weights, gradients and optimizer over the "
+        "ranks, for AdamW in bf16 or fp32; auto: fused where it runs, else compiled on a GPU, else eager",
     )
-    recompute: bool = Field(
+    recompute: bool | Literal["selective"] = Field(
         default=False,
-        description="Save memory: the backward pass computes GELU and LayerNorm again (fused; in fp8 GELU alone), or "
-        "whole blocks (the other engines; about 30% more FLOPs)",
+        description="Save memory (activation checkpointing): the backward pass computes GELU and LayerNorm again "
+        "(fused; in fp8 GELU alone), or whole blocks (the other engines; about 30% more FLOPs); selective: all but "
+        "products and attention (the other engines)",
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="Number format of gradients between ranks, in the fused engine; bf16 halves the traffic and rounds "
-        "the gradients, and the manifest names it",
+        description="Number format of gradients between ranks (fused, sharded); bf16 halves the traffic and rounds the "
+        "gradients, and the manifest names it",
     )
     checkpoint_minutes: float | Literal["auto"] = Field(
         default="auto",

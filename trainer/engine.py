@@ -1,8 +1,9 @@
-"""Engines: three implementations of the same update behind one interface.
+"""Engines: four implementations of the same update behind one interface.
 
 *fused* (trainer/fused/step.py) is for GPUs with bf16 and Triton: sm_80 and later. *compiled* is `torch.compile` over
 the plain module, for GPUs without support for the fused kernels. *eager* is the plain module: the reference for the
-others, and the engine on a CPU. All keep weights and moments in float32 under the same names, so each can load the
+others, and the engine on a CPU. *sharded* (trainer/sharded.py) divides the plain module over the ranks, for models
+that are too large for one GPU. All keep weights and moments in float32 under the same names, so each can load the
 checkpoints of the others.
 
 A step is `accumulate`, whose result [loss, gradient norm] stays on the device, and `update`. A `guarded` engine checks
@@ -47,6 +48,7 @@ class Engine(Protocol):
     precision: str
     config: ModelConfig
     tokens_at_once: int | None  # for which there is memory beside the training, once that is known
+    collective: bool  # forward passes communicate: all ranks make equally many
     guarded: bool  # `update` itself leaves out an update whose numbers are not finite
 
     def initialize(self, seed: int) -> None:
@@ -114,7 +116,7 @@ class PlainEngine:
     """The plain module of a family with autocast, an optimizer of `trainer/optim/adamw.py` and one all-reduce; compiled
     or not."""
 
-    guarded = False
+    guarded, collective = False, False
     tokens_at_once: int | None = None
 
     def __init__(
@@ -215,7 +217,7 @@ class PlainEngine:
 class FusedEngine:
     """The step of `trainer/fused/step.py` over the flat buffers of `trainer/fused/flat.py`."""
 
-    guarded, overflow_allowed = True, False
+    guarded, overflow_allowed, collective = True, False, False
     tokens_at_once: int | None = None
 
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, why: str) -> None:
@@ -237,9 +239,9 @@ class FusedEngine:
         from trainer.fused.fp8 import Fp8Products
 
         if self.precision == "bf16":
-            return Bf16Products(self.world.device, runtime.recompute)
+            return Bf16Products(self.world.device, bool(runtime.recompute))
         in_bf16 = () if self.precision == "fp8_head" else layers[-1]  # the head
-        return Fp8Products(layers, in_bf16, self.world, runtime.recompute, train.warmup_steps)
+        return Fp8Products(layers, in_bf16, self.world, bool(runtime.recompute), train.warmup_steps)
 
     def initialize(self, seed: int) -> None:
         self.state.initialize(seed)
@@ -296,20 +298,29 @@ def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig,
     name, why = choose_engine(config, train, runtime, world.device)
     if name == "fused":
         return FusedEngine(config, train, runtime, world, why)
+    if name == "sharded":
+        from trainer.sharded import ShardedEngine
+
+        return ShardedEngine(config, train, runtime, world, why)
     return PlainEngine(config, train, runtime, world, name == "compiled", why)
 
 
 def choose_engine(
     config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, device: torch.device
-) -> tuple[Literal["fused", "compiled", "eager"], str]:
+) -> tuple[Literal["fused", "sharded", "compiled", "eager"], str]:
     """The name of the engine, and one line with its name, its device and the reason. UserError as in `make_engine`."""
     on = f"on {device_name(device)}"
     obstacle = why_not_fused(config, train, device)
-    if train.precision.startswith("fp8") and (obstacle or runtime.engine in ("compiled", "eager")):
+    if train.precision.startswith("fp8") and (obstacle or runtime.engine not in ("auto", "fused")):
         reason = obstacle or f"runtime.engine is {runtime.engine}"
         raise UserError(f"train.precision: {train.precision} needs the fused engine: {reason}")
     if runtime.engine == "fused" and obstacle:
         raise UserError(f"runtime.engine: fused cannot run here: {obstacle}; use 'auto'")
+    if runtime.engine == "sharded":
+        if train.precision == "fp16" or train.optimizer == "muon":
+            what = "optimizer: muon" if train.optimizer == "muon" else "precision: fp16"
+            raise UserError(f"train.{what} does not work in the engine sharded; use runtime.engine: auto")
+        return "sharded", f"sharded, {on}; as configured"
     wanted = device.type == "cuda" or train.precision.startswith("fp8")
     if runtime.engine == "fused" or (runtime.engine == "auto" and wanted and not obstacle):
         return "fused", f"fused, {on}"

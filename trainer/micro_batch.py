@@ -5,8 +5,9 @@ only the memory grows. So a rank divides its share of a step into the fewest mic
 linearly with the micro-batch, but the slope depends on the engine (its recomputation, the chunks of its head), so it
 is measured: a step, and a validation batch of the same size. The search runs one and two sequences, extrapolates a line
 through the two peaks, tries the largest size below that line, and repeats this until fewer micro-batches would not fit.
-The ranks do not communicate inside a trial: a rank that runs out of memory would leave the others waiting. All ranks
-use the peak of the fullest rank, so all decide alike.
+The ranks do not communicate inside a trial: a rank that runs out of memory would leave the others waiting. Those of a
+collective engine must; its search never tries what may not fit, and a rank without memory for one sequence ends the
+run. All ranks use the peak of the fullest rank, so all decide alike.
 """
 
 from collections.abc import Callable
@@ -57,12 +58,13 @@ def choose_micro_batch(
     def peak(size: int) -> int:
         return max(world.gather(peak_bytes(engine, model, size, world.device)))
 
+    held = min(world.gather(torch.cuda.memory_allocated(world.device))) if engine.collective else 0
     peak(1)  # the libraries allocate their own memory in their first call
     world.mean_(torch.zeros(1 << 20, device=world.device))  # and so does NCCL
     free, total = torch.cuda.mem_get_info(world.device)
     available = min(world.gather(free + torch.cuda.memory_reserved(world.device) - int(SPARE_FRACTION * total)))
     most = max(1, MAX_TOKENS // model.block_size)
-    size, used = largest_that_fits(peak, share, most, available)
+    size, used = largest_that_fits(peak, share, most, available, held)
     torch.cuda.empty_cache()
     limit = f"{MAX_TOKENS:,} tokens are enough" if size == micro_batch_of(share, most) else "no more fit"
     used_gib, available_gib = used / 2**30, available / 2**30
@@ -82,16 +84,18 @@ def memory_settings(engine: Engine, runtime: RuntimeConfig) -> str:
     return f"{engine.why}; {engine.precision}; {options}"
 
 
-def largest_that_fits(peak: Callable[[int], int], share: int, most: int, available: int) -> tuple[int, int]:
+def largest_that_fits(
+    peak: Callable[[int], int], share: int, most: int, available: int, held: int = 0
+) -> tuple[int, int]:
     """The size of the fewest micro-batches of `share` whose `peak` is at most `available` bytes, and that peak. `most`:
-    an upper limit of the size.
+    an upper limit of the size; `held`: bytes before the first trial, which must not fail then.
 
     It tries no size beyond the line through the two largest peaks so far, because not every library recovers from
     running out of memory.
     """
     most = micro_batch_of(share, most)
     too_large = most + 1  # the smallest size known not to fit
-    fitting = [(0, 0)]
+    fitting = [(0, held)]
     guess = 1
     while guess > fitting[-1][0]:
         used = peak(guess)
@@ -106,8 +110,9 @@ def largest_that_fits(peak: Callable[[int], int], share: int, most: int, availab
             too_large = guess
         (before, low), (size, high) = fitting[-2:]
         more = int((available - high) * (size - before) / max(1, high - low))
-        # The first peak includes weights and moments. The line from 0 to it is too steep for more than one step.
-        reach = min(too_large - 1, 2 if size == 1 else size + more)
+        # The first peak includes gradients and, without `held`, weights and moments. The line to it is too steep for
+        # more than one step, which may be beyond it unless no trial may fail.
+        reach = min(too_large - 1, 2 if size == 1 and not held else size + more)
         guess = micro_batch_of(share, reach)
         if (
             guess <= size and 8 * reach > 9 * size
@@ -128,6 +133,11 @@ def peak_bytes(engine: Engine, model: ModelConfig, size: int, device: torch.devi
         )  # two, as in a step: memory of the first stays reserved
         engine.loss(tokens, tokens)
         torch.cuda.synchronize(device)
-    except torch.cuda.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError as error:
+        if engine.collective:  # the other ranks wait in this forward pass: end at once, and they end too
+            raise UserError(
+                f"runtime.micro_batch_size: {size} sequence(s) on each rank do not fit into GPU memory; "
+                "use runtime.recompute, more GPUs or a smaller model"
+            ) from error
         return torch.cuda.mem_get_info(device)[1]
     return torch.cuda.max_memory_reserved(device)

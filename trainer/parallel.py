@@ -76,6 +76,7 @@ class World:
         if self.world_size > 1:
             self.gather(None)
             self._closing.set()
+        if dist.is_initialized():  # the engine `sharded` starts a group for one rank
             dist.destroy_process_group()
 
     def connect(self) -> None:
@@ -99,6 +100,13 @@ class World:
         if self.world_size > 1:
             dist.all_reduce(numbers)
         return numbers.tolist()
+
+    def most(self, value: int) -> int:
+        """The largest of the ranks' numbers."""
+        number = torch.tensor(value)
+        if self.world_size > 1:
+            dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number)
 
     def agree(self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int) -> Agreement:
         """One small all-reduce a step, so that all ranks stop, save, skip an update or give up together.

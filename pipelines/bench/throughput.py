@@ -43,6 +43,7 @@ PER_DOUBLING = {
     "compiled": (0.445 / FIGURES.value("one_gpu_compiled_124m")) ** 0.5,
 }
 PER_DOUBLING |= {"fused fp8_head": PER_DOUBLING["fused fp8"], "eager": PER_DOUBLING["compiled"]}
+PER_DOUBLING["sharded"] = PER_DOUBLING["compiled"]  # assumed, as is its speed: its blocks are compiled alike
 # The launch of a layer's kernels, forward and backward: no GPU runs a small model faster. Estimated.
 SECONDS_PER_LAYER = 1e-3
 SMALL_GPU, SMALL_HOURS = "L4:1", 1.0
@@ -134,11 +135,12 @@ def mfu_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, accelerat
     import numpy as np
 
     engine, gpu = engine_of(model, runtime, precision, accelerators), gpu_of(accelerators)
+    engine = "compiled" if engine == "sharded" else engine
     known = (points(family, engine, REFERENCE) | points(family, engine, gpu) for family in (model.family, "gpt2"))
     by_size = dict(sorted(next(filter(None, known)).items()))
     mfu = float(np.interp(math.log(model.parameters), list(by_size), list(by_size.values())))
     # Elsewhere than in the fused engine (0.975) the forward pass again, a third of the FLOPs: computed, not measured.
-    return mfu / 1.3 if runtime.recompute and not engine.startswith("fused") else mfu
+    return mfu / 1.3 if runtime.recompute is True and not engine.startswith("fused") else mfu
 
 
 def points(family: str | None, engine: str | None, gpu: str) -> dict[float, float]:

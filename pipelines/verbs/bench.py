@@ -19,7 +19,7 @@ def bench(
     ] = None,
     micro_batch: Annotated[str, typer.Option(metavar="N|auto", help="Set the sequences of a micro-batch.")] = "auto",
     precision: Annotated[str, typer.Option(help="auto, fp32, bf16, fp16, fp8 or fp8_head.")] = "auto",
-    engine: Annotated[str, typer.Option(help="auto, fused, compiled or eager.")] = "auto",
+    engine: Annotated[str, typer.Option(help="auto, fused, sharded, compiled or eager.")] = "auto",
     batch_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of an optimizer step [the recipe's]"),

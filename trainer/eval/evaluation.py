@@ -38,11 +38,11 @@ class Sampling:
         width = min(self.tokens, model.config.block_size)
         generators = [torch.Generator().manual_seed(self.seed + number) for number in mine]
         # One shape from the first token to the last: a causal model does not see what follows.
-        ids = torch.full((len(mine), width + 1), self.start)
+        ids = torch.full((max(1, len(mine)), width + 1), self.start)
         for at in range(width):
             check()
+            hidden = model.hidden(ids[:, :-1].to(world.device))[:, at]  # on every rank: an engine may need that
             if mine:
-                hidden = model.hidden(ids[:, :-1].to(world.device))[:, at]
                 logits, tokens = model.head(hidden).float().cpu().topk(min(TOP_K, model.config.vocab_size))
                 for i, generator in enumerate(generators):
                     ids[i, at + 1] = tokens[i, torch.multinomial(logits[i].softmax(0), 1, generator=generator)]
@@ -83,11 +83,13 @@ def validation_loss(
     so it may communicate; it may raise to end the measurement.
     """
     total, count = _zero(world.device), 0
-    for tokens, targets in _batches(data, max_tokens, batch_size, world, on_batch):
-        total += loss_of(tokens, targets) * targets.numel()
-        count += targets.numel()
-    loss, tokens_seen = world.sum(float(total), count)
-    return loss / tokens_seen
+    for tokens, targets, counts in _batches(data, max_tokens, batch_size, world, on_batch):
+        loss = loss_of(tokens, targets)
+        if counts:
+            total += loss * targets.numel()
+            count += targets.numel()
+    summed, tokens_seen = world.sum(float(total), count)
+    return summed / tokens_seen
 
 
 @torch.no_grad()
@@ -108,8 +110,10 @@ def validation(
     """
     bytes_of = token_bytes.to(world.device)
     total, in_text, size, count = (_zero(world.device) for _ in range(4))
-    for tokens, targets in _batches(data, max_tokens, batch_size, world, on_batch):
+    for tokens, targets, counts in _batches(data, max_tokens, batch_size, world, on_batch):
         losses, sizes = losses_of(tokens, targets), bytes_of[targets]
+        if not counts:
+            continue
         total += losses.sum()
         in_text += (losses * (sizes > 0)).sum()
         size += sizes.sum()
@@ -124,12 +128,13 @@ def _zero(device: torch.device) -> Tensor:
 
 def _batches(
     data: TokenData, max_tokens: int, batch_size: int, world: World, on_batch: Callable[[], None]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's share of the first windows, as inputs and targets. Every rank passes as many rounds."""
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """This rank's share of the first windows, as inputs and targets, and whether they count. Every rank gets as many:
+    an engine may need equally many forward passes on all ranks."""
     places = data.first_windows(max(1, max_tokens // data.block_size))
     windows = places[world.rank :: world.world_size]
     largest_share = -(-len(places) // world.world_size)
     for start in range(0, largest_share, batch_size):
         on_batch()
-        if batch := windows[start : start + batch_size]:
-            yield to_device(data.windows(batch), world.device)
+        batch = windows[start : start + batch_size]
+        yield *to_device(data.windows(batch or places[:1]), world.device), bool(batch)

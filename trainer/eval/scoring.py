@@ -97,10 +97,11 @@ def score_rows(
     scores = [RowScore(math.inf, 0, False)] * len(rows)
     for number in range(max(world.gather(len(batches)))):
         before_batch()
-        if number < len(batches):
-            of_batch = _batch_scores(model, [rows[i] for i in batches[number]], world.device)
-            for i, score in zip(batches[number], of_batch, strict=True):
-                scores[i] = score
+        batch = batches[number] if number < len(batches) else []
+        # A row that does not count: an engine may need equally many forward passes on all ranks.
+        of_batch = _batch_scores(model, [rows[i] for i in batch] or [Row([0, 0], 1)], world.device)
+        for i, score in zip(batch, of_batch, strict=False):
+            scores[i] = score
     return scores
 
 

@@ -17,7 +17,7 @@ from trainer.models.modern import ModernConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer.models.language_model import LanguageModel
+    from trainer.models.language_model import LanguageModel, Recompute
 
 SECTIONS: dict[str, type[ModelConfig]] = {"gpt2": Gpt2Config, "llama": LlamaConfig, "modern": ModernConfig}
 # The families of a config.json's model_type.
@@ -36,19 +36,29 @@ AnyModel = Annotated[
 ANY_MODEL: TypeAdapter[Gpt2Config | LlamaConfig | ModernConfig] = TypeAdapter(AnyModel)
 
 
-def plain_model(config: ModelConfig, recompute: bool = False) -> "LanguageModel":
-    """The plain module of a section, without initial weights."""
+def plain_model(config: ModelConfig, recompute: "Recompute" = False) -> "LanguageModel":
+    """The plain module of a section, without initial weights; its blocks compute their inner values again in the
+    backward pass as `recompute` says."""
+    from trainer.models.language_model import recomputed
+
+    model = module_of(config)
+    for block in model.h if recompute else ():
+        block.forward = recomputed(block.forward, recompute)
+    return model
+
+
+def module_of(config: ModelConfig) -> "LanguageModel":
     if isinstance(config, LlamaConfig):
         from trainer.models.llama_module import Llama
 
-        return Llama(config, recompute)
+        return Llama(config)
     if isinstance(config, ModernConfig):
         from trainer.models.modern_module import Modern
 
-        return Modern(config, recompute)
+        return Modern(config)
     from trainer.models.gpt2_module import GPT
 
-    return GPT(config, recompute)
+    return GPT(config)
 
 
 def section_of_hf(values: Mapping[str, Any], where: str) -> dict[str, Any]:

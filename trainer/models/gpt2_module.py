@@ -63,8 +63,8 @@ class Block(nn.Module):
 class GPT(LanguageModel):
     """GPT-2."""
 
-    def __init__(self, config: ModelConfig, recompute: bool = False) -> None:
-        super().__init__(config, recompute)
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -74,7 +74,7 @@ class GPT(LanguageModel):
         """The last layer's output after ln_f."""
         x = self.wte(tokens) + self.wpe(self.positions(tokens, context))
         for block in self.h:
-            x = self.through(block, x, context)
+            x = block(x, context)
         return self.ln_f(x)
 
     @staticmethod

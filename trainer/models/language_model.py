@@ -9,19 +9,28 @@ Names tell an optimizer what a parameter is: `h.N.…` are the blocks, `wte.weig
 `lm_head.weight` a head of its own. Vectors have one dimension.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainer.models.model_config import ModelConfig
 
 HEAD_ROWS = 2048  # tokens whose logits are held at once without gradients: 1 GiB with copies in float32
+
+
+Recompute = bool | Literal["selective"]  # of a block's inner values: none, all, or all but those of its products
+# Products and attention, whose results a selective recomputation keeps, as torchtitan does.
+PRODUCTS = (
+    *("mm", "addmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+)
 
 
 class Context(Protocol):
@@ -67,6 +76,21 @@ class Embedding(nn.Embedding):
         pass
 
 
+def recomputed(forward: Callable[..., Tensor], recompute: Recompute) -> Callable[..., Tensor]:
+    """A block's forward pass that keeps its inputs alone, or also the results of its products, for the backward pass,
+    which computes the rest again (Chen et al. 2016)."""
+    options: dict[str, Any] = {}
+    if recompute == "selective":
+        kept = [getattr(torch.ops.aten, name).default for name in PRODUCTS]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+
+    def again(*inputs: object) -> Tensor:
+        out: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+        return out
+
+    return again
+
+
 class LanguageModel(nn.Module):
     """A language model: token ids (B, T) in, logits (B, T, padded_vocab_size) or a mean loss out.
 
@@ -76,11 +100,11 @@ class LanguageModel(nn.Module):
 
     tokens_at_once: int | None = None  # as many as the device has memory for
     wte: Embedding
+    h: nn.ModuleList  # the blocks
 
-    def __init__(self, config: ModelConfig, recompute: bool = False) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.recompute = recompute
 
     # --- of a family
 
@@ -136,12 +160,6 @@ class LanguageModel(nn.Module):
             raise ValueError(f"{T} tokens do not fit into block_size {self.config.block_size}")
         return torch.arange(T, device=tokens.device)
 
-    def through(self, block: nn.Module, *inputs: object) -> Tensor:
-        """The output of a block; with `recompute`, training keeps its inputs alone."""
-        again = self.recompute and self.training
-        out: Tensor = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
-        return out
-
     def head(self, x: Tensor) -> Tensor:
         """Logits of hidden states (..., n_embd) -> (..., padded_vocab_size), padding at -inf."""
         logits = self.logits(F.linear(x, self.head_weight))
@@ -152,10 +170,12 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, T, V), or with `targets` (B, T) the mean cross-entropy in nats."""
-        logits = self.head(self.hidden(tokens))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        x = self.hidden(tokens)
+        return self.head(x) if targets is None else self.loss_of(x, targets)
+
+    def loss_of(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy in nats of hidden states (B, T, n_embd)."""
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
     def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ class Llama(LanguageModel):
 
     config: LlamaConfig
 
-    def __init__(self, config: LlamaConfig, recompute: bool = False) -> None:
-        super().__init__(config, recompute)
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.epsilon)
@@ -76,7 +76,7 @@ class Llama(LanguageModel):
         cos, sin = waves(self.positions(tokens, context), self.config.head_size, self.config.rope_base)
         x = self.wte(tokens)
         for block in self.h:
-            x = self.through(block, x, cos, sin, context)
+            x = block(x, cos, sin, context)
         return self.norm(x)
 
     @property

@@ -90,8 +90,8 @@ class Modern(LanguageModel):
 
     config: ModernConfig
 
-    def __init__(self, config: ModernConfig, recompute: bool = False) -> None:
-        super().__init__(config, recompute)
+    def __init__(self, config: ModernConfig) -> None:
+        super().__init__(config)
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.short = [context < config.block_size for context in config.contexts]
@@ -120,7 +120,7 @@ class Modern(LanguageModel):
             if self.config.residual_lambdas:
                 x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * first
             embedded = self.ve[str(i)](tokens) if str(i) in self.ve else None
-            x = self.through(block, x, cos, sin, context, embedded, near if self.short[i] else None)
+            x = block(x, cos, sin, context, embedded, near if self.short[i] else None)
             middle = x if i == self.config.n_layer // 2 else middle
         if self.config.backout:
             x = x - self.backout_lambda * middle

@@ -130,8 +130,9 @@ class AdamW:
         self.steps: dict[Tensor, Tensor] = {p: torch.zeros((), device=p.device) for p in moved}
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update the parameters by their gradients."""
+    def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """Update the parameters by their gradients, divided by `divisor` if it is given, unless `skip` is 1.0. Both are
+        scalars on the device, so the host does not wait for them."""
         for group in self.param_groups:
             parameters = group["params"]
             adamw(
@@ -142,6 +143,8 @@ class AdamW:
                 [],
                 [self.steps[p] for p in parameters],
                 fused=True,
+                grad_scale=divisor,
+                found_inf=skip,
                 amsgrad=False,
                 beta1=self.config.beta1,
                 beta2=self.config.beta2,
@@ -173,7 +176,8 @@ class Muon(AdamW):
             self.row_squares = {p: p.new_zeros(p.size(0), requires_grad=False) for p in self.matrices.values()}
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+        assert divisor is None and skip is None, "only AdamW takes them"
         super().step()
         rates, beta2 = self.rates, self.config.muon_beta2
         directions = {}

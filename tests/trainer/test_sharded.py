@@ -1,0 +1,150 @@
+"""The engine `sharded` trains as plain PyTorch does on one rank, at any number of ranks, and across kills."""
+
+import multiprocessing
+import os
+import signal
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trainer_runs
+from torch import Tensor
+from trainer_runs import ALONE, LONG, Command, configured, kill_tree
+
+from trainer.config import RuntimeConfig, TrainConfig
+from trainer.data.shards import slices
+from trainer.engine import Engine, choose_engine, make_engine
+from trainer.errors import UserError
+from trainer.eval.evaluation import Sampling
+from trainer.eval.scoring import Row, score_items
+from trainer.events import Started
+from trainer.models.family import ANY_MODEL
+from trainer.models.model_config import ModelConfig
+from trainer.optim.adamw import rates_at
+from trainer.parallel import World
+
+_one_thread, data = trainer_runs._one_thread, trainer_runs.data
+
+RANKS, STEPS = 4, 3
+TRAIN = TrainConfig(batch_tokens=10 * 32, max_steps=STEPS, learning_rate=1e-3, grad_clip=0.3)
+SIZES = {"n_layer": 3, "n_head": 6, "n_embd": 36, "block_size": 32, "vocab_size": 70}
+MODELS: tuple[dict[str, Any], ...] = (
+    {"family": "gpt2"},
+    {"family": "llama", "n_kv_head": 2, "tied_head": True},
+    {"family": "llama", "n_kv_head": 3, "qk_norm": True},
+    {
+        "family": "modern",
+        "residual_lambdas": True,
+        "value_embeddings": True,
+        "window": 6,
+        "smear": True,
+        "backout": True,
+    },
+)
+
+
+def trained(engine: Engine, world: World, most: int) -> dict[str, Any]:
+    """What an engine measures and holds after a few steps with micro-batches of up to `most` sequences."""
+    numbers = []
+    for step in range(STEPS):
+        tokens = torch.randint(0, 70, (10, 33), generator=torch.Generator().manual_seed(step))
+        share = slices(range(10), world.world_size)[world.rank]
+        batches = [(part[:, :-1], part[:, 1:]) for part in tokens[share.start : share.stop].split(most)]
+        loss_and_norm = engine.accumulate(iter(batches), len(batches), 10 / world.world_size, step + 1)
+        numbers += [world.sum(float(loss_and_norm[0]))[0] / world.world_size, float(loss_and_norm[1])]
+        engine.update(rates_at(step, TRAIN), loss_and_norm, step + 1)
+        numbers.append(float(engine.loss(tokens[:, :-1], tokens[:, 1:])))
+    # Items and texts that do not divide evenly: some ranks have none.
+    scores = score_items(engine, 5, lambda which: [[Row([1, 2, 3 + i], 1)] for i in which], world)
+    texts = Sampling(0, str, seed=1, texts=1, tokens=4).texts_of(engine, world, lambda: None)
+    return {"numbers": numbers + [score.loss for (score,) in scores], "texts": texts, "weights": engine.weights()}
+
+
+def begun(config: ModelConfig, world: World, **runtime: Any) -> Engine:
+    engine = make_engine(config, TRAIN, RuntimeConfig(**runtime), world)
+    engine.initialize(7)
+    return engine
+
+
+def compare_with_eager(config: ModelConfig, world: World, **runtime: Any) -> None:
+    plain, sharded = begun(config, ALONE, engine="eager"), begun(config, world, engine="sharded", **runtime)
+    first: dict[str, Tensor] = sharded.weights()
+    for name, weight in first.items():
+        assert torch.equal(weight, plain.weights()[name]), f"{name} was drawn otherwise"
+    held = sum(piece.live.numel() for name, piece in sharded.pieces().items() if name.startswith("model."))
+    whole = sum(weight.numel() for weight in plain.weights().values())
+    assert held < 1.15 * whole / world.world_size + 64
+    expected, found = trained(plain, ALONE, 10), trained(sharded, world, 1 + world.rank)  # unequal micro-batches
+    assert found["numbers"] == pytest.approx(expected["numbers"], rel=2e-4) and found["texts"] == expected["texts"]
+    for name, weight in found["weights"].items():
+        torch.testing.assert_close(weight, expected["weights"][name], rtol=1e-3, atol=2e-4)
+
+
+def on_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    world = World(rank, rank, RANKS, torch.device("cpu"))
+    try:
+        for number, section in enumerate(MODELS):
+            recompute = (False, True, "selective")[number % 3]
+            compare_with_eager(ANY_MODEL.validate_python(SIZES | section), world, recompute=recompute)
+        (folder / f"done-{rank}").touch()
+    except BaseException:
+        (folder / f"error-{rank}").write_text(traceback.format_exc())
+        os._exit(1)  # the others wait for it
+    world.close()
+
+
+def test_four_ranks_draw_train_and_score_as_one_eager_rank(tmp_path: Path) -> None:
+    start = multiprocessing.get_context("spawn").Process
+    processes = [start(target=on_rank, args=(rank, tmp_path)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(200)
+        process.kill()
+    errors = [path.read_text() for path in sorted(tmp_path.glob("error-*"))]
+    assert not errors, errors[0]
+    assert len(list(tmp_path.glob("done-*"))) == RANKS
+
+
+@pytest.mark.slow
+def test_a_run_killed_on_four_ranks_goes_on_with_two_and_ends_as_one_eager_rank(data: Path, tmp_path: Path) -> None:
+    undisturbed = Command(data, tmp_path / "eager", configured(**LONG))
+    undisturbed.finish()
+    command = Command(data, tmp_path / "out", configured(engine="sharded", **LONG))
+    for ranks in (4, 2):
+        with command.started(ranks) as process:
+            command.wait_for_rows(6, process)
+            command.wait_for_commits(1, process)
+            kill_tree(process)
+            assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
+    Command(data, tmp_path / "out", configured(engine="eager", **LONG)).finish()
+    starts = command.events_of(Started)
+    assert [e.world_size for e in starts] == [4, 2, 1] and starts[-1].step > 0
+    rows, expected = command.rows(), undisturbed.rows()
+    assert [row.get("data/digest") for row in rows] == [row.get("data/digest") for row in expected]
+    for a, b in zip(expected, rows, strict=True):
+        assert b == pytest.approx(a, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"precision": "fp16"}, "train.precision: fp16 does not work in the engine sharded"),
+        ({"optimizer": "muon"}, "train.optimizer: muon does not work in the engine sharded"),
+        ({"precision": "fp8"}, "train.precision: fp8 needs the fused engine: runtime.engine is sharded"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_a_user_error(train: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        choose_engine(
+            configured().model,
+            TRAIN.model_copy(update=train),
+            RuntimeConfig(engine="sharded"),
+            torch.device("cpu"),
+        )
