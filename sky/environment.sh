@@ -13,15 +13,26 @@ if [ -z "$venv" ]; then
   venv=$own_home/.cache/skytrain/venv-$sum
   mkdir -p "$(dirname "$venv")"
   exec 9> "$venv.lock" && flock 9   # the second process waits, then finds it complete
-  if [ ! -e "$venv/made" ]; then
+  install() {
     rm -rf "$venv"
-    uv venv --python '>=3.11,<3.13' "$venv"
-    sed -n 's/^\([a-z-]*==\).*/^\1/p' "$gpus" | grep -vf - "$tree/constraints.txt" | cat - "$gpus" > "$venv/constraints.txt"
-    uv pip install --python "$venv/bin/python" --constraint "$venv/constraints.txt" "$tree[formats,eval]"
+    uv venv --python '>=3.11,<3.13' "$venv" &&
+    sed -n 's/^\([a-z-]*==\).*/^\1/p' "$gpus" | grep -vf - "$tree/constraints.txt" | cat - "$gpus" > "$venv/constraints.txt" &&
+    uv pip install --python "$venv/bin/python" --constraint "$venv/constraints.txt" "$tree[formats,eval]" &&
     touch "$venv/made"
-  fi
+  }
+  for pause in 0 15 30 60; do   # beside uv's own tries
+    sleep $pause
+    [ ! -e "$venv/made" ] && ! install 2>&1 | tee "$venv.log" || break
+    grep -qE 'Failed to (fetch|download)|error sending request' "$venv.log" || exit 1   # another try would not help
+  done
+fi
+mkdir -p "$HOME/.local/bin"
+if [ -z "${SKYTRAIN_VENV:-}" ] && [ ! -e "$venv/made" ]; then
+  # SkyPilot ends a job whose setup fails, and starts one elsewhere whose run exits with 75.
+  printf '#!/bin/sh\necho "the package index does not answer; see above" >&2\nexit 75\n' > "$HOME/.local/bin/skytrain"
+  chmod +x "$HOME/.local/bin/skytrain"
+  exit
 fi
 # `skytrain` runs the code of the work tree, not the copy in the environment.
-mkdir -p "$HOME/.local/bin"
 printf '#!/bin/sh\nPYTHONPATH="%s" exec "%s/bin/python" -m pipelines.cli "$@"\n' "$tree" "$venv" > "$HOME/.local/bin/skytrain"
 chmod +x "$HOME/.local/bin/skytrain"
