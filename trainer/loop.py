@@ -69,6 +69,9 @@ def train(
         engine.tokens_at_once = fit.micro_batch_size * model_config.block_size  # for evaluations: these fit
         state.world_size, state.devices = world.world_size, devices_of(world)
         state.memory_settings = memory_settings(engine, runtime)
+        if world.device.type == "cpu":
+            state.threads = state.threads or torch.get_num_threads()
+            torch.set_num_threads(state.threads)
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
         log.write(
             Started(

@@ -172,6 +172,8 @@ def store_result(work: Work, state: TrainState) -> Built:
         facts |= state.scores
     if target := state.passed(work.recipe.train):
         facts["stopped_by"] = target
+    if state.threads:
+        facts["threads"] = state.threads
     if state.text_from:
         facts["text_from"] = state.text_from
     if work.recipe.tokens.sources:

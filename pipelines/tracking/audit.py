@@ -18,6 +18,7 @@ class Audit:
     wrong_steps: tuple[int, ...]  # with another digest
     missing_steps: tuple[int, ...]  # without a row
     source_sequences: tuple[int, ...] = ()  # of a mixture: how many each source gave
+    threads: int = 0  # of a rank on the CPU, of which its losses depend; 0: unknown, or on GPUs
 
 
 def audit(run: Run) -> Audit:
@@ -50,4 +51,6 @@ def audit(run: Run) -> Audit:
             sum(order.read_before(one.stop, n) - order.read_before(one.start, n) for one in read.values())
             for n in range(len(order.shares))
         )
-    return Audit(run.name, len(digests), sum(map(len, read.values())), tuple(wrong), tuple(missing), of_sources)
+    threads = train.facts.get("threads", 0) if train else state.threads if state else 0
+    sequences = sum(map(len, read.values()))
+    return Audit(run.name, len(digests), sequences, tuple(wrong), tuple(missing), of_sources, threads)

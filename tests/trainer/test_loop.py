@@ -83,6 +83,14 @@ def test_a_run_stopped_in_any_step_ends_with_the_same_losses_and_weights(
         assert weights(resumed) == weights(model)
 
 
+def test_a_resumed_run_takes_the_number_of_threads_of_its_first_attempt(runner: Callable[..., Runner]) -> None:
+    run = runner("threads")
+    for own, stop_after in ((3, 4), (1, 4), (2, None)):
+        torch.set_num_threads(own)
+        _, state = run.attempt(stop_after)
+        assert torch.get_num_threads() == state.threads == 3
+
+
 def test_a_run_that_cannot_fetch_its_next_shard_leaves_with_its_last_state(runner: Callable[..., Runner]) -> None:
     whole, run = runner("whole"), runner("cut")
     model, _ = whole.attempt()

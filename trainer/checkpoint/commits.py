@@ -49,6 +49,7 @@ class TrainState(Stored):
     world_size: int = 0
     devices: str = ""
     memory_settings: str = ""
+    threads: int = 0  # of a rank's sums on the CPU, which add in another order with another number; 0: on GPUs
     health: Health = field(default_factory=Health)
     # Of version 0.1, which returned to an earlier step when the loss rose: (that step, steps of data skipped there).
     rollbacks: tuple[tuple[int, int], ...] = ()
