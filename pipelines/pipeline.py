@@ -16,7 +16,7 @@ from pipelines.recipe import Recipe
 from pipelines.screen import Screen
 from pipelines.stage import STAGES, Built, Work, missing, run_name, stage_named
 from pipelines.text.tokenizer import keep_tokenizer
-from pipelines.tracking.crashes import after_crash
+from pipelines.tracking.crashes import UNFIT, after_crash
 from pipelines.tracking.ledger import (
     SILENT_SECONDS,
     Attempt,
@@ -29,7 +29,7 @@ from pipelines.tracking.ledger import (
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, RunRecord, read_run, record
-from trainer.errors import Crashed, Interrupted, StaleAttempt, Stopped, StoreUnavailable, UserError
+from trainer.errors import Crashed, Interrupted, StaleAttempt, Stopped, StoreUnavailable, UnfitMachine, UserError
 from trainer.process import StopSignal, failpoint
 from trainer.store import Store
 
@@ -195,7 +195,7 @@ class Pipeline:
         self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
         shutil.rmtree(work.folder)  # left from a store that was deleted: a new store counts attempts from 1 again
         try:
-            built = stage_named(stage).build(work)
+            built = self._built(work)
             failpoint(f"manifest-{stage}")
             attempt.begin_to_finish()
             manifest = commit(self.store, self._manifest(plan, attempt, built), built.scratch)
@@ -214,6 +214,15 @@ class Pipeline:
         # With the scratch of earlier attempts on this machine. A folder that stays must not fail a finished stage.
         shutil.rmtree(work.folder.parent, ignore_errors=True)
         return manifest
+
+    def _built(self, work: Work) -> Built:
+        """The stage's files. A machine with unfit GPUs counts as a crash."""
+        try:
+            return stage_named(work.plan.stage).build(work)
+        except UnfitMachine as error:
+            cause = f"{UNFIT}{error}"
+            work.report(killed=cause)
+            raise after_crash(self.store, work.plan.prefix, work.attempt.number, cause) from error
 
     def _manifest(self, plan: ArtifactPlan, attempt: Attempt, built: Built) -> Manifest:
         return Manifest(

@@ -38,6 +38,10 @@ class Crashed(Interrupted):
     """Processes of the run crashed, and their machine can start them again."""
 
 
+class UnfitMachine(Interrupted):
+    """torch finds fewer GPUs than SkyPilot has rented with this machine: another one may have a newer driver."""
+
+
 class Stopped(Interrupted):
     """The whole run was asked to stop, not only this machine: nothing may restart it automatically."""
 

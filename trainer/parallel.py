@@ -7,11 +7,14 @@ undisturbed one: with more than two ranks the losses would no longer be equal bi
 """
 
 import os
+import re
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import RuntimeConfig, TrainConfig
-from trainer.errors import EXIT_INTERRUPTED, UserError
+from trainer.errors import EXIT_INTERRUPTED, UnfitMachine, UserError, cut
 from trainer.process import Background, log_line
 
 
@@ -186,7 +189,11 @@ def collective_timeout(runtime: RuntimeConfig) -> timedelta:
 
 
 def device_kind(runtime: RuntimeConfig) -> str:
-    """'cuda', 'mps' or 'cpu': the best of this machine, or the configured one. UserError if the machine lacks it."""
+    """'cuda', 'mps' or 'cpu': the best of this machine, or the configured one. UserError if the machine lacks it;
+    UnfitMachine in a job of SkyPilot for which torch finds fewer GPUs than it pays for."""
+    rented, found = int(os.environ.get("SKYPILOT_NUM_GPUS_PER_NODE") or 0), torch.cuda.device_count()
+    if runtime.device in ("auto", "cuda") and found < rented:
+        raise UnfitMachine(f"torch finds {found} of the {rented} GPUs that SKYPILOT_NUM_GPUS_PER_NODE names; {cuda()}")
     exists = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     available = [kind for kind in exists if exists[kind]]
     if runtime.device == "auto":
@@ -196,6 +203,19 @@ def device_kind(runtime: RuntimeConfig) -> str:
             f"runtime.device: no {runtime.device} device on this machine; available: {', '.join(available)}"
         )
     return runtime.device
+
+
+def cuda() -> str:
+    """The versions of CUDA and of NVIDIA's driver, and why torch can't use the GPUs, if it says so."""
+    versions, why = [f"torch {torch.__version__} has CUDA {torch.version.cuda}"], ""
+    with suppress(OSError):
+        driver = re.search(r"\b\d{3}\.[\d.]+", Path("/proc/driver/nvidia/version").read_text())
+        versions.append(f"the driver is {driver[0] if driver else 'unknown'}")
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        why = f" ({cut(str(error))})"
+    return ", ".join(versions) + why
 
 
 def autocast_on(device: torch.device, precision: str) -> torch.autocast:

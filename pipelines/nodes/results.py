@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.errors import FULL, Diverged, StoreUnavailable, UserError, is_full
+from trainer.errors import FULL, Diverged, StoreUnavailable, UnfitMachine, UserError, is_full
 
 UNAVAILABLE = "unavailable"  # kind: the store took no checkpoint, or did not answer
 # Errors of a rank that node 0 re-raises with their original type, by kind. The order is their priority.
 RERAISED: dict[str, type[Exception]] = {
     "mistake": UserError,
+    "unfit": UnfitMachine,
     UNAVAILABLE: StoreUnavailable,
     "diverged": Diverged,
 }

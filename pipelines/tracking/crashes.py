@@ -1,8 +1,9 @@
 """Crashes: a signal (kill -9, lack of memory) ended a rank, its launcher, or `skytrain run` itself; the watchdog ended
-a rank; or an attempt left because the store took no checkpoint.
+a rank; or an attempt left because the store took no checkpoint, or because torch could not use the machine's GPUs.
 
 A crash is an interruption, after which the same command resumes, or starts over if there is no checkpoint yet: at most
-MOST_CRASHES times in a row without a new one. The store has the count, so it outlives the machine.
+MOST_CRASHES times in a row without a new one, and once on a machine whose GPUs are unfit. The store has the count, so
+it outlives the machine.
 """
 
 from pipelines.tracking.ledger import attempts
@@ -11,6 +12,7 @@ from trainer.errors import Died, Interrupted
 from trainer.store import Store
 
 MOST_CRASHES = 3
+UNFIT = "unfit machine: "  # begins the cause of an attempt that ended with UnfitMachine
 
 
 def after_crash(
@@ -22,6 +24,9 @@ def after_crash(
     beats = [beat for beat in attempts(store, prefix) if since < beat.attempt < attempt]
     unsaved = {beat.attempt for beat in beats if beat.progress.unsaved_since and beat.state != "running"}
     crashed = [beat.attempt for beat in beats if beat.progress.killed or beat.attempt in unsaved]
+    unfit = [beat.attempt for beat in beats if (beat.progress.killed or "").startswith(UNFIT)]
+    if cause.startswith(UNFIT) and unfit:
+        return Died(f"{cause}; so did attempt {unfit[-1]}: choose other machines or another image")
     if len(crashed) >= MOST_CRASHES:
         numbers = ", ".join(map(str, crashed))
         return Died(f"{cause}; attempts {numbers} also crashed before saving a checkpoint")

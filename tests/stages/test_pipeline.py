@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from core_bundle import make_bundle
 from pipeline_runs import (
@@ -166,6 +167,21 @@ def test_a_run_that_diverges_ends_with_a_diagnosis_and_state_failed(project: Pro
     assert "Possible remedies: a lower train.learning_rate (now 1e+30)" in diagnosis
     assert project.report()["state"] == "failed"
     assert not project.artifacts("train")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_a_rented_node_without_usable_gpus_trains_and_evaluates_nothing_and_is_replaced_once(project: Project) -> None:
+    command, rented = ["run", "tiny.yaml", "--set", "runtime.device=auto"], {"SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    project.run(*command, "--stage", "tokenize")
+    project.environment |= rented
+    first, second = (project.run(*command, expect=code).stderr.splitlines()[-1] for code in (75, 1))
+    seen = "unfit machine: torch finds 0 of the 8 GPUs that SKYPILOT_NUM_GPUS_PER_NODE names; torch "
+    assert first.startswith(f"interrupted ({seen}") and second.startswith(f"failed: {seen}"), (first, second)
+    assert " has CUDA " in first and not project.rows_logged()
+    project.environment |= {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}  # as on a machine for a task without GPUs
+    project.run(*command, "--stage", "train")
+    project.environment |= rented
+    assert seen in project.run(*command, expect=75).stderr
 
 
 @pytest.mark.parametrize("as_json", [False, True])

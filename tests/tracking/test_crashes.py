@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.tracking.crashes import MOST_CRASHES, after_crash
+from pipelines.tracking.crashes import MOST_CRASHES, UNFIT, after_crash
 from pipelines.tracking.ledger import attempts, claim, close_dead_attempt, is_alive, seconds_between_failures
 from pipelines.tracking.records import Billing
 from trainer.checkpoint.commits import Commit, TrainState
@@ -19,14 +19,14 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path)
 
 
-def crashed(store: LocalStore, number: int) -> int:
+def crashed(store: LocalStore, number: int, cause: str = "rank 0 was killed by SIGSEGV after step 7") -> int:
     """Claims an attempt that a signal then ends; the exit code."""
     attempt = claim(store, PREFIX, "tiny-0123", "train", number, Billing())
     assert attempt
-    ending = ending_of(after_crash(store, PREFIX, number, f"rank 0 was killed by SIGSEGV after step {7}"))
+    ending = ending_of(after_crash(store, PREFIX, number, cause))
     assert ending
     with attempt:
-        attempt.report(killed="rank 0 was killed by SIGSEGV after step 7")
+        attempt.report(killed=cause)
     return ending.exit_code
 
 
@@ -48,6 +48,12 @@ def test_a_new_commit_begins_a_new_count(store: LocalStore) -> None:
         crashed(store, number)
     commit(store, 9, attempt=MOST_CRASHES + 2)
     assert crashed(store, MOST_CRASHES + 2) == EXIT_INTERRUPTED
+
+
+def test_a_run_tries_one_other_machine_after_one_with_unfit_gpus(store: LocalStore) -> None:
+    causes = ["rank 1 was killed by SIGKILL", f"{UNFIT}no GPU", "rank 1 was killed by SIGKILL", f"{UNFIT}no GPU"]
+    codes = [crashed(store, number, cause) for number, cause in enumerate(causes, 1)]
+    assert codes == [EXIT_INTERRUPTED] * 3 + [EXIT_FAILED]
 
 
 def test_attempts_that_lost_their_machine_do_not_count(store: LocalStore) -> None:
