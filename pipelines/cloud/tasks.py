@@ -140,6 +140,8 @@ def requested_task(task: Task, request: LaunchRequest, folder: Path, nodes: int)
     else:
         resources["image_id"] = f"docker:{request.image}"
         envs["SKYTRAIN_IMAGE"] = request.image
+        if any(machine.cloud == "runpod" for machine in machines):
+            envs["SKYPILOT_RUNPOD_DOCKER_USERNAME"] = "skytrain"  # the user of our image, as whom SkyPilot logs in
     envs |= {
         "SKYTRAIN_RECIPE": f"run:{request.run}",
         "SKYTRAIN_STORE": request.store,
@@ -184,8 +186,8 @@ def in_trial_order(task: Task, rank: Callable[[MachineRequest], float]) -> Task:
 
 
 def run_label(run: str) -> str:
-    """A run's name as a label of its machines, in GCP's alphabet, the strictest."""
-    return re.sub(r"[^a-z0-9_-]", "-", run)[:63]
+    """A run's name as a label of its machines: in GCP's alphabet, the strictest, and with Kubernetes' end."""
+    return re.sub(r"[^a-z0-9_-]", "-", run)[:63].rstrip("_-")
 
 
 def requested_machines(

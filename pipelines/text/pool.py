@@ -32,12 +32,15 @@ if TYPE_CHECKING:
 BATCHES_AHEAD = 128  # of one process, about 1 MB each
 CHECK_SECONDS = 0.5
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # of this container: microseconds in each period, or "max"
+POD_CORES = "SKYPILOT_POD_CPU_CORE_LIMIT"  # that SkyPilot requests on Kubernetes, without a limit of the container
 Task = tuple[Piece, int]  # a piece, and its first document
 
 
 def cores() -> int:
     """The processor cores that this process may use."""
     known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if (requested := os.environ.get(POD_CORES, "")).isdecimal() and int(requested):
+        known = min(known, int(requested))
     try:
         quota, period = CPU_MAX.read_text().split()
         return min(known, max(1, round(int(quota) / int(period))))

@@ -23,6 +23,7 @@ from sky_catalog import ROWS, Row, sky_environment, write_catalog
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import managed_job
 from pipelines.stage import STAGES
+from trainer.process import StopSignal
 
 ROOT = Path(__file__).resolve().parents[2]
 SKY = ROOT / "sky"
@@ -88,7 +89,7 @@ def task_record(task):
         "name": task.name, "nodes": task.num_nodes, "cloud": str(best.cloud).lower(), "region": best.region,
         "instance": best.instance_type, "spot": best.use_spot, "usd": best.get_cost(3600),
         "recovery": best.job_recovery, "labels": best.labels, "image": best.image_id,
-        "down": best.autostop_config and best.autostop_config.down,
+        "down": best.autostop_config and best.autostop_config.down, "hooks": best.hooks,
         "secrets": sorted(task.secrets), "yaml": json.dumps(task.to_yaml_config(use_user_specified_yaml=True)),
     }
 
@@ -264,6 +265,13 @@ def test_every_file_is_a_task_that_recovers_from_75_and_leaves_no_machine(answer
     assert task["down"] is True
     assert task["labels"] == {"project": "skytrain"}
     assert list(task["image"].values()) == ["docker:ghcr.io/your-name/skytrain:skypilot"]
+
+
+def test_a_pod_that_kubernetes_takes_back_stops_its_training(answers: dict[str, Any]) -> None:
+    for stage in STAGES:
+        (*hooks,) = only_task(answers[stage])["hooks"] or []
+        assert [hook["events"] for hook in hooks] == ([["preemption"]] if stage == "train" else [])
+        assert all("pkill -TERM" in hook["run"] and hook["timeout"] > StopSignal.grace_seconds for hook in hooks)
 
 
 def test_without_a_machine_that_fits_below_the_price_cap_a_launch_fails_with_one_line(answers: dict[str, Any]) -> None:

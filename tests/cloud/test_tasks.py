@@ -1,6 +1,7 @@
 """The tasks that a launch makes of the files in sky/."""
 
 import os
+import re
 import subprocess
 import time
 from dataclasses import replace
@@ -12,7 +13,7 @@ import yaml
 
 from pipelines.cloud.catalog import MachineRequest
 from pipelines.cloud.request import LaunchRequest
-from pipelines.cloud.tasks import Task, in_trial_order, managed_job
+from pipelines.cloud.tasks import Task, in_trial_order, managed_job, run_label
 from pipelines.job.deadline import DEADLINE
 from pipelines.stage import STAGES
 from trainer.errors import UserError
@@ -47,6 +48,17 @@ def test_the_meter_starts_once_and_not_before_the_machine_is_rented(tmp_path: Pa
 
 
 # A launch's tasks
+
+
+@pytest.mark.parametrize("run", ["a" * 62 + "--0123", "a-0123"])
+def test_the_label_of_a_run_has_the_form_that_every_cloud_takes(run: str) -> None:
+    assert re.fullmatch(r"[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?", run_label(run))
+
+
+def test_runpod_logs_into_our_image_as_its_user() -> None:
+    name = "SKYPILOT_RUNPOD_DOCKER_USERNAME"
+    assert {task.envs.get(name) for task in tasks_with(infra="runpod").values()} == {"skytrain"}
+    assert {task.envs.get(name) for task in tasks_with().values()} == {None}
 
 
 # With a deadline

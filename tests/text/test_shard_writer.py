@@ -125,6 +125,8 @@ def test_the_cores_are_those_of_the_process_and_of_its_container(
     for content, number in (("max 100000", 8), ("350000 100000", 4), ("50000 100000", 1), ("9900000 100000", 8)):
         (tmp_path / "cpu.max").write_text(content)
         assert cores() == number
+    monkeypatch.setenv("SKYPILOT_POD_CPU_CORE_LIMIT", "3")  # of Kubernetes
+    assert cores() == 3
 
 
 def test_the_shards_hold_max_tokens_with_the_first_ones_for_validation(files: FourFiles, tmp_path: Path) -> None:
