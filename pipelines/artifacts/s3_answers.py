@@ -30,8 +30,8 @@ REMEDIES = {
     "InvalidBucketName": "the bucket's name is not valid; correct the store's URI",
     "AccessDenied": "the credentials may not do that; they need s3:GetObject, PutObject, DeleteObject and "
     "AbortMultipartUpload on the objects and s3:ListBucket on the bucket",
-    "InvalidAccessKeyId": "the server does not know the access key; set AWS_ACCESS_KEY_ID or AWS_PROFILE to "
-    "a key of this server, or AWS_ENDPOINT_URL to the key's server",
+    "InvalidAccessKeyId": "the server does not know the access key; set AWS_ACCESS_KEY_ID, "
+    "AWS_PROFILE or SKYTRAIN_S3_ACCESS_KEY_ID to a key of this server, or AWS_ENDPOINT_URL to the key's server",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key; correct "
     "AWS_SECRET_ACCESS_KEY or the profile",
     "ExpiredToken": "the credentials have expired; log in again",

@@ -9,8 +9,8 @@ A refusal (wrong or expired credentials, no rights, no such bucket) is permanent
 the server has accepted such a request, a refusal is transient: credentials are renewed, policies corrected, buckets
 restored. So a wrong key ends a command at its start, and a long run survives a refusal as it survives an outage.
 
-Endpoint, region and credentials are those of every AWS tool: AWS_ENDPOINT_URL(_S3), AWS_REGION, AWS_ACCESS_KEY_ID,
-AWS_PROFILE, ~/.aws, the instance's role.
+Endpoint, region and credentials are those of every AWS tool (AWS_ENDPOINT_URL(_S3), AWS_REGION, AWS_ACCESS_KEY_ID,
+AWS_PROFILE, ~/.aws, the instance's role), unless SKYTRAIN_S3_* names others: those of AWS then stay for AWS.
 """
 
 import base64
@@ -64,6 +64,14 @@ CHUNK_BYTES = 1 << 20
 CONNECTIONS_OF_NODE = 64
 PART_ATTEMPTS = 5  # then the whole transfer begins again, until the time limit
 CONTENT_TYPES = {".json": "application/json", ".jsonl": "application/x-ndjson", ".md": "text/markdown; charset=utf-8"}
+# The settings of a bucket that is not on AWS, as variables SKYTRAIN_S3_<name> and as boto3 calls them.
+OWN_SETTINGS = {
+    "ENDPOINT_URL": "endpoint_url",
+    "REGION": "region_name",
+    "ACCESS_KEY_ID": "aws_access_key_id",
+    "SECRET_ACCESS_KEY": "aws_secret_access_key",
+    "SESSION_TOKEN": "aws_session_token",
+}
 SILENCE_SECONDS = 60.0  # of a server, in the middle of an answer too
 
 
@@ -416,11 +424,12 @@ def client_from_environment(uri: str, time_limit_s: float, attempts: int) -> Any
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
+    own = {option: os.environ.get(f"SKYTRAIN_S3_{name}") or None for name, option in OWN_SETTINGS.items()}
     try:
         # A session of our own: two threads must not build boto3's default session at once.
-        client = boto3.session.Session().client("s3", config=config)
+        client = boto3.session.Session().client("s3", config=config, **own)
     except (BotoCoreError, ValueError) as error:
-        raise UserError(f"{uri}: {error}; correct the AWS_* environment or ~/.aws/config") from error
+        raise UserError(f"{uri}: {error}; correct SKYTRAIN_S3_*, AWS_* or ~/.aws/config") from error
     client.meta.events.register("before-send.s3", count_request)
     client.meta.events.register("before-send.s3", send_whole)
     client.meta.events.register("after-call.s3", refuse_odd_answer)

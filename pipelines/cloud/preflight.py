@@ -1,13 +1,14 @@
 """Checks of a job before a machine is rented."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
-from pipelines.bench.throughput import check_gpus
-from pipelines.cloud.catalog import CLUSTERS, INSTALL
+from pipelines.bench.throughput import check_gpus, gpu_of
+from pipelines.cloud.catalog import CLUSTERS, INSTALL, MachineRequest
 from pipelines.cloud.checks import Finding, broken, check_image_name, mlflow_answers, store_commits
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import ManagedJob
@@ -20,6 +21,11 @@ from pipelines.weight_sources import Local, first_source
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
 
+OWN_KEYS = ("SKYTRAIN_S3_ACCESS_KEY_ID", "SKYTRAIN_S3_SECRET_ACCESS_KEY")  # of a store that is not on AWS
+NO_KERNELS = re.compile(
+    r"(?i)K80|K520|M4|M40|M60|P4|P40|P100|V100|MI\d+\w*|Radeon|Gaudi\w*|tpu|Trainium\w*|Inferentia\w*"
+)
+
 
 def preflight(
     job: ManagedJob, request: LaunchRequest, recipe: Recipe, store: Store, secrets: Mapping[str, str]
@@ -30,7 +36,10 @@ def preflight(
         yield Finding("skypilot", version("skypilot"))
     except PackageNotFoundError:
         yield broken("skypilot", "not installed", INSTALL)
+    if "SKYTRAIN_VENV" not in request.variables:
+        yield from gpus_without_kernels(job)
     yield from unfit_gpus(job, recipe)
+    yield from limits_of_clouds(job)
     yield from texts_reachable(recipe, job.stages, remote)
     weights = first_source(recipe)  # the plan of the run has found those of the Hub and of runs
     if isinstance(weights, Local) and "train" in job.stages:
@@ -51,6 +60,14 @@ def preflight(
         yield mlflow_answers(uri, request.variables | dict(secrets))
 
 
+def gpus_without_kernels(job: ManagedJob) -> Iterator[Finding]:
+    """The GPUs that torch's wheels with CUDA 13, ours, can't use: older than Turing (sm_75), or not NVIDIA's."""
+    for gpu in dict.fromkeys(gpu for _, gpu in with_gpus(job)):
+        if NO_KERNELS.fullmatch(gpu_of(gpu)):
+            seen = f"{gpu}: torch's wheels with CUDA 13 have no kernels for it"
+            yield broken("GPUs", seen, "choose newer ones of NVIDIA with --gpus")
+
+
 def unfit_gpus(job: ManagedJob, recipe: Recipe) -> Iterator[Finding]:
     """The training machines whose GPUs can't train the recipe: the run would end as soon as it starts on one."""
     if not (train := job.task("train")):
@@ -61,6 +78,32 @@ def unfit_gpus(job: ManagedJob, recipe: Recipe) -> Iterator[Finding]:
         except UserError as error:
             seen = f"{train.num_nodes} x {gpus}: {error}"
             yield broken("GPUs", seen, "choose others with --gpus and --nodes, or change the recipe with --set")
+
+
+def limits_of_clouds(job: ManagedJob) -> Iterator[Finding]:
+    """Clouds whose nodes share no network, by SkyPilot's own list, and RunPod's slower H100."""
+    machines = {(task.num_nodes, machine) for task in job.tasks for machine in task.rented}
+    if clouds := {machine.cloud for nodes, machine in machines if nodes > 1}:
+        from sky import Resources
+        from sky.clouds import CloudImplementationFeatures
+        from sky.exceptions import NotSupportedError
+
+        for cloud in sorted(clouds):
+            resources = Resources(infra=cloud)
+            try:
+                resources.cloud.check_features_are_supported(resources, {CloudImplementationFeatures.MULTI_NODE})
+            except NotSupportedError:
+                yield broken("nodes", f"{cloud} has no network between nodes", "--nodes 1, or another --infra")
+    if any(machine.cloud == "runpod" and gpu == "H100" for machine, gpu in with_gpus(job)):
+        seen = "RunPod's H100 is the PCIe card, with 0.76 of the computing power and no NVLink, unlike the plan"
+        yield Finding("GPUs", seen, "note", "--gpus H100-SXM:N")
+
+
+def with_gpus(job: ManagedJob) -> Iterator[tuple[MachineRequest, str]]:
+    """The machines of a job that have GPUs, with SkyPilot's name of those."""
+    for machine in (machine for task in job.tasks for machine in task.machines):
+        if machine.accelerators:
+            yield machine, machine.accelerators.partition(":")[0]
 
 
 def on_this_machine(what: str, path: str, remote: bool, remedy: str) -> Finding:
@@ -121,20 +164,27 @@ def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str])
     """Whether a job will have access to the bucket."""
     if isinstance(store, LocalStore):
         return Finding("credentials", "a folder needs none")
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    aws, own = (("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), OWN_KEYS)
+    names = own if any(name in secrets for name in own) else aws
     given = [name for name in names if name in secrets]
     if len(given) == 1:
         return broken("credentials", f"only {given[0]} is set", f"export {' and '.join(names)}, or neither")
     if given:
-        expire = "; those of a session end the run when they expire" if "AWS_SESSION_TOKEN" in secrets else ""
-        return Finding("credentials", f"the job gets {' and '.join(names)} as secrets{expire}")
-    if others := sorted(set(clouds) - {"aws"}):
+        session = any(name.endswith("SESSION_TOKEN") for name in secrets)
+        expire = "; those of a session end the run when they expire" if session else ""
+        seen = f"the job gets {' and '.join(names)} as secrets{expire}"
+        if names == aws and "aws" in clouds and (endpoint := os.environ.get("AWS_ENDPOINT_URL")):
+            reach = f"AWS_ENDPOINT_URL={endpoint} and these keys reach SkyPilot's requests to AWS, too"
+            return Finding("credentials", f"{seen}; {reach}", "note", "name them SKYTRAIN_S3_… instead of AWS_…")
+        return Finding("credentials", seen)
+    if others := sorted(set(clouds) - {"aws", *CLUSTERS}):
         return broken(
             "credentials",
             f"AWS_ACCESS_KEY_ID is not set, and machines of {', '.join(others)} have no role for {store.uri}",
-            "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may use the bucket, or --infra aws",
+            f"export {' and '.join(own)} of a user who may use the bucket, or --infra aws",
         )
-    return Finding("credentials", "none: the nodes' own role needs access to the bucket", "note")
+    seen = "none: the nodes' own role, or their file that --env AWS_SHARED_CREDENTIALS_FILE names, needs the bucket"
+    return Finding("credentials", seen, "note")
 
 
 def endpoints(request: LaunchRequest, remote: bool) -> Iterator[Finding]:

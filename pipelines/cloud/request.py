@@ -82,10 +82,12 @@ def launched_runs(store: Store) -> set[str]:
 # A dry run and the launch record show these.
 VARIABLES = (
     "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3",
+    "SKYTRAIN_S3_REGION", "SKYTRAIN_S3_ENDPOINT_URL",
     "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "SKYTRAIN_TAGS",
 )  # fmt: skip
 SECRETS = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+    "SKYTRAIN_S3_ACCESS_KEY_ID", "SKYTRAIN_S3_SECRET_ACCESS_KEY", "SKYTRAIN_S3_SESSION_TOKEN",
     "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN",
     "SKYPILOT_DOCKER_USERNAME", "SKYPILOT_DOCKER_PASSWORD", "SKYPILOT_DOCKER_SERVER",
 )  # fmt: skip
@@ -99,13 +101,13 @@ SECRET_TEXT = re.compile(
 
 def variables_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
     """VARIABLES that are set in this shell, and `extra` ones ("NAME=VALUE"). UserError for a secret among them."""
-    own = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
+    own = [f"{name}={os.environ[name]}" for name in of_a_job(VARIABLES)]
     variables = {}
     for text in (*own, *extra):
         name, equals, value = text.partition("=")
         if not (equals and name.isidentifier()):
             raise UserError(f"--env {name}: not of the form NAME=VALUE")
-        if name in SECRETS or SECRET_NAME.search(name):
+        if name in SECRETS or (SECRET_NAME.search(name) and not name.endswith("_FILE")):
             raise UserError(
                 f"--env {name}: looks like a secret, and variables are shown; export it and use --secret {name}"
             )
@@ -118,9 +120,15 @@ def variables_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
     return variables
 
 
+def of_a_job(names: Iterable[str]) -> list[str]:
+    """The names that are set in this shell. With credentials of the store's own, those of AWS rent machines only."""
+    own_store = bool(os.environ.get("SKYTRAIN_S3_ACCESS_KEY_ID"))
+    return [name for name in names if os.environ.get(name) and not (own_store and name.startswith("AWS_"))]
+
+
 def secrets_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
     """SECRETS that are set in this shell, and `extra` ones, by name. Only SkyPilot gets them; no file of ours does."""
     extra = list(extra)
     if absent := [name for name in extra if not os.environ.get(name)]:
         raise UserError(f"--secret {absent[0]}: not set in this shell; export it first, without writing it to a file")
-    return {name: os.environ[name] for name in (*SECRETS, *extra) if os.environ.get(name)}
+    return {name: os.environ[name] for name in (*of_a_job(SECRETS), *extra)}

@@ -41,7 +41,7 @@ def resume(
             f"resume: the record of its launch in {opened.uri} names the secret {unnamed[0]}; if you named it then, "
             f"add --secret {unnamed[0]}"
         )
-    secrets = secrets_from_shell(name for name in before.secrets if name != "AWS_SESSION_TOKEN")
+    secrets = secrets_from_shell(name for name in before.secrets if not name.endswith("_SESSION_TOKEN"))
     names = ", ".join(secrets) or "none"
     settings = ", ".join(f"{name}={value}" for name, value in request.variables.items()) or "none"
     say(f"from the record of its launch: image {request.image}; variables: {settings}; secrets: {names}")

@@ -456,6 +456,17 @@ class TestS3StoreAndTheUsersMistakes:
             with pytest.raises(UserError, match=r"s3://no-such-bucket-here/p.*the bucket does not exist"):
                 operation()
 
+    def test_the_store_has_names_of_its_own_beside_the_credentials_of_aws(
+        self, moto_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bucket, account = fresh_s3_store(moto_server).bucket, moto_server.environment
+        for name in ("ENDPOINT_URL", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(f"SKYTRAIN_S3_{name}", account[f"AWS_{name}"])
+            monkeypatch.setenv(f"AWS_{name}", "http://127.0.0.1:1")  # of AWS, which a job would not reach
+        store = S3Store(bucket, time_limit_s=5)
+        store.put("a", b"of its own")
+        assert store.get("a") == b"of its own" and store.endpoint == account["AWS_ENDPOINT_URL"]
+
     def test_a_wrong_secret_is_reported_without_its_value(
         self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -103,8 +103,33 @@ def test_gpus_that_cannot_train_the_recipe_are_refused(tmp_path: Path) -> None:
     assert found("H100:1") is None
     shared = found("H100:8", nodes=3)  # a step has 16 sequences
     assert shared and shared.state == "broken" and "3 x H100:8: train.batch_tokens: " in shared.seen
-    old = found("V100:1", "train.precision=fp8")
-    assert old and "1 x V100:1: train.precision: fp8 needs one of these GPUs" in old.seen
+    old = found("A100:1", "train.precision=fp8")
+    assert old and "1 x A100:1: train.precision: fp8 needs one of these GPUs" in old.seen
+    assert found("T4:1") is found("H100-SXM:1") is None
+
+
+def test_a_cloud_without_a_network_between_nodes_is_refused_and_runpods_slower_h100_noted(tmp_path: Path) -> None:
+    def found(infra: str, what: str, **more: Any) -> Finding | None:
+        return problems(LocalStore(tmp_path), infra=infra, **more).get(what)
+
+    refused = found("runpod", "nodes", nodes=2)
+    assert refused and (refused.state, refused.seen) == ("broken", "runpod has no network between nodes")
+    assert found("runpod", "nodes") is found("aws", "nodes", nodes=2) is None
+    noted = found("runpod", "GPUs", gpus="H100:2")
+    assert noted and (noted.state, noted.remedy) == ("note", "--gpus H100-SXM:N")
+    assert found("runpod", "GPUs", gpus="H100-SXM:2") is found("lambda", "GPUs", gpus="H100:2") is None
+
+
+@pytest.mark.parametrize("gpus", ["V100-32GB:8", "P100:1", "MI300X:8", "tpu-v5litepod-8:1"])
+def test_gpus_for_which_the_wheels_have_no_kernels_are_refused_unless_the_environment_is_the_users(
+    tmp_path: Path, gpus: str
+) -> None:
+    def found(**more: Any) -> Finding | None:
+        return problems(LocalStore(tmp_path), infra="slurm/here", gpus=gpus, **more).get("GPUs")
+
+    refused = found()
+    assert refused and refused.state == "broken" and "have no kernels for it" in refused.seen
+    assert found(variables={"SKYTRAIN_VENV": "/opt/own"}) is None
 
 
 @pytest.mark.parametrize(
@@ -112,8 +137,11 @@ def test_gpus_that_cannot_train_the_recipe_are_refused(tmp_path: Path) -> None:
     [
         (KEYS, ["lambda"], "ok"),
         ({}, ["aws"], "note"),  # the nodes' role
+        ({}, ["slurm"], "note"),  # a file of theirs
         ({}, ["aws", "lambda"], "broken"),
         ({"AWS_ACCESS_KEY_ID": "an id"}, ["aws"], "broken"),
+        ({"SKYTRAIN_S3_ACCESS_KEY_ID": "an id", "SKYTRAIN_S3_SECRET_ACCESS_KEY": "a key"}, ["aws", "lambda"], "ok"),
+        ({"SKYTRAIN_S3_SECRET_ACCESS_KEY": "a key"}, ["aws"], "broken"),
     ],
 )
 def test_a_job_that_could_not_open_the_bucket_is_not_launched(
@@ -128,9 +156,22 @@ def test_a_job_that_could_not_open_the_bucket_is_not_launched(
 def test_a_job_takes_over_the_settings_of_the_store_and_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in KEYS.items() | {("AWS_REGION", "eu-west-1"), ("WANDB", "another thing")}:
         monkeypatch.setenv(name, value)
+    file = {"AWS_SHARED_CREDENTIALS_FILE": "/shared/ann/aws-credentials"}
+    assert variables_from_shell(f"{name}={path}" for name, path in file.items()) == {"AWS_REGION": "eu-west-1"} | file
     assert variables_from_shell(["A=b=c"]) == {"AWS_REGION": "eu-west-1", "A": "b=c"}
     assert secrets_from_shell() == KEYS
     assert secrets_from_shell(["WANDB"]) == KEYS | {"WANDB": "another thing"}
+    own = {name.replace("AWS_", "SKYTRAIN_S3_"): "of R2" for name in KEYS}
+    for name, value in own.items() | {("SKYTRAIN_S3_ENDPOINT_URL", "https://r2")}:
+        monkeypatch.setenv(name, value)
+    assert secrets_from_shell() == own  # those of AWS are SkyPilot's, to rent machines
+    assert variables_from_shell() == {"SKYTRAIN_S3_ENDPOINT_URL": "https://r2"}
+
+
+def test_keys_of_another_service_under_the_names_of_aws_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://r2")
+    noted = credentials(S3Store("bucket", client=object()), ["aws"], KEYS)
+    assert noted.state == "note" and "SKYTRAIN_S3_" in noted.remedy
 
 
 @pytest.mark.parametrize("text", ["AWS_SECRET_ACCESS_KEY=x", "MY_API_TOKEN=x", "DB_PASSWORD=x"])
