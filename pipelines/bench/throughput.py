@@ -8,8 +8,8 @@ the GPUs get warm: all speeds but those of the user's own runs are RUN_SHARE of 
 
 For comparison, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB in 94 min, 60% MFU;
 1558M on 8 x H100 in 24 h, 50%; the latter on 16 x H100 in 12 h, so without loss between two nodes over InfiniBand. So
-our assumption is too low on A100. It is probably too high on small cards, whose power or memory limits them earlier,
-and on several nodes where NCCL has only TCP between them.
+our assumption is too low on A100. It is probably too high on small cards, whose power or memory limits them earlier.
+Several nodes have TCP between them, and never ran on GPUs: TCP_BYTES_PER_SECOND is an assumption.
 """
 
 import math
@@ -20,7 +20,7 @@ from types import MappingProxyType
 from pipelines.bench.measurements import measurements
 from pipelines.recipe import Recipe
 from trainer.amounts import check_shares
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.config import RuntimeConfig
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
 from trainer.models.model_config import ModelConfig
@@ -46,6 +46,7 @@ PER_DOUBLING |= {"fused fp8_head": PER_DOUBLING["fused fp8"], "eager": PER_DOUBL
 PER_DOUBLING["sharded"] = PER_DOUBLING["compiled"]  # assumed, as is its speed: its blocks are compiled alike
 # The launch of a layer's kernels, forward and backward: no GPU runs a small model faster. Estimated.
 SECONDS_PER_LAYER = 1e-3
+TCP_BYTES_PER_SECOND = 5e9  # of a node, in each direction, without EFA, InfiniBand or GPUDirect; assumed
 SMALL_GPU, SMALL_HOURS = "L4:1", 1.0
 
 
@@ -82,23 +83,21 @@ def peak_of(accelerators: str) -> float | None:
     return None if peak is None else peak * gpu_count(accelerators)
 
 
-def engine_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, accelerators: str = "") -> str:
-    """The engine of a step on rented GPUs, with its precision if that is fp8. Without `accelerators` they have bf16."""
+def engine_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, gpu: str) -> str:
+    """The engine of a step on rented GPUs, with its precision if that is fp8."""
     if precision.startswith("fp8"):
         return f"fused {precision}"
     if runtime.engine == "auto":
-        in_bf16 = precision not in ("fp32", "fp16") and gpu_of(accelerators) not in NO_BF16
+        in_bf16 = precision not in ("fp32", "fp16") and gpu not in NO_BF16
         return "fused" if in_bf16 and not model.why_not_fused else "compiled"
     return runtime.engine
 
 
 def speed_on(
-    model: ModelConfig,
-    runtime: RuntimeConfig,
+    recipe: Recipe,
     accelerators: str,
     nodes: int = 1,
     own: Mapping[tuple[str, int], Throughput] = MappingProxyType({}),
-    precision: str = "auto",
 ) -> Throughput:
     """Tokens a second on `nodes` nodes with these GPUs, where the run's `own` speed on such nodes is the best one.
 
@@ -109,33 +108,34 @@ def speed_on(
     peak = peak_of(accelerators)
     if peak is None:
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")
-    engine, gpu, gpus = (
-        engine_of(model, runtime, precision, accelerators),
-        gpu_of(accelerators),
-        gpu_count(accelerators),
-    )
+    model, runtime, gpu, gpus = recipe.model, recipe.runtime, gpu_of(accelerators), nodes * gpu_count(accelerators)
+    engine = engine_of(model, runtime, recipe.train.precision, gpu)
     same = (s for s in FIGURES.speeds if s.plan and (s.step, s.gpus) == (engine, accelerators) and nodes == 1)
-    for speed in () if runtime.deterministic or runtime.recompute else same:
-        size = FIGURES.sizes[speed.size]
+    for measured in () if runtime.deterministic or runtime.recompute else same:
+        size = FIGURES.sizes[measured.size]
         if size.family == model.family and abs(size.parameters / model.parameters - 1) < 0.01:
-            return Throughput(RUN_SHARE * speed.tokens_per_second, "measured", "docs/measurements.md")
-    mfu = mfu_of(model, runtime, precision, accelerators) * PER_DOUBLING[engine] ** math.log2(nodes * gpus) * RUN_SHARE
+            return Throughput(RUN_SHARE * measured.tokens_per_second, "measured", "docs/measurements.md")
+    mfu = mfu_of(model, runtime, recipe.train.precision, gpu) * PER_DOUBLING[engine] ** math.log2(gpus) * RUN_SHARE
     at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
-    most = nodes * gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
-    by_mfu = mfu * nodes * peak / model.flops_per_token
-    source = f"{mfu:.0%} MFU" if by_mfu < most else f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer, to launch its kernels"
+    most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
+    speed, source = mfu * nodes * peak / model.flops_per_token, f"{mfu:.0%} MFU"
+    if speed > most:
+        speed, source = most, f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer, to launch its kernels"
+    gradient = 2 if runtime.reduce_dtype == "bf16" else 4
+    exchange = model.parameters * (gradient + 2) / TCP_BYTES_PER_SECOND  # seconds a step, beside it; weights in bf16
+    if nodes > 1 and (most := recipe.train.batch_tokens / exchange) < speed:
+        speed, source = most, f"{exchange * 1e3:,.0f} ms a step, for TCP between the nodes"
     if points(None, None, gpu):
-        return Throughput(min(most, by_mfu), "estimated", f"{source}, from runs on {gpu}")
+        return Throughput(speed, "estimated", f"{source}, from runs on {gpu}")
     name = accelerators.partition(":")[0]
-    return Throughput(min(most, by_mfu), "assumed", f"{source}, as on {REFERENCE}; {name} was never measured")
+    return Throughput(speed, "assumed", f"{source}, as on {REFERENCE}; {name} was never measured")
 
 
-def mfu_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, accelerators: str) -> float:
+def mfu_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, gpu: str) -> float:
     """MFU of one GPU, interpolated over the logarithm of the size between measured ones of the same engine."""
     import numpy as np
 
-    engine, gpu = engine_of(model, runtime, precision, accelerators), gpu_of(accelerators)
-    engine = "compiled" if engine == "sharded" else engine
+    engine = engine_of(model, runtime, precision, gpu).replace("sharded", "compiled")
     known = (points(family, engine, REFERENCE) | points(family, engine, gpu) for family in (model.family, "gpt2"))
     by_size = dict(sorted(next(filter(None, known)).items()))
     mfu = float(np.interp(math.log(model.parameters), list(by_size), list(by_size.values())))
@@ -153,22 +153,21 @@ def points(family: str | None, engine: str | None, gpu: str) -> dict[float, floa
     }
 
 
-def check_gpus(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, nodes: int) -> None:
-    """UserError if `nodes` nodes with these GPUs are too many for a step's batch, or lack its precision."""
-    name, gpu = accelerators.partition(":")[0], gpu_of(accelerators)
+def check_gpus(recipe: Recipe, accelerators: str, nodes: int) -> None:
+    """UserError if `nodes` nodes with these GPUs are too many for a step's batch, or can't run it."""
+    train, runtime, gpu = recipe.train, recipe.runtime, gpu_of(accelerators)
     processes = 1 if runtime.device == "cpu" else gpu_count(accelerators)
-    check_shares(model, train, nodes * (processes if runtime.processes == "auto" else runtime.processes))
+    check_shares(recipe.model, train, nodes * (processes if runtime.processes == "auto" else runtime.processes))
     if train.precision.startswith("fp8") and gpu not in FP8:
         raise UserError(f"train.precision: {train.precision} needs one of these GPUs: {', '.join(FP8)}")
     if train.optimizer == "muon" and gpu in NO_BF16:
-        raise UserError(f"train.optimizer: muon computes in bf16, which {name} does not have; use another GPU")
+        raise UserError(f"train.optimizer: muon computes in bf16, which {gpu} does not have; use another GPU")
 
 
 def trains_on_a_small_gpu(recipe: Recipe) -> bool:
     """Whether one SMALL_GPU is expected to train the recipe in SMALL_HOURS, so that no larger machine is worth it."""
     try:
-        check_gpus(recipe.model, recipe.train, recipe.runtime, SMALL_GPU, 1)
+        check_gpus(recipe, SMALL_GPU, 1)
     except UserError:
         return False
-    speed = speed_on(recipe.model, recipe.runtime, SMALL_GPU, precision=recipe.train.precision)
-    return recipe.train_tokens / speed.tokens_per_second < 3600 * SMALL_HOURS
+    return recipe.train_tokens / speed_on(recipe, SMALL_GPU).tokens_per_second < 3600 * SMALL_HOURS

@@ -1,4 +1,4 @@
-"""SkyPilot's price catalog: the machines of each cloud and region, and their prices. It needs no account."""
+"""SkyPilot's prices: the machines of each cloud and region, and those of private clusters. They need no account."""
 
 import io
 import logging
@@ -18,6 +18,7 @@ from trainer.store import Store
 CLOUDS = ("aws", "gcp", "lambda")  # the default of `plan --cloud`: the clouds that the extra `cloud` installs
 INSTALL = "make install, or pip install -e '.[cloud]'"
 CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # private clusters: no spot market, no price list
+MOST_PLACES = 10  # for a machine of a cloud: every trial takes its time
 
 
 @dataclass(frozen=True)
@@ -33,33 +34,40 @@ class MachineRequest:
 
     @property
     def cloud(self) -> str:
-        return cloud_of(self.infra)
+        """ "aws/us-east-1" -> "aws"."""
+        return self.infra.partition("/")[0].lower()
+
+    @property
+    def gpu(self) -> str:
+        """ "H100:8" -> "H100"; "" without GPUs."""
+        return (self.accelerators or "").partition(":")[0]
 
     @property
     def is_own(self) -> bool:
         """Whether it belongs to a private cluster."""
         return self.cloud in CLUSTERS
 
+    def __str__(self) -> str:
+        return f"{self.accelerators or f'{self.cpus} CPUs'}{' on spot' if self.use_spot else ''}"
+
     def to_yaml(self) -> dict[str, Any]:
         return without_none(vars(self))
 
 
-def cloud_of(infra: str) -> str:
-    """ "aws/us-east-1" -> "aws"."""
-    return infra.partition("/")[0].lower()
-
-
 @cache
-def offers(wanted: MachineRequest) -> tuple[Machine, ...]:
-    """The machines that SkyPilot would take for a request, one of each type and region, the cheapest first.
+def offers(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
+    """The machines that SkyPilot would take for a request, by the request with type and region pinned: the
+    MOST_PLACES cheapest, of each type and region one. Empty if the cloud does not sell them.
 
     On spot the price is that of the region's cheapest zone, which SkyPilot tries first. UserError without SkyPilot, for
-    an unknown cloud or GPU, or without a catalog.
+    an unknown cloud, or without a catalog.
     """
     try:
         import sky  # noqa: F401
     except ImportError as error:
         raise UserError(f"prices come from SkyPilot's catalog, which is not installed: {INSTALL}") from error
+    if wanted.is_own:
+        return {} if wanted.use_spot else {wanted: cluster_machine(wanted)}
     # SkyPilot asks EC2 for the account's regions as soon as there are keys. Prices need none, so keys that can't ask,
     # such as those of another S3 service, must not fail the plan.
     with silent_sky():
@@ -79,10 +87,28 @@ def offers(wanted: MachineRequest) -> tuple[Machine, ...]:
 
             aws_catalog._user_df = aws_catalog._default_df  # SkyPilot has no other way to read it with unusable keys
             found = read(wanted)
-    cheapest: dict[tuple[str | None, str | None], Machine] = {}
+    cheapest: dict[MachineRequest, Machine] = {}
     for one in sorted(found, key=lambda m: (price_of(m), m.region or "", m.instance or "")):
-        cheapest.setdefault((one.region, one.instance), one)
-    return tuple(cheapest.values())
+        infra = wanted.infra if "/" in wanted.infra else f"{one.cloud}/{one.region}"
+        cheapest.setdefault(replace(wanted, infra=infra, instance_type=one.instance), one)
+    return dict(list(cheapest.items())[:MOST_PLACES])
+
+
+def cluster_machine(wanted: MachineRequest) -> Machine:
+    """A machine of a private cluster. `pricing` in ~/.sky/config.yaml has the price of its GPUs, or of its CPUs and
+    memory; without it the price is unknown, where SkyPilot counts 0."""
+    from sky.catalog import common
+
+    region = wanted.infra.partition("/")[2]
+    section, clusters = {"slurm": ("slurm", "cluster_configs")}.get(wanted.cloud, ("kubernetes", "context_configs"))
+    pricing = common.resolve_pricing_config((section, "pricing"), (section, clusters, region, "pricing"))
+    gpu, count = wanted.gpu, (wanted.accelerators or ":0").partition(":")[2]
+    cpus, memory = (float((text or "0").rstrip("+")) for text in (wanted.cpus, wanted.memory))
+    usd = common.get_hourly_cost_from_pricing(pricing, cpus, memory, gpu, int(count))
+    priced = map(str.lower, pricing.get("accelerators", ())) if gpu else pricing
+    usd_per_hour = usd if (gpu.lower() or "cpu") in priced else None
+    found = Machine(wanted.cloud, region or None, accelerators=wanted.accelerators, vcpus=cpus or None)
+    return replace(found, usd_per_hour=usd_per_hour, on_demand_per_hour=usd_per_hour)
 
 
 def read(wanted: MachineRequest) -> list[Machine]:

@@ -13,9 +13,8 @@ from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.bench.throughput import trains_on_a_small_gpu
 from pipelines.cloud.catalog import CLUSTERS
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.planner import workload
+from pipelines.cloud.planner import Report, installs, limits_of, priced_job, workload
 from pipelines.cloud.preflight import preflight, text_is_only_here
-from pipelines.cloud.pricing import Report, installs, limits_of, priced_job
 from pipelines.cloud.request import LaunchRecord, LaunchRequest, key_of, last_launch, write_launch
 from pipelines.cloud.skypilot import (
     api_server_is_up,
@@ -124,7 +123,7 @@ def checked_job(
     else:
         seen = "not up, so it is unknown which clouds are enabled and which machines are free"
         report(Finding("SkyPilot's server", seen, "note", "sky api start"))
-    work = workload(launch.recipe, store, launch.plans, installs(request))
+    work = workload(launch.recipe, store, launch.plans, installs(request), request.until)
     job = priced_job(job, request, limits_of(request, store), work, report)
     dags = [dag_of(job, launch.secrets)]
     for dag in dags if ask and not wrong else []:

@@ -5,49 +5,49 @@ both by one formula, `billed_per_useful_hour`, with the lifetimes that ASSUMED s
 cost; nothing here enters it.
 """
 
+import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pipelines.artifacts.manifest import ArtifactPlan, find
 from pipelines.artifacts.traffic import GB
 from pipelines.bench.throughput import (
+    TCP_BYTES_PER_SECOND,
     Throughput,
     check_gpus,
     gpu_count,
+    gpu_of,
     mfu_of,
     peak_of,
     speed_on,
     trains_on_a_small_gpu,
 )
 from pipelines.cloud.catalog import CLOUDS, MachineRequest, Place, offers, place_of, with_traffic
+from pipelines.cloud.checks import Finding
 from pipelines.cloud.preflight import text_is_only_here
-from pipelines.job.deadline import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
-from pipelines.job.prices import price_of
+from pipelines.cloud.request import WORK_TREE, LaunchRequest
+from pipelines.cloud.tasks import ManagedJob, in_trial_order, managed_job
+from pipelines.job.deadline import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS, least_slack_seconds
+from pipelines.job.prices import price_of, prices_json
 from pipelines.recipe import Recipe
-from pipelines.stage import STAGES, plans_of
+from pipelines.stage import missing, plans_of, run_name
 from pipelines.text.mixture import sources_planned
 from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
+from pipelines.tracking.runs import find_run
 from trainer.amounts import state_bytes, val_tokens
 from trainer.checkpoint.commits import checkpoint_seconds, committed_state
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError
 from trainer.store import Store
 
-TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # the default of --gpus
-SMALL_NODES = ("L4:1", "A10:1")
-# As in sky/*.yaml.
-OTHER_NODES = {
-    "tokenize": [{"cpus": "16+", "memory": "32+"}],
-    "evaluate": [{"accelerators": gpus} for gpus in SMALL_NODES],
-    "export": [{"cpus": "4+", "memory": "16+"}],
-}
-ON_DEMAND_ONLY = ("export",)
+TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # the default of `plan --gpus`
 STALL_SECONDS = 0.1  # for which a save delays the steps: the least that the trainer assumes
 TOKENS_PER_CORE_SECOND = 4.8e6  # tiktoken on English text: 4.8 to 5.5 M
 BYTES_PER_TOKEN = 4.3  # of English text
@@ -60,11 +60,13 @@ ASSUMED = (
     f"{WAIT_SECONDS / 60:.0f} min until there is a node, then {START_SECONDS / 60:.0f} min of billed start-up",
     f"text and weights are transferred at {BYTES_PER_SECOND / 1e6:.0f} MB/s, checkpoints at "
     f"{CHECKPOINT_BYTES_PER_SECOND / 1e6:.0f} MB/s",
-    "evaluation has the MFU of eager training; nodes scale as the GPUs of one node do",
+    "evaluation has the MFU of eager training; several nodes scale as the GPUs of one, as far as TCP at "
+    f"{TCP_BYTES_PER_SECOND / 1e9:.0f} GB/s lets them",
 )
 ASSUMED_INSTALL = f"{INSTALL_SECONDS / 60:.0f} min more on each node, which installs the packages (no image)"
 
-Offered = Mapping[str, list[Machine]]  # by stage
+Report = Callable[["Finding | CloudPlan"], None]
+Offered = Mapping[str, Mapping[MachineRequest, Machine]]  # by stage, with type and region
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Workload:
     """The work that is left of a run."""
 
     recipe: Recipe
-    stages: frozenset[str]  # that are missing
+    stages: list[str]  # that are missing
     steps_left: int
     own: Mapping[tuple[str, int], Throughput] = field(default_factory=dict)  # of its attempts, by GPUs and nodes
     installs: bool = False  # a node without an image installs the packages first
@@ -84,58 +86,55 @@ class Workload:
 class StageEstimate:
     """The expected time and cost of a stage on `nodes` machines."""
 
-    machine: Machine | None  # None: the artifact exists
-    hours: float = 0.0
-    usd: float = 0.0  # of all nodes
-    preemptions: float = 0.0
-    nodes: int = 1
-    traffic_usd: float = 0.0  # of `usd`: between the machines and the store, as far as its price is known
+    machine: Machine
+    hours: float
+    usd: float  # of all nodes; infinite: the machine's price is unknown
+    preemptions: float
+    nodes: int
+    traffic_usd: float  # of `usd`: between the machines and the store, as far as its price is known
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A machine to train on, with the estimates of all stages."""
+    """A machine to train on, with the estimates of all missing stages."""
 
-    machine: Machine | None  # None: nothing is left to train, or its price is unknown
+    machine: Machine | None  # None: nothing is left to train
     speed: Throughput | None
     stages: Mapping[str, StageEstimate]
-
-    @property
-    def hours(self) -> float:
-        return sum(one.hours for one in self.stages.values())
-
-    @property
-    def usd(self) -> float:
-        return sum(one.usd for one in self.stages.values())
+    hours: float
+    usd: float  # infinite: a price is unknown
 
 
 @dataclass(frozen=True)
 class CloudPlan:
     """A candidate for each place of each machine, the cheapest first, and notes for the user."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: list[Candidate]
     chosen: int | None  # the cheapest candidate within the limits; None: no candidate is
-    notes: tuple[str, ...]
-    assumed: tuple[str, ...]
+    notes: list[str]
+    assumed: list[str]
 
-    def to_json(self) -> dict[str, Any]:
-        sums = ({"hours": candidate.hours, "usd": candidate.usd} for candidate in self.candidates)
-        candidates = [asdict(one) | more for one, more in zip(self.candidates, sums, strict=True)]
-        return asdict(self) | {"candidates": candidates}
+    def to_json(self) -> Any:
+        """An unknown price is null."""
+        return json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
 
 
 class Limits(NamedTuple):
     """The limits that the user set, for the whole run."""
 
-    hours: float | None = None
-    usd: float | None = None
+    hours: float = math.inf
+    usd: float = math.inf
+    spot_slack: float = 0.0  # hours; a spot machine may be lost before any part of the job has checked the deadline
 
-    def met_by(self, one: Candidate) -> bool:
-        return one.hours <= (self.hours or math.inf) and one.usd <= (self.usd or math.inf)
+    def excess(self, one: Candidate) -> float:
+        """The larger of the shares that a candidate needs of the limits; at most 1 if it is within both."""
+        slack = self.spot_slack if one.machine and one.machine.spot else 0.0
+        needed = ((one.hours + slack, self.hours), (one.usd, self.usd))
+        return max(need / limit if limit < math.inf else 0.0 for need, limit in needed)
 
     def __str__(self) -> str:
-        usd = f"${self.usd:,.2f}".removesuffix(".00") if self.usd else ""
-        return " and ".join(filter(None, [hours_text(self.hours) if self.hours else "", usd]))
+        usd = f"${self.usd:,.2f}".removesuffix(".00") if self.usd < math.inf else ""
+        return " and ".join(filter(None, [hours_text(self.hours) if self.hours < math.inf else "", usd]))
 
 
 NO_LIMITS = Limits()
@@ -145,44 +144,36 @@ def cloud_plan(
     recipe: Recipe,
     store: Store,
     limits: Limits = NO_LIMITS,
-    train_nodes: Iterable[str] | None = None,
+    train_nodes: Iterable[str] = (),
     nodes: int = 1,
-    clouds: Iterable[str] = CLOUDS,
+    places: Iterable[str] = CLOUDS,
     plans: dict[str, ArtifactPlan] | None = None,
     installs: bool = False,
 ) -> CloudPlan:
-    """Candidates for the rest of a run. UserError without prices, or without a machine that can train it.
+    """Candidates for the rest of a run, on spot and on demand. UserError without prices, or without a machine that can
+    train it.
 
-    Without `train_nodes`: TRAIN_NODES, or the small ones for a small training, as a launch takes them.
+    Without `train_nodes`: TRAIN_NODES, or one GPU for a small training, as a launch takes it.
     """
-    train_nodes = list(train_nodes or (SMALL_NODES if trains_on_a_small_gpu(recipe) else TRAIN_NODES))
-    clouds, kinds = list(clouds), {**OTHER_NODES, "train": [{"accelerators": gpus} for gpus in train_nodes]}
-    work = workload(recipe, store, plans or plans_of(recipe), installs)
-    offered: dict[str, list[Machine]] = {stage: [] for stage in STAGES}
-    errors: list[UserError] = []
-    for cloud in clouds:
-        try:
-            for stage, found in offered.items():
-                for spot in (False,) if stage in ON_DEMAND_ONLY else (False, True):
-                    found += [one for node in kinds[stage] for one in offers(MachineRequest(cloud, spot, **node))]
-        except UserError as error:
-            errors.append(error)
-    if len(errors) == len(clouds):
-        raise errors[0]
-    if not offered["train"]:
-        raise UserError(f"plan --cloud: none of {', '.join(clouds)} offers {', '.join(train_nodes)}")
-    if text_is_only_here(recipe, clouds):  # `launch` tokenizes it here
-        del offered["tokenize"]
-    if "evaluate" in work.stages:
-        offered["export"] = offered["evaluate"]
-    whole = {stage: found or offered["train"] for stage, found in offered.items()}
-    return plan_run(work, whole, {"train": nodes}, limits, map(str, errors))
+    plans, places, small = plans or plans_of(recipe), list(places), trains_on_a_small_gpu(recipe)
+    work = workload(recipe, store, plans, installs)
+    if text_is_only_here(recipe, places) and "tokenize" in work.stages:  # `launch` tokenizes it on this machine
+        work.stages.remove("tokenize")
+    name, infra = run_name(plans), ",".join(places)
+    jobs = [
+        managed_job(LaunchRequest(name, store.uri, infra=infra, spot=spot, nodes=nodes, gpus=gpus), work.stages, small)
+        for gpus in (*train_nodes,) or ((None,) if small else TRAIN_NODES)
+        for spot in (False, True)
+    ]
+    offered, failed = offers_of(jobs)
+    return plan_run(work, offered, {"train": nodes}, limits, failed)
 
 
-def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], installs: bool = False) -> Workload:
-    """The work that is left of a run, by the artifacts and commits in the store."""
-    stages = frozenset(stage for stage, plan in plans.items() if find(store, plan) is None)
-    steps_left = recipe.train.max_steps - recipe.train.first_step
+def workload(
+    recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], installs: bool = False, until: str = "export"
+) -> Workload:
+    """The work that is left of a run up to a stage, by the artifacts and commits in the store."""
+    stages, steps_left = missing(store, plans, until), recipe.train.max_steps - recipe.train.first_step
     own = {
         (beat.machine.accelerators or "", beat.nodes): Throughput(
             speed, "measured", f"attempt {beat.attempt} of this run"
@@ -196,60 +187,76 @@ def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], insta
     return Workload(recipe, stages, steps_left, own, installs, place_of(store), held_out or sys.maxsize)
 
 
+def offers_of(jobs: Iterable[ManagedJob]) -> tuple[dict[str, dict[MachineRequest, Machine]], list[str]]:
+    """The machines of each task that are sold, and why clouds have no prices. UserError for a task without any."""
+    wanted: dict[str, dict[MachineRequest, None]] = {}
+    for task in (task for job in jobs for task in job.tasks):
+        wanted.setdefault(task.name, {}).update(dict.fromkeys(task.machines))
+    offered: dict[str, dict[MachineRequest, Machine]] = {}
+    failed: dict[str, str] = {}  # by cloud
+    for stage, machines in wanted.items():
+        sold = offered[stage] = {}
+        for machine in machines:
+            try:
+                sold |= {} if machine.cloud in failed else offers(machine)
+            except UserError as error:
+                failed[machine.cloud] = str(error)
+        if not sold:
+            unsold = dict.fromkeys(f"{one.infra} sells no {one}" for one in machines)
+            raise UserError(f"no machine for {stage}: {'; '.join([*failed.values()] or unsold)}")
+    return offered, list(failed.values())
+
+
 def plan_run(
     work: Workload, offered: Offered, node_counts: Mapping[str, int], limits: Limits, notes: Iterable[str] = ()
 ) -> CloudPlan:
     """A candidate for every machine that is offered for training, with the other stages on their cheapest machines.
 
-    Without machines to train on, or with trained weights: one candidate of the other stages. `node_counts`: 1 where it
-    has no stage. Export on the machines of evaluate is on the same one. UserError if no machine can train the run.
+    Without machines to train on: one candidate of the other stages. `node_counts`: 1 where it has no stage. Without
+    machines of its own, export is on that of evaluate. UserError if no machine can train the run.
     """
-    recipe, nodes = work.recipe, node_counts.get("train", 1)
-    exports = offered.get("export") == offered.get("evaluate") and "evaluate" in work.stages
-    other = {
-        stage: estimate_stage(
-            stage, work, min(offered[stage], key=price_of), node_counts.get(stage, 1), exports and stage == "export"
-        )
-        for stage in STAGES
-        if stage != "train" and offered.get(stage)
-    }
-    candidates, unfit = [], dict[str, None]()
-    for machine in offered.get("train", []) if "train" in work.stages else []:
-        gpus = machine.accelerators or ""
-        try:
-            check_gpus(recipe.model, recipe.train, recipe.runtime, gpus, nodes)
-            train = estimate_stage("train", work, machine, nodes)
-            speed = speed_on(recipe.model, recipe.runtime, gpus, nodes, work.own, recipe.train.precision)
-        except UserError as error:
-            unfit[f"{nodes} x {gpus}: {error}"] = None
-        else:
-            stages = {
-                stage: train if stage == "train" else other[stage] for stage in STAGES if stage in {"train", *other}
-            }
-            candidates.append(Candidate(machine, speed, stages))
-    if unfit and not candidates:
-        raise UserError("; ".join(unfit))
+    recipe, nodes, found_notes = work.recipe, node_counts.get("train", 1), dict.fromkeys(notes)
+    follows = "evaluate" in offered and "export" not in offered
+    estimates: dict[str, StageEstimate] = {}
+    for stage in work.stages:
+        is_up = follows and stage == "export"
+        sold = offered.get("evaluate" if is_up else stage)
+        if sold and stage != "train":
+            cheapest = min(sold.values(), key=price_of)
+            estimates[stage] = estimate_stage(stage, work, cheapest, node_counts.get(stage, 1), is_up)
+    candidates: list[Candidate] = []
+    trained_on: Iterable[Machine | None] = offered.get("train", {}).values() or [None]
+    for machine in trained_on:
+        gpus, speed = (machine and machine.accelerators) or "", None
+        if machine:
+            try:
+                check_gpus(recipe, gpus, nodes)
+            except UserError as error:
+                found_notes[f"{nodes} x {gpus}: {error}"] = None
+                continue
+            estimates["train"] = estimate_stage("train", work, machine, nodes)
+            speed = None if estimates["train"].hours == math.inf else speed_on(recipe, gpus, nodes, work.own)
+        stages = {stage: estimates[stage] for stage in work.stages if stage in estimates}
+        hours, usd = (sum(getattr(one, name) for one in stages.values()) for name in ("hours", "usd"))
+        candidates.append(Candidate(machine, speed, stages, hours, usd))
+    if not candidates:
+        raise UserError("; ".join(found_notes))
     candidates.sort(key=lambda one: (one.usd, one.hours))
-    candidates = candidates or [Candidate(None, None, other)]
-    notes = [*notes, *unfit]
-    chosen = next((i for i, one in enumerate(candidates) if limits.met_by(one)), None)
+    chosen = next((i for i, one in enumerate(candidates) if limits.excess(one) <= 1), None)
     if chosen is None:
-        hours, usd = limits.hours or math.inf, limits.usd or math.inf
-        nearest = min(candidates, key=lambda one: max(one.hours / hours, one.usd / usd))
-        least = f"the least for {', '.join(nearest.stages)} is"
-        what = f"the nearest is {name_of(nearest.machine)}:" if nearest.machine else least
-        notes.append(f"no machine is within {limits}; {what} {hours_text(nearest.hours)}, ${nearest.usd:,.2f}")
-    assumed = (*ASSUMED, ASSUMED_INSTALL) if work.installs else ASSUMED
-    return CloudPlan(tuple(candidates), chosen, tuple(notes), assumed)
+        nearest = min(candidates, key=limits.excess)
+        what = name_of(nearest.machine) if nearest.machine else "the rest"
+        needs = f"{hours_text(nearest.hours)}, ${number_text(nearest.usd)}"
+        found_notes[f"no machine is within {limits}; the nearest is {what}: {needs}"] = None
+    assumed = [*ASSUMED, *([ASSUMED_INSTALL] if work.installs else [])]
+    return CloudPlan(candidates, chosen, list(found_notes), assumed)
 
 
 def estimate_stage(stage: str, work: Workload, machine: Machine, nodes: int, is_up: bool = False) -> StageEstimate:
     """The expected hours and dollars of a stage on `nodes` machines, which an earlier stage has started if they are up.
 
-    UserError for an unknown GPU.
+    Hours and dollars of a training are infinite if the speed of its GPU is unknown.
     """
-    if stage not in work.stages:
-        return StageEstimate(None)
     recipe, between = work.recipe, prior_seconds_between_failures(machine, nodes) / 3600
     priced, usd_per_hour = with_traffic(machine, work.place), nodes * (machine.usd_per_hour or 0.0)
     usd_per_byte_sent, usd_per_byte_received = (
@@ -264,8 +271,9 @@ def estimate_stage(stage: str, work: Workload, machine: Machine, nodes: int, is_
         sent, received = 2.0 * tokens_of(recipe), 0.0
     elif stage == "train":
         gpus, tokens = machine.accelerators or "", training_tokens(work)
-        speed = speed_on(recipe.model, recipe.runtime, gpus, nodes, work.own, recipe.train.precision)
-        hours = tokens / speed.tokens_per_second / 3600
+        if peak_of(gpus) is None and (gpus, nodes) not in work.own:
+            return StageEstimate(machine, math.inf, math.inf, 0.0, nodes, 0.0)
+        hours = tokens / speed_on(recipe, gpus, nodes, work.own).tokens_per_second / 3600
         state, sent, received = float(state_bytes(recipe.model, recipe.train)), weights, 2 * tokens
         minutes, traffic = recipe.runtime.checkpoint_minutes, state * usd_per_byte_sent
         seconds = 3600 * traffic / usd_per_hour if usd_per_hour else 0.0
@@ -286,7 +294,8 @@ def estimate_stage(stage: str, work: Workload, machine: Machine, nodes: int, is_
         received + state * preemptions
     )
     in_all = billed + WAIT_SECONDS / 3600 * (preemptions + (not is_up))
-    return StageEstimate(machine, in_all, billed * usd_per_hour + usd_of_traffic, preemptions, nodes, usd_of_traffic)
+    usd = math.inf if machine.usd_per_hour is None else billed * usd_per_hour + usd_of_traffic
+    return StageEstimate(machine, in_all, usd, preemptions, nodes, usd_of_traffic)
 
 
 def billed_per_useful_hour(between: float, segment: float, restart: float, stall: float = 0.0) -> float:
@@ -329,18 +338,94 @@ def evaluate_hours(work: Workload, machine: Machine) -> float:
     """
     recipe, kind, gpus = work.recipe, machine.accelerators or ":1", gpu_count(machine.accelerators or ":1")
     eager = recipe.runtime.model_copy(update={"engine": "eager"})
-    flops = (peak_of(kind) or gpus * 1e12) * mfu_of(recipe.model, eager, "auto", kind)
+    flops = (peak_of(kind) or gpus * 1e12) * mfu_of(recipe.model, eager, "auto", gpu_of(kind))
     tokens = min(recipe.evaluate.val_tokens, work.held_out) + recipe.benchmark_tokens + gpus * recipe.harness_tokens
     return tokens * recipe.model.flops_per_token / 3 / flops / 3600
 
 
+def priced_job(job: ManagedJob, request: LaunchRequest, limits: Limits, work: Workload, report: Report) -> ManagedJob:
+    """Report the job's plan, and pin its machines' types and regions, in the order in which SkyPilot is to try them.
+
+    Each task gets their prices in SKYTRAIN_PRICES, those of traffic with the store included. Train keeps the machines
+    that are expected to meet the deadline and the budget, the cheapest training first. UserError if there is none, for
+    a task without a machine, or for a budget if a price is unknown.
+    """
+    offered, failed = offers_of([job])
+    unpriced = [
+        f"{stage} on {one.infra}: SkyPilot's config has no price of it"
+        for stage, sold in offered.items()
+        for one in sold
+        if sold[one].usd_per_hour is None
+    ]
+    if unpriced and request.budget is not None:
+        raise UserError(f"--budget: can't be promised where a price is unknown: {unpriced[0]}")
+    for reason in (*failed, *unpriced):
+        report(Finding("price", reason, "note"))
+    job = replace(job, tasks=tuple(replace(task, machines=tuple(offered[task.name])) for task in job.tasks))
+    working = {
+        task.name: {m: offered[task.name][m] for m in task.machines if m not in task.standbys} for task in job.tasks
+    }
+    rank = {stage: {one: price_of(machine) for one, machine in sold.items()} for stage, sold in offered.items()}
+    plan = plan_run(work, working, {task.name: task.num_nodes for task in job.tasks}, limits)
+    report(plan)
+    if plan.chosen is None:
+        raise UserError(f"launch: {plan.notes[-1]}")
+    met = [one.machine for one in plan.candidates if limits.excess(one) <= 1]
+    for one, machine in working.get("train", {}).items():
+        if machine in met:
+            rank["train"][one] = met.index(machine)
+        else:
+            del rank["train"][one]
+    tasks = []
+    for task in job.tasks:
+        order = rank[task.name]
+        task = in_trial_order(replace(task, machines=tuple(order)), order.__getitem__)
+        rows = (offered[task.name][one] for one in task.machines)
+        rows = (with_traffic(one, work.place) for one in rows if one.usd_per_hour is not None)
+        tasks.append(replace(task, envs={**task.envs, "SKYTRAIN_PRICES": prices_json(rows)}))
+    return replace(job, tasks=tuple(tasks))
+
+
+def limits_of(request: LaunchRequest, store: Store) -> Limits:
+    """The hours until the deadline, and the rest of the budget. UserError if nothing is left."""
+    hours, usd = math.inf, math.inf
+    if request.budget is not None:
+        found = find_run(store, request.run)
+        spent = found.account.total.usd if found else 0.0
+        usd = request.budget - spent
+        if usd <= 0:
+            raise UserError(
+                f"--budget {request.budget:g}: the run has already cost ${spent:,.2f}; raise the budget to continue"
+            )
+    if request.deadline is not None:
+        hours = (request.deadline - time.time()) / 3600
+        if hours <= 0:
+            raise UserError(
+                f"launch: the deadline of {request.run} has passed; launch the run again with a later --deadline"
+            )
+    return Limits(hours, usd, least_slack_seconds(installs(request)) / 3600 if request.deadline else 0.0)
+
+
+def installs(request: LaunchRequest) -> bool:
+    """Whether the nodes install the packages: without an image and without an environment of their own."""
+    return request.image == WORK_TREE and "SKYTRAIN_VENV" not in request.variables
+
+
 def name_of(machine: Machine) -> str:
-    """aws p5.48xlarge spot."""
-    return f"{machine.cloud} {machine.instance} {'spot' if machine.spot else 'on demand'}"
+    """aws p5.48xlarge spot; slurm H100:8."""
+    market = {True: "spot", False: "on demand", None: None}[machine.spot]
+    return " ".join(filter(None, (machine.cloud, machine.instance or machine.accelerators or "CPUs", market)))
+
+
+def number_text(number: float) -> str:
+    """12.34, or ? if it is unknown."""
+    return f"{number:,.2f}" if number < math.inf else "?"
 
 
 def hours_text(hours: float) -> str:
     """36 h, 1 h 30 min or 5 min: to the minute, because seconds pass between a request and its check."""
+    if hours == math.inf:
+        return "an unknown time"
     whole, minutes = divmod(round(60 * hours), 60)
     return " ".join(filter(None, [f"{whole} h" if whole else "", f"{minutes} min" if minutes or not whole else ""]))
 

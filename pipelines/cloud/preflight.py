@@ -7,8 +7,8 @@ from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
-from pipelines.bench.throughput import check_gpus, gpu_of
-from pipelines.cloud.catalog import CLUSTERS, INSTALL, MachineRequest
+from pipelines.bench.throughput import gpu_of
+from pipelines.cloud.catalog import CLUSTERS, INSTALL
 from pipelines.cloud.checks import Finding, broken, check_image_name, mlflow_answers, store_commits
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import ManagedJob
@@ -38,7 +38,6 @@ def preflight(
         yield broken("skypilot", "not installed", INSTALL)
     if "SKYTRAIN_VENV" not in request.variables:
         yield from gpus_without_kernels(job)
-    yield from unfit_gpus(job, recipe)
     yield from limits_of_clouds(job)
     yield from texts_reachable(recipe, job.stages, remote)
     weights = first_source(recipe)  # the plan of the run has found those of the Hub and of runs
@@ -62,27 +61,15 @@ def preflight(
 
 def gpus_without_kernels(job: ManagedJob) -> Iterator[Finding]:
     """The GPUs that torch's wheels with CUDA 13, ours, can't use: older than Turing (sm_75), or not NVIDIA's."""
-    for gpu in dict.fromkeys(gpu for _, gpu in with_gpus(job)):
+    for gpu in dict.fromkeys(machine.gpu for task in job.tasks for machine in task.machines):
         if NO_KERNELS.fullmatch(gpu_of(gpu)):
             seen = f"{gpu}: torch's wheels with CUDA 13 have no kernels for it"
             yield broken("GPUs", seen, "choose newer ones of NVIDIA with --gpus")
 
 
-def unfit_gpus(job: ManagedJob, recipe: Recipe) -> Iterator[Finding]:
-    """The training machines whose GPUs can't train the recipe: the run would end as soon as it starts on one."""
-    if not (train := job.task("train")):
-        return
-    for gpus in filter(None, dict.fromkeys(machine.accelerators for machine in train.machines)):  # a standby has none
-        try:
-            check_gpus(recipe.model, recipe.train, recipe.runtime, gpus, train.num_nodes)
-        except UserError as error:
-            seen = f"{train.num_nodes} x {gpus}: {error}"
-            yield broken("GPUs", seen, "choose others with --gpus and --nodes, or change the recipe with --set")
-
-
 def limits_of_clouds(job: ManagedJob) -> Iterator[Finding]:
     """Clouds whose nodes share no network, by SkyPilot's own list, and RunPod's slower H100."""
-    machines = {(task.num_nodes, machine) for task in job.tasks for machine in task.rented}
+    machines = {(task.num_nodes, machine) for task in job.tasks for machine in task.machines if not machine.is_own}
     if clouds := {machine.cloud for nodes, machine in machines if nodes > 1}:
         from sky import Resources
         from sky.clouds import CloudImplementationFeatures
@@ -94,16 +81,9 @@ def limits_of_clouds(job: ManagedJob) -> Iterator[Finding]:
                 resources.cloud.check_features_are_supported(resources, {CloudImplementationFeatures.MULTI_NODE})
             except NotSupportedError:
                 yield broken("nodes", f"{cloud} has no network between nodes", "--nodes 1, or another --infra")
-    if any(machine.cloud == "runpod" and gpu == "H100" for machine, gpu in with_gpus(job)):
+    if any(machine.cloud == "runpod" and machine.gpu == "H100" for _, machine in machines):
         seen = "RunPod's H100 is the PCIe card, with 0.76 of the computing power and no NVLink, unlike the plan"
         yield Finding("GPUs", seen, "note", "--gpus H100-SXM:N")
-
-
-def with_gpus(job: ManagedJob) -> Iterator[tuple[MachineRequest, str]]:
-    """The machines of a job that have GPUs, with SkyPilot's name of those."""
-    for machine in (machine for task in job.tasks for machine in task.machines):
-        if machine.accelerators:
-            yield machine, machine.accelerators.partition(":")[0]
 
 
 def on_this_machine(what: str, path: str, remote: bool, remedy: str) -> Finding:
@@ -136,10 +116,10 @@ def text_readable(text: TokensConfig) -> Finding:
     return Finding("text", f"the first document of {text.source} was read")
 
 
-def text_is_only_here(recipe: Recipe, clouds: Iterable[str]) -> bool:
-    """Whether a job on these clouds can't read the text to tokenize. Each version of Python has another library."""
+def text_is_only_here(recipe: Recipe, places: Iterable[str]) -> bool:
+    """Whether a job in these places can't read the text to tokenize. Each version of Python has another library."""
     local = [one.source.removeprefix(LLMC) for one in recipe.tokens.each() if not is_remote(one.source)]
-    elsewhere = any(cloud not in CLUSTERS for cloud in clouds)
+    elsewhere = any(place.partition("/")[0].lower() not in CLUSTERS for place in places)
     return any(source == STDLIB or not os.path.isabs(source) or elsewhere for source in local)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from pipelines.cloud.catalog import INSTALL, MachineRequest
+from pipelines.cloud.catalog import INSTALL
 from pipelines.cloud.tasks import ManagedJob
 from trainer.errors import UserError
 
@@ -131,20 +131,6 @@ def submit_job(dag: "Dag", name: str) -> list[int]:
 
     ids, _ = sdk.stream_and_get(jobs.launch(dag, name=name))
     return [ids] if isinstance(ids, int) else list(ids or [])
-
-
-def cluster_usd_per_hour(machine: MachineRequest) -> float:
-    """Dollars an hour of a machine in a private cluster: `pricing` in ~/.sky/config.yaml. UserError without one."""
-    from sky.catalog import common
-
-    region = machine.infra.partition("/")[2]
-    section, clusters = {"slurm": ("slurm", "cluster_configs")}.get(machine.cloud, ("kubernetes", "context_configs"))
-    pricing = common.resolve_pricing_config((section, "pricing"), (section, clusters, region, "pricing"))
-    if not pricing:
-        raise UserError(f"~/.sky/config.yaml has no {section}.pricing")
-    gpu, _, count = (machine.accelerators or "").partition(":")
-    cpus, memory = (float((text or "0").rstrip("+")) for text in (machine.cpus, machine.memory))
-    return float(common.get_hourly_cost_from_pricing(pricing, cpus, memory, gpu or None, int(count or 0)))
 
 
 # Managed jobs

@@ -13,12 +13,13 @@ from typing import Any, Self
 
 import yaml
 
-from pipelines.cloud.catalog import CLUSTERS, MachineRequest, cloud_of
+from pipelines.cloud.catalog import CLUSTERS, MachineRequest
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
+from pipelines.stage import STAGES
 from trainer.errors import UserError
 
-CLUSTER_GPU = "H100"  # as in train.yaml; such a cluster seldom has smaller ones for evaluate
 STANDBY_CPUS, STANDBY_MEMORY = "2+", "8+"  # of the machine that polls for spot
+MOST_MACHINES = 40  # of a task: their prices stay far below the 128 KiB that Linux allows one variable
 MASKED = "(from your environment, not shown)"
 
 
@@ -37,12 +38,6 @@ class Task:
     def standbys(self) -> tuple[MachineRequest, ...]:
         """Machines that poll for spot, and do not train."""
         return tuple(machine for machine in self.machines if self.name == "train" and machine.accelerators is None)
-
-    @property
-    def rented(self) -> tuple[MachineRequest, ...]:
-        """Machines of a cloud that do the work."""
-        standbys = self.standbys
-        return tuple(machine for machine in self.machines if not machine.is_own and machine not in standbys)
 
     def to_yaml(self) -> dict[str, Any]:
         machines = [machine.to_yaml() for machine in self.machines]
@@ -91,22 +86,27 @@ def source_folder() -> Path:
 
 
 def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = False) -> ManagedJob:
-    """The job of a request. A `small` training gets the machines of evaluate, which have one small GPU, unless the
-    request names GPUs. The machine of evaluate exports too: another one would take five minutes to start.
+    """The job of a request. A `small` training gets one GPU, unless the request names GPUs. Evaluate gets its file's
+    machines, one GPU of train's, and train's machines, because few clouds sell all of them. It exports too: another
+    machine would take five minutes to start.
 
-    UserError for a request that no machine can fulfil.
+    UserError for a request that can't be fulfilled.
     """
-    folder = source_folder()
-    files = {stage: read_task(folder, stage) for stage in stages}
-    if {"evaluate", "export"} <= set(files) and not request.deadline:  # whose evaluate has many GPUs
-        del files["export"]
+    folder, stages = source_folder(), list(stages)
+    files = {stage: read_task(folder, stage) for stage in STAGES}
+    machines = {stage: requested_machines(file.machines, request, stage) for stage, file in files.items()}
+    one_gpu = [replace(one, accelerators=f"{one.gpu}:1") for one in machines["train"]]
+    # A private cluster seldom has other GPUs than those to train on.
+    single = distinct([*(one for one in machines["evaluate"] if not one.is_own), *one_gpu])
+    if small and not request.gpus:
+        machines["train"] = single
+    machines["evaluate"] = distinct([*single, *machines["train"]])
+    if {"evaluate", "export"} <= set(stages) and not request.deadline:  # whose evaluate has many GPUs
+        stages.remove("export")
         script = files["evaluate"].document["run"].replace("--stage evaluate ", "--stage export ")
         files["evaluate"] = replace(files["evaluate"], document={**files["evaluate"].document, "run": script})
-    if small and not request.gpus and "train" in files:
-        files["train"] = replace(files["train"], machines=read_task(folder, "evaluate").machines)
     tasks = {
-        stage: requested_task(task, request, folder, request.nodes if stage == "train" else 1)
-        for stage, task in files.items()
+        stage: requested_task(replace(files[stage], machines=machines[stage]), request, folder) for stage in stages
     }
     if request.deadline and (request.spot or request.until in ("tokenize", "train")):
         option = "--spot" if request.spot else f"--stage {request.until}"
@@ -125,13 +125,12 @@ def read_task(folder: Path, stage: str) -> Task:
     return Task.from_yaml(yaml.safe_load((folder / "sky" / f"{stage}.yaml").read_text(encoding="utf8")))
 
 
-def requested_task(task: Task, request: LaunchRequest, folder: Path, nodes: int) -> Task:
-    """A file's task with the request's machines, nodes, image and variables."""
-    machines = requested_machines(task.machines, request, task.name)
+def requested_task(task: Task, request: LaunchRequest, folder: Path) -> Task:
+    """A task with the request's nodes, image and variables."""
     resources = {**task.resources, "labels": {**task.resources["labels"], "run": run_label(request.run)}}
-    if all(machine.is_own for machine in machines):
-        for name in ("max_hourly_cost", "disk_size", "autostop"):  # no prices, no disks and no machines to remove
-            del resources[name]
+    del resources["max_hourly_cost"]  # SkyPilot ignores it where the type is given; the plan shows the prices
+    if all(machine.is_own for machine in task.machines):
+        del resources["disk_size"], resources["autostop"]  # no disks and no machines to remove
     envs = dict(task.envs)
     document = {name: value for name, value in task.document.items() if name != "secrets"}
     if request.image == WORK_TREE:
@@ -149,7 +148,8 @@ def requested_task(task: Task, request: LaunchRequest, folder: Path, nodes: int)
         "SKYTRAIN_TRACKING": "on" if "MLFLOW_TRACKING_URI" in request.variables else "off",
     }
     envs |= request.variables
-    return Task(task.name, nodes, machines, envs, resources, document)
+    nodes = request.nodes if task.name == "train" else 1
+    return replace(task, num_nodes=nodes, envs=envs, resources=resources, document=document)
 
 
 def deadline_tasks(train: Task, evaluate: Task, deadline: float) -> dict[str, Task]:
@@ -171,18 +171,20 @@ def deadline_tasks(train: Task, evaluate: Task, deadline: float) -> dict[str, Ta
 
 
 def in_trial_order(task: Task, rank: Callable[[MachineRequest], float]) -> Task:
-    """A task with its machines in the order in which SkyPilot is to try them: own, then rented ones and standbys, each
-    by `rank`. With standbys it has no on-demand machines; without spot machines no standbys.
+    """A task with the MOST_MACHINES that SkyPilot is to try, in order: own, then rented ones and standbys, each by
+    `rank`. With standbys it has no on-demand machines; without spot machines no standbys.
 
     SkyPilot's optimizer takes the cheapest of `any_of`. But the controller of managed jobs (0.14.1) makes a list of
     that set and tries it in arbitrary order.
     """
-    standbys, rented = task.standbys, task.rented
+    standbys = task.standbys
+    own = [machine for machine in task.machines if machine.is_own]
+    rented = [machine for machine in task.machines if machine not in (*own, *standbys)]
     if standbys:
-        spot = tuple(machine for machine in rented if machine.use_spot)
+        spot = [machine for machine in rented if machine.use_spot]
         rented, standbys = (spot, standbys) if spot else (rented, ())
-    own = (machine for machine in task.machines if machine.is_own)
-    return replace(task, machines=(*own, *sorted(rented, key=rank), *sorted(standbys, key=rank)))
+    ordered = (*own, *sorted(rented, key=rank), *sorted(standbys, key=rank))
+    return replace(task, machines=ordered[:MOST_MACHINES])
 
 
 def run_label(run: str) -> str:
@@ -191,57 +193,33 @@ def run_label(run: str) -> str:
 
 
 def requested_machines(
-    known: tuple[MachineRequest, ...], request: LaunchRequest, stage: str
+    known: Iterable[MachineRequest], request: LaunchRequest, stage: str
 ) -> tuple[MachineRequest, ...]:
-    """The machines that a task may get, of those in its file (`known`) or on the requested infrastructure."""
-    machines = known
+    """The machines of a stage's file on the requested infrastructure, with the requested GPUs and market.
+
+    Spot and GPUs are requests for train: the other stages cost cents.
+    """
+    known = list(known)
     if request.infra:
-        infras = [infra.strip() for infra in request.infra.split(",")]
-        machines = tuple(machine for infra in infras for machine in machines_on(infra, known))
-    if stage in ("train", "evaluate"):
-        machines = tuple(
-            replace(machine, accelerators=accelerators_for(machine, request, stage)) for machine in machines
-        )
-    if request.spot is False:
-        machines = tuple(replace(machine, use_spot=False) for machine in machines)
-    elif request.spot and any(machine.use_spot for machine in known):  # a task of a few cents has no spot machines
-        machines = tuple(machine for machine in machines if machine.use_spot)
-    if not machines:
-        where = request.infra or "these clouds"
-        raise UserError(
-            f"--spot: {where} sells no spot machines for {stage}; leave it out, or name aws or gcp in --infra"
-        )
-    return distinct(machines)
+        known = [machine for infra in request.infra.split(",") for machine in machines_on(infra.strip(), known)]
+    if stage == "train" and request.gpus:
+        if not re.fullmatch(r"[A-Za-z0-9-]+:[1-9][0-9]*", request.gpus):
+            raise UserError(f"--gpus {request.gpus}: write the GPU and their number on a node, as in H100:8")
+        known = [replace(machine, accelerators=request.gpus) for machine in known]
+    if request.spot is False or (request.spot and stage == "train"):
+        known = [replace(machine, use_spot=request.spot) for machine in known]
+    return distinct(known)
+
+
+def machines_on(infra: str, known: list[MachineRequest]) -> list[MachineRequest]:
+    """The file's machines of this cloud, moved to `infra`; else its first machine's size, on demand."""
+    moved = [replace(machine, infra=infra) for machine in known]
+    same = [to for machine, to in zip(known, moved, strict=True) if machine.cloud == to.cloud]
+    return same or [replace(moved[0], use_spot=False)]
 
 
 def distinct(machines: Iterable[MachineRequest]) -> tuple[MachineRequest, ...]:
     return tuple(dict.fromkeys(machines))
-
-
-def accelerators_for(machine: MachineRequest, request: LaunchRequest, stage: str) -> str | None:
-    """The requested GPUs, or the file's. The stage evaluate takes one of them."""
-    gpus = request.gpus or machine.accelerators
-    if gpus is None:
-        return None
-    name, count = parse_gpus(gpus)
-    if machine.is_own and not request.gpus:
-        name = CLUSTER_GPU
-    return f"{name}:{count if stage == 'train' else 1}"
-
-
-def parse_gpus(text: str) -> tuple[str, int]:
-    """ "H100:8" -> ("H100", 8). UserError for other text."""
-    found = re.fullmatch(r"([A-Za-z0-9-]+):([1-9][0-9]*)", text)
-    if not found:
-        raise UserError(f"--gpus {text}: write the GPU and their number on a node, as in H100:8")
-    return found[1], int(found[2])
-
-
-def machines_on(infra: str, known: tuple[MachineRequest, ...]) -> list[MachineRequest]:
-    """The file's machines of this cloud, moved to `infra`; else its first machine's size, on demand."""
-    cloud = cloud_of(infra)
-    same = [replace(machine, infra=infra) for machine in known if machine.cloud == cloud]
-    return same or [replace(known[0], infra=infra, use_spot=False)]
 
 
 class _Readable(yaml.SafeDumper):

@@ -149,7 +149,7 @@ def seconds_left(work: "Work") -> float:
         return to_come * measured
     if not gpus:
         raise UserError(f"{DEADLINE}: SKYTRAIN_PRICES has no machine with GPUs to wait for")
-    speeds = (speed_on(recipe.model, recipe.runtime, kind, here.nodes, precision=train.precision) for kind in gpus)
+    speeds = (speed_on(recipe, kind, here.nodes) for kind in gpus)
     return margin * to_come / min(speed.tokens_per_second for speed in speeds)
 
 

@@ -4,7 +4,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.planner import Candidate, CloudPlan, name_of
+from pipelines.cloud.planner import Candidate, CloudPlan, name_of, number_text
+from pipelines.job.prices import price_of
 from pipelines.show.console import console, wrapped
 from pipelines.show.findings import print_finding
 from pipelines.tracking.records import Machine
@@ -31,10 +32,10 @@ def print_cloud_plan(plan: CloudPlan) -> None:
         out.print("[dim]also included in all hours and dollars:[/]")
     table = Table("stage", "h", "$", "machine", box=None, pad_edge=False)
     for name, one in stages.items():
-        where = name_of(one.machine) if one.machine else "exists"
-        table.add_row(name, f"{one.hours:.2f}", f"{one.usd:,.2f}", f"{one.nodes} x {where}" if one.nodes > 1 else where)
+        where = f"{one.nodes} x {name_of(one.machine)}" if one.nodes > 1 else name_of(one.machine)
+        table.add_row(name, number_text(one.hours), number_text(one.usd), where)
     if first.machine is None:
-        table.add_row("in all", f"{first.hours:.2f}", f"{first.usd:,.2f}")
+        table.add_row("in all", number_text(first.hours), number_text(first.usd))
     if stages:
         out.print(table)
     for line in dict.fromkeys(f"{c.speed.kind}: {c.speed.source}" for c in plan.candidates if c.speed):
@@ -59,13 +60,13 @@ def machines_table(plan: CloudPlan) -> Table:
         mark = {"measured": "", "estimated": "~"}.get(one.speed.kind if one.speed else "", "?")
         gpus = machine.accelerators or ""
         table.add_row(
-            escape(f"{machine.cloud} {machine.region}"),
+            escape(f"{machine.cloud} {machine.region or ''}"),
             f"{gpus if train.nodes == 1 else f'{train.nodes} x {gpus}'}{' spot' if machine.spot else ''}",
-            f"{train.nodes * (machine.usd_per_hour or 0.0):,.2f}",
-            f"{mark}{one.speed.tokens_per_second if one.speed else 0.0:,.0f}",
+            number_text(train.nodes * price_of(machine)),
+            f"{mark}{one.speed.tokens_per_second:,.0f}" if one.speed else "?",
             f"{train.traffic_usd:,.2f}",
-            f"{one.hours:.2f}",
-            f"{one.usd:,.2f}",
+            number_text(one.hours),
+            number_text(one.usd),
             style="bold" if kind == chosen else None,
         )
     return table

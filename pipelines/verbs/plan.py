@@ -1,6 +1,7 @@
 """`skytrain plan`: the artifacts of a recipe, and with --cloud the cost of the missing ones."""
 
 import json
+import math
 from dataclasses import asdict
 from typing import Annotated
 
@@ -32,7 +33,7 @@ def plan(
     nodes: Annotated[int, typer.Option(min=1, help="With --cloud: train on so many nodes.")] = 1,
     infra: Annotated[
         str | None,
-        typer.Option(metavar="CLOUD,…", help="With --cloud: compare these clouds [aws,gcp,lambda]."),
+        typer.Option(metavar="CLOUD[/REGION],…", help="With --cloud: compare these places [aws,gcp,lambda]."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -57,19 +58,14 @@ def plan(
     from pipelines.show.cloud_plan import print_cloud_plan
 
     ours = project()
-    budget, infra = ours.budget if budget is None else budget, infra or clouds_of(ours.infra)
-    limits = Limits(parse_hours(deadline) if deadline else None, budget)
-    train_nodes = gpus.split(",") if gpus else None
-    clouds = infra.split(",") if infra else CLOUDS
+    budget, infra = ours.budget if budget is None else budget, infra or ours.infra
+    limits = Limits(parse_hours(deadline) if deadline else math.inf, budget or math.inf)
+    train_nodes = gpus.split(",") if gpus else ()
+    places = [place.strip() for place in infra.split(",")] if infra else CLOUDS
     installs = (ours.image or WORK_TREE) == WORK_TREE  # as `launch` would
-    rented = cloud_plan(loaded, opened, limits, train_nodes, nodes, clouds, plans, installs)
+    rented = cloud_plan(loaded, opened, limits, train_nodes, nodes, places, plans, installs)
     if as_json:
         print(json.dumps(asdict(found) | {"cloud": rented.to_json()}))
     else:
         print_plan(found)
         print_cloud_plan(rented)
-
-
-def clouds_of(infra: str | None) -> str | None:
-    """The clouds of places such as aws/us-east-1: a plan compares all regions."""
-    return ",".join(dict.fromkeys(place.strip().partition("/")[0] for place in infra.split(","))) if infra else None

@@ -16,7 +16,7 @@ def recipes(as_json: Json = False) -> None:
     rows = []
     for name in shipped():
         recipe = load_recipe(name)
-        speed = speed_on(recipe.model, recipe.runtime, NODE, precision=recipe.train.precision)
+        speed = speed_on(recipe, NODE)
         hours = recipe.train_tokens / speed.tokens_per_second / 3600
         sizes = {"parameters": recipe.model.parameters, "tokens": recipe.train_tokens, "flops": recipe.train_flops}
         rows.append({"recipe": name, **sizes, "node_hours": hours, "usd": hours * NODE_USD_PER_HOUR})

@@ -95,19 +95,6 @@ def test_what_only_this_machine_has_is_refused_for_rented_machines(tmp_path: Pat
     assert "store" not in cluster
 
 
-def test_gpus_that_cannot_train_the_recipe_are_refused(tmp_path: Path) -> None:
-    def found(gpus: str, *changes: str, nodes: int = 1) -> Finding | None:
-        where: dict[str, Any] = {"infra": "slurm/here", "gpus": gpus, "nodes": nodes}
-        return problems(LocalStore(tmp_path), changes=changes, **where).get("GPUs")
-
-    assert found("H100:1") is None
-    shared = found("H100:8", nodes=3)  # a step has 16 sequences
-    assert shared and shared.state == "broken" and "3 x H100:8: train.batch_tokens: " in shared.seen
-    old = found("A100:1", "train.precision=fp8")
-    assert old and "1 x A100:1: train.precision: fp8 needs one of these GPUs" in old.seen
-    assert found("T4:1") is found("H100-SXM:1") is None
-
-
 def test_a_cloud_without_a_network_between_nodes_is_refused_and_runpods_slower_h100_noted(tmp_path: Path) -> None:
     def found(infra: str, what: str, **more: Any) -> Finding | None:
         return problems(LocalStore(tmp_path), infra=infra, **more).get(what)

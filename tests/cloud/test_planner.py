@@ -11,7 +11,7 @@ import yaml
 from sky_catalog import ROWS
 
 from pipelines.bench.throughput import speed_on
-from pipelines.cloud import planner, pricing
+from pipelines.cloud import planner
 from pipelines.cloud.catalog import MachineRequest, Place
 from pipelines.cloud.planner import (
     Candidate,
@@ -62,25 +62,28 @@ def test_the_expected_time_is_the_mean_of_many_simulations(
 # All of it, with stand-ins for the catalog
 
 
-def stand_in(wanted: MachineRequest) -> list[Machine]:
-    """The machines of the tests' catalog in our own type: spot at its region's lowest price."""
+def stand_in(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
+    """The machines of the tests' catalog: spot at its region's lowest price."""
     if wanted.cloud == "dear":
         raise UserError("dear: its price list cannot be fetched")
-    found = {}
+    if wanted.is_own:
+        return {} if wanted.use_spot else {wanted: Machine(wanted.cloud, accelerators=wanted.accelerators)}
+    found: dict[MachineRequest, Machine] = {}
     for row in ROWS:
         cpus = float((wanted.cpus or "0").rstrip("+"))
         fits = row.gpus == wanted.accelerators if not cpus else (not row.gpus and row.vcpus >= cpus)
         usd = row.spot_usd if wanted.use_spot else row.usd
         if fits and row.cloud == wanted.cloud and usd is not None:
             one = Machine(row.cloud, row.region, None, row.instance, wanted.use_spot, row.gpus or None, row.usd)
-            found[row.region, row.instance, usd] = replace(one, usd_per_hour=usd, vcpus=row.vcpus)
-    return sorted(found.values(), key=lambda one: one.usd_per_hour or 0.0)
+            pinned = replace(wanted, infra=f"{row.cloud}/{row.region}", instance_type=row.instance)
+            if pinned not in found or usd < (found[pinned].usd_per_hour or 0.0):
+                found[pinned] = replace(one, usd_per_hour=usd, vcpus=row.vcpus)
+    return found
 
 
 @pytest.fixture(autouse=True)
 def market(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "offers", stand_in)
-    monkeypatch.setattr(pricing, "offers", stand_in)
 
 
 def planned(tmp_path: Path, recipe: str = "gpt2-124m", **options: Any) -> CloudPlan:
@@ -110,10 +113,10 @@ def test_the_plans_of_the_shipped_recipes_stay_as_they_are(tmp_path: Path) -> No
 
 
 def test_every_place_is_a_candidate_and_the_cheapest_comes_first(tmp_path: Path) -> None:
-    plan = planned(tmp_path, clouds=("aws", "dear"), train_nodes=("H100:8",))
+    plan = planned(tmp_path, places=("aws", "dear"), train_nodes=("H100:8",))
     places = [(c.machine.region, c.machine.spot, c.machine.usd_per_hour) for c in plan.candidates if c.machine]
     assert places[0] == ("us-east-1", True, 20.0) and places[-1] == ("us-west-2", False, 60.0)
-    assert plan.notes == ("dear: its price list cannot be fetched",)
+    assert plan.notes == ["dear: its price list cannot be fetched"]
     spot, on_demand = plan.candidates[0], plan.candidates[-1]
     assert spot.stages["train"].preemptions > 0.1 > 100 * on_demand.stages["train"].preemptions > 0
     assert spot.hours > on_demand.hours
@@ -127,13 +130,13 @@ def test_every_place_is_a_candidate_and_the_cheapest_comes_first(tmp_path: Path)
             stage
         )
     with pytest.raises(UserError, match="dear: its price list"):
-        planned(tmp_path, clouds=("dear",))
-    with pytest.raises(UserError, match="none of aws offers B200:8"):
-        planned(tmp_path, clouds=("aws",), train_nodes=("B200:8",))
+        planned(tmp_path, places=("dear",))
+    with pytest.raises(UserError, match="no machine for train: aws sells no B200:8"):
+        planned(tmp_path, places=("aws",), train_nodes=("B200:8",))
 
 
 def test_the_cheapest_within_the_limits_is_chosen_or_the_nearest_named(tmp_path: Path) -> None:
-    def chosen(*limits: float | None) -> Candidate | str:
+    def chosen(*limits: float) -> Candidate | str:
         plan = planned(tmp_path, limits=Limits(*limits), train_nodes=["H100:8"])
         return plan.notes[-1] if plan.chosen is None else plan.candidates[plan.chosen]
 
@@ -147,7 +150,7 @@ def test_the_cheapest_within_the_limits_is_chosen_or_the_nearest_named(tmp_path:
 
 
 def test_the_rest_of_a_run_is_planned_at_its_own_speed(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"clouds": ("aws",), "train_nodes": ("H100:8",)}
+    options: dict[str, Any] = {"places": ("aws",), "train_nodes": ("H100:8",)}
     whole = planned(tmp_path, **options).candidates[0]
     store, plans = LocalStore(tmp_path), plans_of(SMALL)
     train = plans["train"].prefix
@@ -158,17 +161,17 @@ def test_the_rest_of_a_run_is_planned_at_its_own_speed(tmp_path: Path) -> None:
     store.put(f"{train}/checkpoints/step-00009432-a0001/COMMIT.json", halfway.encode())
     rest = planned(tmp_path, **options).candidates[0]
     assert rest.speed and (rest.speed.kind, rest.speed.tokens_per_second) == ("measured", 2e6)
-    slower = 2e6 / speed_on(SMALL.model, SMALL.runtime, "H100:8").tokens_per_second
+    slower = 2e6 / speed_on(SMALL, "H100:8").tokens_per_second
     assert rest.stages["train"].hours == pytest.approx(whole.stages["train"].hours / 2 / slower, rel=0.15)
 
 
 def test_gpus_that_cannot_share_a_step_are_no_candidates_and_a_small_training_gets_a_small_gpu(tmp_path: Path) -> None:
-    plan = planned(tmp_path, "smoke", clouds=("lambda",), train_nodes=("H100:8", "H100:1"), nodes=3)
+    plan = planned(tmp_path, "smoke", places=("lambda",), train_nodes=("H100:8", "H100:1"), nodes=3)
     assert {c.machine.accelerators for c in plan.candidates if c.machine} == {"H100:1"}
     assert "is 16 sequence(s) of 128 tokens, too few for 24 processes" in plan.notes[0]
     with pytest.raises(UserError, match="3 x H100:8: train.batch_tokens"):
-        planned(tmp_path, "smoke", clouds=("lambda",), train_nodes=("H100:8",), nodes=3)
-    plan = planned(tmp_path, "smoke", clouds=("aws",))
+        planned(tmp_path, "smoke", places=("lambda",), train_nodes=("H100:8",), nodes=3)
+    plan = planned(tmp_path, "smoke", places=("aws",))
     assert {c.machine.accelerators for c in plan.candidates if c.machine} == {"L4:1"}
     assert list(plan.candidates[0].stages) == ["train", "evaluate", "export"]  # the text is on this machine
 
@@ -177,7 +180,7 @@ def test_traffic_and_rarer_saves_are_part_of_the_plan(tmp_path: Path) -> None:
     gcp = Machine("gcp", "us-central1", spot=True, accelerators="H100:8", usd_per_hour=18.0)
     places = (None, Place("gcp", "us-central1"), Place("aws", "us-east-1"))
     steps = LARGE.train.max_steps
-    work = [Workload(LARGE, frozenset({"train"}), steps, place=place) for place in places]
+    work = [Workload(LARGE, ["train"], steps, place=place) for place in places]
     none, near, far = (estimate_stage("train", one, gcp, 1) for one in work)
     assert none == near and near.traffic_usd == 0
     checkpoint_usd = 18.7 * 0.12

@@ -56,7 +56,7 @@ from types import SimpleNamespace
 from unittest import mock
 from typer.testing import CliRunner
 from pipelines import cli
-from pipelines.cloud import catalog, planner, pricing, skypilot
+from pipelines.cloud import catalog, planner, skypilot
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
@@ -95,13 +95,13 @@ def task_record(task):
 
 def priced(options, stages, spent=0.0, enabled=()):
     total = SimpleNamespace(usd=spent)
-    pricing.find_run = lambda store, run: SimpleNamespace(account=SimpleNamespace(total=total))
+    planner.find_run = lambda store, run: SimpleNamespace(account=SimpleNamespace(total=total))
     request = LaunchRequest(**options)
     job = managed_job(request, stages)
     recipe, store = load_recipe("gpt2-124m", ["evaluate.hellaswag=null"]), LocalStore("store")
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        work = planner.workload(recipe, store, plans_of(recipe), pricing.installs(request))
-        job = pricing.priced_job(job, request, pricing.limits_of(request, store), work, print_launch_report)
+        work = planner.workload(recipe, store, plans_of(recipe), planner.installs(request))
+        job = planner.priced_job(job, request, planner.limits_of(request, store), work, print_launch_report)
     tasks = {
         task.name: [[m.to_yaml() for m in task.machines], json.loads(task.envs["SKYTRAIN_PRICES"])]
         for task in job.tasks
@@ -112,7 +112,7 @@ def priced(options, stages, spent=0.0, enabled=()):
     return tasks | {"output": output.getvalue(), "placed": placed}
 
 def offered(wanted):
-    return [[asdict(offer) for offer in catalog.offers(catalog.MachineRequest(**one))] for one in wanted]
+    return [[asdict(offer) for offer in catalog.offers(catalog.MachineRequest(**one)).values()] for one in wanted]
 
 def command(words, env, keys_of_another_service=False):
     if keys_of_another_service:

@@ -77,7 +77,7 @@ def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_next_task
     assert spot and {machine.infra for machine in spot} <= {machine.infra for machine in on_demand}
     assert {machine.infra for machine in train.standbys} == {machine.infra for machine in spot}
     assert sorted(map(str, evaluate.machines)) == sorted(map(str, on_demand))
-    assert evaluate.resources["max_hourly_cost"] == train.resources["max_hourly_cost"]
+    assert evaluate.resources["disk_size"] == train.resources["disk_size"]
     assert evaluate.num_nodes == 2 and train.envs[DEADLINE] == "1800000000"
     assert DEADLINE not in evaluate.envs
     with pytest.raises(UserError, match="--deadline: can't be kept with --spot"):

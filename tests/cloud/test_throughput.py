@@ -11,40 +11,39 @@ from pipelines.bench.throughput import (
     speed_on,
 )
 from pipelines.recipe import load_recipe
-from trainer.config import RuntimeConfig
 from trainer.metrics import mfu
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL, LARGE = load_recipe("gpt2-124m"), load_recipe("gpt2-1558m")
-COMPILED = RuntimeConfig(micro_batch_size=64, engine="compiled")
+SMALL = load_recipe("gpt2-124m")
+COMPILED = load_recipe("gpt2-124m", ["runtime.engine=compiled"])
 MEASURED = [speed for speed in measurements().speeds if speed.plan]
 
 
 @pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.size} {m.gpus} {m.name}")
 def test_a_step_that_was_measured_is_planned_as_measured_on_warm_gpus_and_estimated_alike(known: Speed) -> None:
-    recipe = load_recipe({"124M": "gpt2-124m", "1558M": "gpt2-1558m"}.get(known.size, known.size))
-    runtime = RuntimeConfig(micro_batch_size=64, engine=known.engine)  # type: ignore[arg-type]
+    name = {"124M": "gpt2-124m", "1558M": "gpt2-1558m"}.get(known.size, known.size)
     precision = "auto" if known.precision == "bf16" else known.precision
-    speed = speed_on(recipe.model, runtime, known.gpus, precision=precision)
+    recipe = load_recipe(name, [f"runtime.engine={known.engine}", f"train.precision={precision}"])
+    speed = speed_on(recipe, known.gpus)
     assert (speed.tokens_per_second, speed.kind) == (RUN_SHARE * known.tokens_per_second, "measured")
     assert f"{known.tokens_per_second:,}" in (ROOT / "docs" / "measurements.md").read_text()
     gpu, _, gpus = known.gpus.partition(":")
     assert mfu(known.tokens_per_second, recipe.model, int(gpus), 989e12) == pytest.approx(known.mfu, abs=0.001)
-    elsewhere = speed_on(recipe.model, runtime, f"{gpu}-PCIE:{gpus}", precision=precision)  # a name of no measurement
+    elsewhere = speed_on(recipe, f"{gpu}-PCIE:{gpus}")  # a name of no measurement
     assert elsewhere.kind == "estimated"
     assert elsewhere.tokens_per_second == pytest.approx(speed.tokens_per_second, rel=0.035)
 
 
 @pytest.mark.parametrize(("gpus", "of_a_run"), [(1, 582_896), (2, 1_154_819), (2, 1_158_000)])
 def test_the_whole_runs_that_were_measured_are_within_half_a_percent_of_the_plan(gpus: int, of_a_run: float) -> None:
-    planned = speed_on(SMALL.model, SMALL.runtime, f"H100:{gpus}").tokens_per_second
+    planned = speed_on(SMALL, f"H100:{gpus}").tokens_per_second
     assert planned == pytest.approx(of_a_run, rel=0.005)
 
 
 def test_a_runs_own_speed_is_used_on_such_machines_only() -> None:
     mine = Throughput(2e6, "measured", "attempt 3 of this run")
     own = {("H100:8", 1): mine, ("RTX 4090:1", 1): Throughput(5e4, "measured", "attempt 2 of this run")}
-    there, elsewhere = (speed_on(SMALL.model, COMPILED, "H100:8", nodes, own) for nodes in (1, 2))
+    there, elsewhere = (speed_on(COMPILED, "H100:8", nodes, own) for nodes in (1, 2))
     assert there == mine
-    assert elsewhere == speed_on(SMALL.model, COMPILED, "H100:8", 2)
-    assert speed_on(SMALL.model, COMPILED, "RTX 4090:1", own=own).kind == "measured"
+    assert elsewhere == speed_on(COMPILED, "H100:8", 2)
+    assert speed_on(COMPILED, "RTX 4090:1", own=own).kind == "measured"

@@ -13,7 +13,6 @@ from servers import S3Account
 from sky_catalog import sky_environment, write_catalog
 
 from pipelines.project import Project
-from pipelines.verbs.plan import clouds_of
 from trainer.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -76,10 +75,6 @@ def test_a_launch_takes_place_budget_and_image_of_the_file_unless_an_option_give
     job = in_a_process(tmp_path, "launch", "smoke", "--dry-run", "--budget", "9", **more).stdout
     assert "SKYTRAIN_BUDGET: '9'" in job and "SKYTRAIN_IMAGE: example.org/me/skytrain:1" in job
     assert "infra: aws/us-east-1" in job and "us-west-2" not in job and f"SKYTRAIN_STORE: file://{tmp_path}/runs" in job
-
-
-def test_a_plan_compares_the_clouds_of_the_places() -> None:
-    assert clouds_of("aws/us-east-1, aws/eu-west-1,gcp") == "aws,gcp" and clouds_of(None) is None
 
 
 @pytest.mark.parametrize(
