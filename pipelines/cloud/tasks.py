@@ -139,7 +139,7 @@ def requested_task(task: Task, request: LaunchRequest, folder: Path) -> Task:
     else:
         resources["image_id"] = f"docker:{request.image}"
         envs["SKYTRAIN_IMAGE"] = request.image
-        if any(machine.cloud == "runpod" for machine in machines):
+        if any(machine.cloud == "runpod" for machine in task.machines):
             envs["SKYPILOT_RUNPOD_DOCKER_USERNAME"] = "skytrain"  # the user of our image, as whom SkyPilot logs in
     envs |= {
         "SKYTRAIN_RECIPE": f"run:{request.run}",

@@ -323,7 +323,7 @@ class LocalCloud:
             f"Host {self.local.name}\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {self.local.login}\n"
             f"  IdentityFile {self.folder}/client-key\n  IdentitiesOnly yes\n"
         )
-        pricing = {self.local.name: {"pricing": {"accelerators": {"H100": self.local.price}}}}
+        pricing = {self.local.name: {"pricing": {"cpu": 0.01, "accelerators": {"H100": self.local.price}}}}
         config = {
             "allowed_clouds": ["slurm"],
             "slurm": {"provision_timeout": 60, "cluster_configs": pricing},
