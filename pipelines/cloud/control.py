@@ -4,17 +4,22 @@ The store has the run's progress and cost. SkyPilot reports the job of a launche
 has the facts of the store only.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from pipelines.cloud.request import LaunchRecord, last_launch
 from pipelines.cloud.skypilot import (
     Cluster,
     TaskStatus,
     cancel_jobs,
     clusters,
+    is_this_server,
     managed_tasks,
     reach_api_server,
+    server_name,
+    stores_of,
     take_down,
 )
 from pipelines.cloud.tasks import run_label
@@ -100,12 +105,37 @@ def reported_tasks(note: Callable[[str], None]) -> tuple[list[TaskStatus], str |
         return [], " ".join(str(error).split()) or type(error).__name__
 
 
-def tasks_of(run: str, tasks: list[TaskStatus]) -> list[TaskStatus]:
+def tasks_of(launched: LaunchRecord, tasks: list[TaskStatus]) -> list[TaskStatus]:
     """The tasks of a run's last job, and of its other jobs that are not over, in order."""
-    own = [task for task in tasks if task.run == run]
+    own = [task for task in tasks if task.name == launched.request.job_name]
     last = max((task.job for task in own), default=0)
     shown = {task.job for task in own if not task.over} | {last}
     return sorted((task for task in own if task.job in shown), key=lambda task: (task.job, task.task))
+
+
+def on_another_server(launched: LaunchRecord) -> str | None:
+    """A message if the last launch went to another API server than that of this shell, which can't see its job."""
+    if is_this_server(launched.server):
+        return None
+    job = f"job {launched.jobs[-1]}" if launched.jobs else "a job"
+    return (
+        f"{launched.request.run} has {job} on SkyPilot's API server {launched.server}; "
+        f"ask there, not on {server_name()}"
+    )
+
+
+def jobs_without_store(run: str, store: str) -> list[str]:
+    """The names of unfinished jobs of a run by SkyPilot's own record, for a store (its URI) that can't be read.
+
+    UserError if there are only jobs of that run in other stores.
+    """
+    pattern = rf"{re.escape(run)}(-[0-9a-f]{{8}})?"
+    names = {task.job: task.name for task in managed_tasks(unfinished=True) if re.fullmatch(pattern, task.name)}
+    stores = stores_of(names) if names else {}
+    if names and store not in stores.values():
+        job, elsewhere = next(iter(stores.items()), (min(names), "unknown"))
+        raise UserError(f"{run}: job {job} belongs to the store {elsewhere}, not to {store}; name it with --store")
+    return [name for job, name in names.items() if stores.get(job) == store]
 
 
 # Stopping and removing
@@ -145,18 +175,18 @@ def running_attempt(run: Run) -> Heartbeat | None:
     return None
 
 
-def machines_of(run: str) -> tuple[list[int], list[Cluster]]:
-    """The jobs of a run that are not over, and its clusters that are up."""
-    jobs = sorted({task.job for task in managed_tasks(run, unfinished=True) if not task.over})
-    return jobs, [cluster for cluster in clusters() if cluster.run == run_label(run)]
+def machines_of(name: str) -> tuple[list[int], list[Cluster]]:
+    """The jobs of this name that are not over, and their clusters that are up."""
+    jobs = sorted({task.job for task in managed_tasks(name, unfinished=True) if not task.over})
+    return jobs, [cluster for cluster in clusters() if cluster.run == run_label(name)]
 
 
-def down(run: str, note: Callable[[str], None]) -> bool:
-    """Cancel a run's jobs, wait until they and their clusters are gone, and take down other clusters with its label.
+def down(name: str, note: Callable[[str], None]) -> bool:
+    """Cancel the jobs of this name, wait until they and their clusters are gone, and take down others with its label.
 
     SkyPilot's API server has to be up. False if it had no job and no cluster. UserError if it takes too long.
     """
-    began, (jobs, found) = time.monotonic(), machines_of(run)
+    began, (jobs, found) = time.monotonic(), machines_of(name)
     any_left = bool(jobs or found)
     if jobs:
         note(f"cancelling job {', '.join(map(str, jobs))}")
@@ -172,7 +202,7 @@ def down(run: str, note: Callable[[str], None]) -> bool:
             note(f"taking down {cluster.name}")
             take_down(cluster.name)
         time.sleep(2)
-        jobs, found = machines_of(run)
+        jobs, found = machines_of(name)
     return any_left
 
 
@@ -194,18 +224,24 @@ def find_orphans(store: Store, now: float, note: Callable[[str], None]) -> Itera
     SkyPilot's record names them all; the store only shows which of its runs work. `note` gets a message for each run
     that can't be read; machines of such a run are not searched.
     """
-    runs = {run.name: run for run in usable_runs(store, [], lambda run: run.attempts, note)}
+    runs: dict[str, Run] = {}  # by the name of the last job
+
+    def read(run: Run) -> None:
+        if run.attempts is not None and (launched := last_launch(store, run.name)):
+            runs[launched.request.job_name] = run
+
+    usable_runs(store, [], read, note)
     tasks = [task for task in managed_tasks(unfinished=True) if not task.over]
     found = clusters()
     up_since = {cluster.name: cluster.since for cluster in found}
     for task in tasks:
         # A task that waits for a machine has none, but one that is set up has it already.
         had = [up_since[name] for name in task.clusters if name in up_since] or [task.submitted] * task.works
-        run = runs.get(task.run)
+        run = runs.get(task.name)
         if had and run and (why := idle_reason(run, max(had), now)):
             # Never its cluster: the job's controller would bring it back.
-            remedy = f"skytrain down {task.run} (or sky jobs cancel {task.job})"
-            yield Orphan(f"job {task.job} ({task.run}, {task.stage})", why, remedy)
+            remedy = f"skytrain down {run.name} (or sky jobs cancel {task.job})"
+            yield Orphan(f"job {task.job} ({run.name}, {task.stage})", why, remedy)
     by_label = {run_label(name): run for name, run in runs.items()}
     running = [beat.machine.cluster for run in runs.values() if (beat := running_attempt(run))]
     busy = set(running).union(*(task.clusters for task in tasks))

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.artifacts.store_id import new_store_id, read_store_id, settled_store_id
 from pipelines.bench.throughput import trains_on_a_small_gpu
 from pipelines.cloud.catalog import CLUSTERS
 from pipelines.cloud.checks import Finding
+from pipelines.cloud.control import on_another_server
 from pipelines.cloud.planner import Report, installs, limits_of, priced_job, workload
 from pipelines.cloud.preflight import preflight, text_is_only_here
 from pipelines.cloud.request import LaunchRecord, LaunchRequest, key_of, last_launch, write_launch
@@ -77,6 +79,7 @@ def planned_launch(
     stages = missing(store, plans, request.until)
     if not stages:
         return None
+    request = replace(request, store_id=read_store_id(store) or new_store_id())
     job = managed_job(request, stages, trains_on_a_small_gpu(recipe))
     here = ("tokenize",) if "tokenize" in stages and text_is_only_here(recipe, job.clouds) else ()
     stages = [stage for stage in stages if stage not in here]
@@ -117,7 +120,7 @@ def checked_job(
     ask = not dry_run or api_server_is_up()
     if ask:
         reach_api_server(note)
-        refuse_second_launch(store, request.run)
+        refuse_second_launch(store, request)
         job, findings = on_enabled_clouds(job)
         check(findings)
     else:
@@ -153,13 +156,19 @@ def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
 # Submission
 
 
+def settle_identity(launch: Launch) -> None:
+    """Write the store's id, which the job's name has, before anything else is written."""
+    if settled_store_id(launch.store, launch.request.store_id) != launch.request.store_id:
+        raise UserError(f"launch: another command has just made {launch.store.uri} its own; launch again")
+
+
 def submit(launch: Launch, dags: "Iterable[Dag]") -> LaunchRecord:
     """Claim and record the run, submit its job to SkyPilot, and record the launch.
 
     UserError if another launch of the run is not over.
     """
     request, store = launch.request, launch.store
-    with claim_launch(store, request.run):
+    with claim_launch(store, request):
         record(store, request.run, launch.recipe, launch.plans, request.until)
         keep_tokenizer(launch.recipe, launch.plans["tokenize"], store)
         clear_stop_request(store, request.run)  # otherwise the job would end at once
@@ -167,15 +176,16 @@ def submit(launch: Launch, dags: "Iterable[Dag]") -> LaunchRecord:
         # Written before the submission too: if this machine fails during it, `status` and `down` still know the job.
         write_launch(store, launched)
         for dag in dags:
-            launched = replace(launched, jobs=[*launched.jobs, *submit_job(dag, request.run)])
+            launched = replace(launched, jobs=[*launched.jobs, *submit_job(dag, request.job_name)])
             write_launch(store, launched)
         return launched
 
 
-def claim_launch(store: Store, run: str) -> Attempt:
+def claim_launch(store: Store, request: LaunchRequest) -> Attempt:
     """Claim the next launch of a run, as an attempt of the ledger. UserError if another launch is not over."""
+    run = request.run
     number = latest_number(store, claims_of(run)) + 1
-    refuse_second_launch(store, run)
+    refuse_second_launch(store, request)
     attempt = claim(store, claims_of(run), run, "launch", number, Billing(), meter=Meter(None))
     if attempt is None:
         raise UserError(f"launch: another launch of {run} started first; see `skytrain status {run}`")
@@ -186,26 +196,22 @@ def claims_of(run: str) -> str:
     return f"control/{run}"
 
 
-def refuse_second_launch(store: Store, run: str) -> None:
+def refuse_second_launch(store: Store, request: LaunchRequest) -> None:
     """UserError if a launch of the run is not over. SkyPilot's API server has to be up.
 
     Only the API server that has a job knows whether it is over. For a job of another server the store has to show it:
     the run is done, or its last attempt has ended for good.
     """
-    see = f"see `skytrain status {run}`"
-    if jobs := [task.job for task in managed_tasks(run) if not task.over]:
+    run, before = request.run, last_launch(store, request.run)
+    names, see = {request.job_name, before.request.job_name if before else run}, f"see `skytrain status {run}`"
+    if jobs := [task.job for name in names for task in managed_tasks(name) if not task.over]:
         raise UserError(
             f"launch: {run} has job {max(jobs)}, still running; {see}, or end it with `skytrain stop {run}`"
         )
     if launching := working_attempt(store, claims_of(run)):
         raise UserError(f"launch: {run} is being launched on {launching.process.host}; {see}")
-    before = last_launch(store, run)
-    if before and before.server not in ("", server_name()) and not has_ended_for_good(store, run):
-        job = f"job {before.jobs[-1]}" if before.jobs else "a job"
-        raise UserError(
-            f"launch: {run} has {job} on SkyPilot's server {before.server}; {see}; "
-            f"if that job is over, remove {store.uri}/{key_of(run)}"
-        )
+    if before and (message := on_another_server(before)) and not has_ended_for_good(store, run):
+        raise UserError(f"launch: {message}; if that job is over, remove {store.uri}/{key_of(run)}")
 
 
 def has_ended_for_good(store: Store, run: str) -> bool:

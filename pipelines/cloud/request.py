@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
+from pipelines.artifacts.store_id import StoreIdText
 from trainer.errors import UserError
 from trainer.record import Count, DamagedRecord, Key, Stored, UnixSeconds, decoded, typed
 from trainer.store import Store
@@ -30,6 +31,12 @@ class LaunchRequest(Stored):
     budget: float | None = None  # dollars of the whole run
     deadline: UnixSeconds | None = None
     variables: dict[str, str] = field(default_factory=dict)  # none of them secret
+    store_id: StoreIdText = ""  # jobs before version 0.2 had none
+
+    @property
+    def job_name(self) -> str:
+        """The name of its managed job: runs of several stores may have one name, and SkyPilot has the jobs of all."""
+        return f"{self.run}-{self.store_id}" if self.store_id else self.run
 
 
 @dataclass(frozen=True)

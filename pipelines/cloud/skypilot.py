@@ -3,23 +3,31 @@
 Importing SkyPilot takes about 4 s, so every function imports it itself.
 """
 
+import getpass
 import io
+import platform
 import re
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
+
+import yaml
 
 from pipelines.cloud.catalog import INSTALL
 from pipelines.cloud.tasks import ManagedJob
 from trainer.errors import UserError
+from trainer.store import LocalStore
 
 if TYPE_CHECKING:
     from sky import Dag
     from sky.schemas.api.responses import ManagedJobRecord
 
 PROJECT = "skytrain"  # the label `project` of every machine of ours
+SERVER_FILE = "skytrain-server"  # in the folder of SkyPilot's state
 JOB_FIELDS = (
     *("job_id", "task_id", "job_name", "task_name", "status", "recovery_count", "submitted_at"),
     *("current_cluster_name", "failure_reason", "details"),
@@ -58,14 +66,29 @@ def reach_api_server(note: Callable[[str], None]) -> None:
 
 
 def server_name() -> str:
-    """The name of the API server that has the jobs of this shell: ids of jobs are unique within one server only."""
+    """The name of the API server that has the jobs of this shell: ids of jobs are unique within one server only.
+
+    A server on this machine gets a random name, stored beside SkyPilot's own state: containers may have one host name.
+    """
     from sky.server import common
-    from sky.utils import common_utils
+    from sky.skylet import runtime_utils
 
     if common.is_api_server_local():
-        return f"local-{common_utils.get_user_hash()}"  # kept in ~/.sky, like the jobs; a host may change its name
+        state = LocalStore(Path(runtime_utils.get_runtime_dir_path(".sky")))
+        if (name := state.get(SERVER_FILE)) is None:
+            state.create(SERVER_FILE, f"{getpass.getuser()}@{platform.node()}-{uuid.uuid4().hex[:8]}".encode())
+            name = state.get(SERVER_FILE) or b""
+        return name.decode()
     parts = urlsplit(common.get_server_url())
     return parts.netloc.rpartition("@")[2] + parts.path  # without a user and password
+
+
+def is_this_server(recorded: str) -> bool:
+    """Whether a launch went to the API server of this shell, by the name in its record. Records before version 0.2 have
+    a hash of user and host, or nothing."""
+    from sky.utils import common_utils
+
+    return recorded in ("", f"local-{common_utils.get_user_hash()}", server_name())
 
 
 def enabled_clouds() -> list[str]:
@@ -147,7 +170,7 @@ class TaskStatus:
     cluster: str | None
     why: str | None  # the reason of a failure, or of a wait
     over: bool
-    run: str = ""
+    name: str = ""  # of the job
     task: int = 0  # its index in the job
     submitted: float = 0.0  # unix seconds
 
@@ -172,24 +195,38 @@ class TaskStatus:
             cluster=record.current_cluster_name,
             why=record.failure_reason or record.details,
             over=record.status.is_terminal(),
-            run=record.job_name or "",
+            name=record.job_name or "",
             task=record.task_id or 0,
             submitted=record.submitted_at or 0.0,
         )
 
 
-def managed_tasks(run: str | None = None, unfinished: bool = False) -> list[TaskStatus]:
-    """The tasks of all users' managed jobs, or of one run's; with `unfinished` only of jobs that are not over."""
+def managed_tasks(name: str | None = None, unfinished: bool = False) -> list[TaskStatus]:
+    """The tasks of all users' managed jobs, or of those with this name; `unfinished`: without jobs that are over."""
     from sky import exceptions, jobs
     from sky.client import sdk
 
     try:
         found, *_ = sdk.get(
-            jobs.queue_v2(refresh=False, skip_finished=unfinished, all_users=True, name_match=run, fields=JOB_FIELDS)
+            jobs.queue_v2(refresh=False, skip_finished=unfinished, all_users=True, name_match=name, fields=JOB_FIELDS)
         )
     except exceptions.ClusterNotUpError:
         return []  # there never was a managed job
-    return [TaskStatus.of(record) for record in found if run in (None, record.job_name)]
+    return [TaskStatus.of(record) for record in found if name in (None, record.job_name)]
+
+
+def stores_of(ids: Iterable[int]) -> dict[int, str]:
+    """The stores of managed jobs, as the variables in their YAML name them."""
+    from sky import jobs
+    from sky.client import sdk
+
+    fields, stores = ["job_id", "user_yaml"], dict[int, str]()
+    found, *_ = sdk.get(jobs.queue_v2(refresh=False, all_users=True, job_ids=list(ids), fields=fields))
+    for record in found:
+        for document in yaml.safe_load_all(record.user_yaml or ""):
+            if record.job_id is not None and (store := (document.get("envs") or {}).get("SKYTRAIN_STORE")):
+                stores[record.job_id] = store
+    return stores
 
 
 def cancel_jobs(ids: Iterable[int]) -> None:
@@ -213,7 +250,7 @@ class Cluster(NamedTuple):
     """A cluster that is up, as far as SkyPilot knows, with our label."""
 
     name: str
-    run: str | None  # its label
+    run: str | None  # its label, of the job's name
     since: float  # unix seconds, of its provisioning
 
 

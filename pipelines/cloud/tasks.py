@@ -113,7 +113,7 @@ def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = Fal
         raise UserError(
             f"--deadline: can't be kept with {option}: the task evaluate, on demand, finishes the training in time"
         )
-    job = ManagedJob(request.run, tuple(tasks.values()))
+    job = ManagedJob(request.job_name, tuple(tasks.values()))
     if request.deadline and set(job.clouds) <= set(CLUSTERS):
         raise UserError(f"--deadline: {request.infra} has no spot machines and no price list; leave it out")
     if request.deadline and request.spot is None and {"train", "evaluate"} <= set(tasks):
@@ -127,7 +127,7 @@ def read_task(folder: Path, stage: str) -> Task:
 
 def requested_task(task: Task, request: LaunchRequest, folder: Path) -> Task:
     """A task with the request's nodes, image and variables."""
-    resources = {**task.resources, "labels": {**task.resources["labels"], "run": run_label(request.run)}}
+    resources = {**task.resources, "labels": {**task.resources["labels"], "run": run_label(request.job_name)}}
     del resources["max_hourly_cost"]  # SkyPilot ignores it where the type is given; the plan shows the prices
     if all(machine.is_own for machine in task.machines):
         del resources["disk_size"], resources["autostop"]  # no disks and no machines to remove
@@ -187,9 +187,10 @@ def in_trial_order(task: Task, rank: Callable[[MachineRequest], float]) -> Task:
     return replace(task, machines=ordered[:MOST_MACHINES])
 
 
-def run_label(run: str) -> str:
-    """A run's name as a label of its machines: in GCP's alphabet, the strictest, and with Kubernetes' end."""
-    return re.sub(r"[^a-z0-9_-]", "-", run)[:63].rstrip("_-")
+def run_label(job_name: str) -> str:
+    """The name of a run's job as a label of its machines, in GCP's alphabet, the strictest. Fingerprint and store id,
+    at its end, stay whole."""
+    return re.sub(r"[^a-z0-9_-]", "-", job_name)[-63:].strip("-_")
 
 
 def requested_machines(

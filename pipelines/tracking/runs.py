@@ -17,6 +17,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, DamagedArtifact, Manifest, read_manifest
+from pipelines.artifacts.store_id import StoreIdText, settled_store_id
 from pipelines.recipe import REMOVED_FORMATS, Recipe
 from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, account, cost_until
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
@@ -47,6 +48,7 @@ class RunRecord(Stored):
     earlier: dict[str, list[Key]] = field(default_factory=dict)
     experiment: str = "skytrain"  # in MLflow
     tags: dict[str, str] = field(default_factory=dict)  # the user's own, in MLflow
+    store_id: StoreIdText = ""  # unknown in records before 0.2
 
     def all_prefixes(self, stage: str) -> list[str]:
         """Every artifact of a stage that the run ever worked on, the present one last."""
@@ -315,7 +317,7 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
             earlier[stage] = [prefix for prefix in known if prefix != now]
         prefixes = before.prefixes | prefixes
     about = recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier
-    made = RunRecord(run, *about, experiment_name(), own_tags())
+    made = RunRecord(run, *about, experiment_name(), own_tags(), settled_store_id(store))
     store.put(key_of(run), made.to_json())
     return made
 

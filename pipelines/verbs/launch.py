@@ -146,13 +146,14 @@ def print_dry_run(prepared: "Launch", out: TextIO) -> None:
 
 def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> None:
     """Print the findings and the plan, ask, submit, and print the next commands."""
-    from pipelines.cloud.launch import checked_job, submit
+    from pipelines.cloud.launch import checked_job, settle_identity, submit
     from pipelines.show.cloud_plan import print_launch_report
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
 
     _, dags, _ = checked_job(prepared, print_launch_report, print_note_on_stderr)
     if agree(prepared.question):
+        settle_identity(prepared)
         for stage in prepared.here:
             run_here(prepared, stage)
         launched = submit(prepared, dags)

@@ -24,25 +24,34 @@ def status(
     """Show step, speed, loss, attempts, recoveries, dollars so far and to come, and SkyPilot's job of runs."""
     from pipelines.artifacts.store import open_store
     from pipelines.cloud import control
-    from pipelines.cloud.request import launched_runs
+    from pipelines.cloud.request import LaunchRecord, last_launch, launched_runs
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
     from pipelines.show.status import print_status
-    from pipelines.tracking.runs import usable_runs
+    from pipelines.tracking.runs import Run, usable_runs
 
     if orphans:
         print_orphans(store, as_json)
     opened = open_store(store_uri(store))
-    found = usable_runs(opened, runs or [], lambda run: control.status_of(run, []), print_note_on_stderr, last)
-    launched = not launched_runs(opened).isdisjoint(run.name for run in found)
-    tasks, failure = control.reported_tasks(print_note_on_stderr) if launched else ([], None)
-    states = [control.status_of(run, control.tasks_of(run.name, tasks)) for run in found]
+    names, launches = launched_runs(opened), dict[str, LaunchRecord]()
+
+    def read(run: Run) -> None:
+        control.status_of(run, [])
+        if run.name in names and (launched := last_launch(opened, run.name)):
+            launches[run.name] = launched
+
+    found = usable_runs(opened, runs or [], read, print_note_on_stderr, last)
+    tasks, failure = control.reported_tasks(print_note_on_stderr) if launches else ([], None)
+    own = {name: control.tasks_of(launched, tasks) for name, launched in launches.items()}
+    states = [control.status_of(run, own.get(run.name, [])) for run in found]
     if as_json:
         print(json.dumps([asdict(one) for one in states]), flush=True)
     elif not found:
         say(f"no runs in {opened.uri} yet; `skytrain run smoke` makes one")
     else:
-        print_status(states, [f"SkyPilot does not answer: {failure}"] if failure else [])
+        unseen = [launches[run.name] for run in found if own.get(run.name) == [] and run.state != "done"]
+        elsewhere = [] if failure else filter(None, map(control.on_another_server, unseen))
+        print_status(states, [f"SkyPilot does not answer: {failure}"] if failure else elsewhere)
 
 
 def print_orphans(store: str | None, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipelines.artifacts.manifest import ArtifactPlan
-from pipelines.cloud import launch
+from pipelines.cloud import control, launch
 from pipelines.cloud.launch import Launch, claim_launch, claims_of, submit
 from pipelines.cloud.request import LaunchRequest, last_launch
 from pipelines.cloud.skypilot import TaskStatus
@@ -35,11 +35,13 @@ class Sky:
         self.last = 7
         patch.setattr(launch, "managed_tasks", self.tasks)
         patch.setattr(launch, "server_name", lambda: self.name)
+        patch.setattr(control, "server_name", lambda: self.name)
+        patch.setattr(control, "is_this_server", lambda name: name == self.name)
         patch.setattr(launch, "submit_job", self.submit)
 
-    def tasks(self, run: str) -> list[TaskStatus]:
+    def tasks(self, name: str) -> list[TaskStatus]:
         over = ("SUCCEEDED", "FAILED", "CANCELLED")
-        return [TaskStatus(job, "train", state, 0, None, None, state in over, run) for job, state in self.jobs.items()]
+        return [TaskStatus(job, "train", state, 0, None, None, state in over, name) for job, state in self.jobs.items()]
 
     def submit(self, dag: Any, run: str) -> list[int]:
         self.last += 1
@@ -65,7 +67,8 @@ def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: Local
     claimed = store.create
 
     def create_together(key: str, body: bytes) -> bool:
-        both_in.wait(60)  # both have seen that there is no job
+        if key.startswith(claims_of(RUN)):
+            both_in.wait(60)  # both have seen that there is no job
         return claimed(key, body)
 
     store.create = create_together  # type: ignore[method-assign]
@@ -98,7 +101,7 @@ def test_a_launch_is_refused_until_the_one_before_it_is_over(store: LocalStore, 
         sky.jobs[sky.last] = state
         launched(store)
     sky.jobs.clear()  # its records are gone
-    with claim_launch(store, RUN) as attempt:
+    with claim_launch(store, LaunchRequest(RUN, store.uri)) as attempt:
         with pytest.raises(UserError, match=f"is being launched on {attempt.latest.process.host}"):
             launched(store)
         attempt.update(process=replace(attempt.latest.process, started="0"))  # it died, and its pid is another's
@@ -122,7 +125,7 @@ def test_the_job_of_another_api_server_holds_the_run_until_the_store_shows_its_e
     for state in (None, "running", "interrupted"):
         if state:
             heartbeat(state)
-        with pytest.raises(UserError, match=r"has job 8 on SkyPilot's server here/me; .* remove .*/launches/"):
+        with pytest.raises(UserError, match=r"has job 8 on SkyPilot's API server here/me; .* remove .*/launches/"):
             launched(store)
     heartbeat("stopped")
     assert launched(store) == [9]

@@ -21,12 +21,15 @@ from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, P
 from pipelines.tracking.runs import Run, RunRecord, read_records
 from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, request_stop, watch_stop_request
 from pipelines.verbs.down import down
+from pipelines.verbs.logs import logs
 from pipelines.verbs.status import status
 from trainer.errors import UserError
 from trainer.store import LocalStore
 
 RUN = "tiny-01234567"
 ELSEWHERE = ProcessId("far/away", 1)
+OURS, THEIRS = "0123abcd", "4567abcd"  # ids of stores
+JOB = f"{RUN}-{OURS}"
 
 
 def recorded(store: LocalStore) -> RunRecord:
@@ -40,6 +43,10 @@ def recorded(store: LocalStore) -> RunRecord:
     record = RunRecord(RUN, recipe, "train", {"tokenize": "tokens/t-0", "train": f"train/{RUN}"}, time.time())
     store.put(f"runs/{RUN}.json", json.dumps(record.__dict__).encode())
     return record
+
+
+def launched(store: LocalStore, store_id: str = OURS, server: str = "") -> None:
+    write_launch(store, LaunchRecord(LaunchRequest(RUN, store.uri, store_id=store_id), ["train"], [1], [], 0.0, server))
 
 
 def put_beat(store: LocalStore, attempt: int = 1, state: str = "running", began: float = 0.0, **more: Any) -> None:
@@ -115,13 +122,15 @@ def job_record(number: int, run: str, status: str, submitted: float, cluster: st
     return SimpleNamespace(**known, **rest, status=state, current_cluster_name=cluster)
 
 
-def with_skypilot(patch: pytest.MonkeyPatch, jobs: list[Any], clusters: list[Cluster]) -> list[str]:
+def with_skypilot(
+    patch: pytest.MonkeyPatch, jobs: list[Any], clusters: list[Cluster], stores: dict[int, str] | None = None
+) -> list[str]:
     """SkyPilot's answers; the list gets what it was asked to remove. A cancelled job takes its clusters with it."""
     removed: list[str] = []
 
-    def tasks(run: str | None = None, unfinished: bool = False) -> list[TaskStatus]:
-        found = [TaskStatus.of(job) for job in jobs]
-        return [one for one in found if run in (None, one.run) and not (unfinished and one.over)]
+    def tasks(name: str | None = None, unfinished: bool = False) -> list[TaskStatus]:
+        found = [TaskStatus.of(job) for job in jobs if name in (None, job.job_name)]
+        return [one for one in found if not (unfinished and one.over)]
 
     def cancel(ids: list[int]) -> None:
         removed.extend(f"job {number}" for number in ids)
@@ -136,8 +145,12 @@ def with_skypilot(patch: pytest.MonkeyPatch, jobs: list[Any], clusters: list[Clu
     patch.setattr(control, "clusters", lambda: list(clusters))
     patch.setattr(control, "cancel_jobs", cancel)
     patch.setattr(control, "take_down", take_down)
+    patch.setattr(control, "stores_of", lambda jobs: stores or {})
+    patch.setattr(control, "is_this_server", lambda name: name in ("", "here"))
+    patch.setattr(control, "server_name", lambda: "here")
     patch.setattr(control, "reach_api_server", lambda note: None)
     patch.setattr(skypilot, "reach_api_server", lambda note: None)
+    patch.setattr(skypilot, "managed_tasks", tasks)
     return removed
 
 
@@ -145,22 +158,24 @@ def test_machines_without_a_live_run_are_found(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded(store)
+    launched(store)
     store.put("runs/newer-01234567.json", b'{"format": 2}')
     long_ago = time.time() - 7200
     jobs = [
-        job_record(1, RUN, "RUNNING", long_ago, "train-1"),
-        job_record(2, RUN, "SUCCEEDED", long_ago, "train-2"),
-        job_record(3, RUN, "PENDING", long_ago, None),
+        job_record(1, JOB, "RUNNING", long_ago, "train-1"),
+        job_record(2, JOB, "SUCCEEDED", long_ago, "train-2"),
+        job_record(3, JOB, "PENDING", long_ago, None),
         job_record(4, "somebody-elses", "RUNNING", long_ago, "theirs-4"),
-        job_record(5, RUN, "RECOVERING", long_ago, None),
+        job_record(5, JOB, "RECOVERING", long_ago, None),
+        job_record(7, f"{RUN}-{THEIRS}", "RUNNING", long_ago, "train-7"),  # of a run of that name in another store
         job_record(6, "newer-01234567", "RUNNING", long_ago, "train-6"),
     ]
     clusters = [
-        Cluster("train-1", RUN, long_ago),  # of the job, which is listed already
-        Cluster("train-2", RUN, long_ago),
-        Cluster("new", RUN, time.time() - 60),  # it is being set up
+        Cluster("train-1", JOB, long_ago),  # of the job, which is listed already
+        Cluster("train-2", JOB, long_ago),
+        Cluster("new", JOB, time.time() - 60),  # it is being set up
         Cluster("by-hand", None, long_ago),
-        Cluster("train-5", RUN, long_ago),  # its job, whose record does not name it now, would bring it back
+        Cluster("train-5", JOB, long_ago),  # its job, whose record does not name it now, would bring it back
     ]
     with_skypilot(monkeypatch, jobs, clusters)
 
@@ -184,16 +199,50 @@ def test_a_run_is_taken_down_and_never_below_its_controller(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = time.time()
-    jobs = [job_record(8, RUN, "RECOVERING", now, None), job_record(10, "theirs", "RUNNING", now, "theirs-10")]
-    clusters = [Cluster("train-8", RUN, now), Cluster("by-hand", RUN, now), Cluster("train-9", "other", now)]
-    removed = with_skypilot(monkeypatch, jobs, clusters)
+    nowhere = LocalStore(tmp_path / "never-written").uri  # without a store, SkyPilot's own record suffices
+    jobs = [job_record(8, JOB, "RECOVERING", now, None), job_record(10, "theirs", "RUNNING", now, "theirs-10")]
+    clusters = [Cluster("train-8", JOB, now), Cluster("by-hand", JOB, now), Cluster("train-9", "other", now)]
+    removed = with_skypilot(monkeypatch, jobs, clusters, {8: nowhere})
     monkeypatch.setattr(control, "JOB_CLUSTER_SECONDS", 0.0)
-    nowhere = str(tmp_path / "never-written")  # without a store, SkyPilot's own record suffices
+    with pytest.raises(UserError, match=f"job 8 belongs to the store {nowhere}, not to {store.uri}; name it"):
+        down(RUN, store=store.uri)
     down(RUN, store=nowhere)
     assert removed == ["job 8", "cluster by-hand"]
     assert capsys.readouterr().out.endswith(f"{RUN}: no job and no cluster of it is left\n")
-    with pytest.raises(UserError, match="SkyPilot has no job and no cluster of tiny; give the run's whole name"):
+    with pytest.raises(UserError, match="SkyPilot has no job of tiny in .*; give the run's whole name"):
         down("tiny", store=nowhere)
+
+
+def test_a_run_of_that_name_in_another_store_and_its_machines_are_left_alone(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(store)
+    launched(store)
+    theirs = f"{RUN}-{THEIRS}"
+    jobs = [job_record(1, JOB, "SUCCEEDED", 1e9, "train-1"), job_record(2, theirs, "RUNNING", 1e9, "train-2")]
+    removed = with_skypilot(monkeypatch, jobs, [Cluster("train-2", theirs, 1e9)])
+    down(RUN, store=store.uri)
+    status([RUN], store=store.uri, as_json=True)
+    (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert removed == [] and [task["job"] for task in found["tasks"]] == [1]
+    jobs.append(job_record(3, RUN, "RUNNING", 1e9, "train-3"))  # launched before stores had ids
+    launched(store, store_id="")
+    down(RUN, store=store.uri)
+    assert removed == ["job 3"]
+
+
+def test_a_job_of_another_api_server_is_named_and_no_job_of_its_number_is_taken_for_it(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(store)
+    launched(store, server="ann@box-89abcdef")
+    removed = with_skypilot(monkeypatch, [job_record(1, "another-run", "RUNNING", 1e9, "train-1")], [])
+    message = f"{RUN} has job 1 on SkyPilot's API server ann@box-89abcdef; ask there, not on here"
+    for verb in (down, logs):
+        with pytest.raises(UserError, match=f"{verb.__name__}: {message}"):
+            verb(RUN, store=store.uri)
+    status([RUN], store=store.uri)
+    assert message in " ".join(capsys.readouterr().out.split()) and removed == []
 
 
 def test_verbs_for_runs_that_were_not_launched_name_the_remedy(tmp_path: Path) -> None:

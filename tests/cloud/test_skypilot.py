@@ -123,10 +123,21 @@ def command(words, env, keys_of_another_service=False):
     ended = str(done.exception) if isinstance(done.exception, UserError) else done.exit_code
     return {"stdout": done.stdout, "stderr": done.stderr, "ended": ended}
 
+def server_names(folders):
+    # their names with their state in these folders, and whether the first one may be asked for the jobs of each
+    states = [mock.patch.dict(os.environ, {"SKY_RUNTIME_DIR": os.path.abspath(folder)}) for folder in folders]
+    found = []
+    for state in states:
+        with state:
+            found.append(skypilot.server_name())
+    with states[0]:
+        return [found, [skypilot.is_this_server(name) for name in ("", *found)]]
+
 answers = {}
 for name, question in json.load(sys.stdin).items():
     try:
-        kind = {"options": priced, "wanted": offered, "words": command, "infra": skypilot.check_places}
+        kind = {"options": priced, "wanted": offered, "words": command, "infra": skypilot.check_places,
+                "folders": server_names}
         found = next((ask for field, ask in kind.items() if field in question), None)
         answers[name] = found(**question) if found else answer(question)
     except Exception as error:
@@ -145,7 +156,7 @@ def question(
 
 
 def requested(stages: tuple[str, ...] = ("train",), **options: Any) -> str:
-    request = LaunchRequest("tiny.v1-12345678", "s3://bucket/prefix", **{"image": IMAGE} | options)
+    request = LaunchRequest("tiny.v1-12345678", "s3://bucket/prefix", store_id="9f8e7d6c", **{"image": IMAGE} | options)
     return managed_job(request, stages).to_yaml()
 
 
@@ -199,6 +210,7 @@ QUESTIONS |= {
         "words": [*LAUNCH, "tiny.yaml", "--infra", "slurm/local", "--nodes", "2", "--gpus", "H100:8", "--budget", "5"],
         "env": KEYS | {"SKYPILOT_API_SERVER_ENDPOINT": closed_port()},
     },
+    "servers": {"folders": ["one", "two", "one"]},
     "a dry run with faults": {"words": [*LAUNCH, "gpt2-124m"], "env": {}},
 }
 
@@ -284,7 +296,7 @@ def test_a_launch_is_one_job_whose_last_task_evaluates_and_exports(answers: dict
     assert [task["name"] for task in answers["all stages"]["tasks"]] == list(TASKS)
     assert "--stage export " in json.loads(answers["all stages"]["tasks"][-1]["yaml"])["run"]
     for task in answers["all stages"]["tasks"]:
-        assert task["labels"] == {"project": "skytrain", "run": "tiny-v1-12345678"}
+        assert task["labels"] == {"project": "skytrain", "run": "tiny-v1-12345678-9f8e7d6c"}
         assert list(task["image"].values()) == [f"docker:{IMAGE}"]
 
 
@@ -293,6 +305,12 @@ def test_secrets_reach_skypilot_and_no_text_of_a_task(answers: dict[str, Any]) -
         for task in answers[name]["tasks"]:
             assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(task["secrets"])
             assert KEYS["AWS_SECRET_ACCESS_KEY"] not in task["yaml"]
+
+
+def test_api_servers_of_one_user_and_host_have_names_of_their_own(answers: dict[str, Any]) -> None:
+    (one, two, again), known = answers["servers"]
+    assert one == again != two
+    assert known == [True, True, False, True]
 
 
 # What they cost

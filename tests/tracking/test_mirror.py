@@ -25,7 +25,7 @@ from pipelines.cloud.checks import mlflow_answers
 from pipelines.tracking.ledger import this_process
 from pipelines.tracking.mlflow import child
 from pipelines.tracking.mlflow.child import MirrorProcess
-from pipelines.tracking.mlflow.mirror import Mirror, rebuild
+from pipelines.tracking.mlflow.mirror import STORE_ID, Mirror, rebuild
 from pipelines.tracking.records import Progress
 from trainer.errors import UserError
 from trainer.events import EVENTS_FILE, Row, Sampled, event_to_json
@@ -105,6 +105,20 @@ def test_a_redone_step_and_an_interrupted_run_that_goes_on_make_nothing_twice(
     seen = Seen(mlflow_server, experiment)
     assert (seen.run.info.run_id, seen.run.info.status) == (before.info.run_id, "RUNNING")
     assert seen.points("train/loss") == losses(5)
+
+
+def test_runs_of_one_name_in_two_stores_are_two_runs_of_mlflow(
+    store: LocalStore, tmp_path: Path, mlflow_server: str, experiment: str
+) -> None:
+    mirrors = []
+    for one in (store, LocalStore(tmp_path / "theirs")):
+        recorded(one, "train")
+        mirrors.append(send(one, mlflow_server))
+    ours, theirs = mirrors
+    assert ours.run_id != theirs.run_id
+    assert send(store, mlflow_server).run_id == ours.run_id
+    ours.client.set_tag(ours.run_id, STORE_ID, "")  # as version 0.1 left it: the URI of the store decides
+    assert send(store, mlflow_server).run_id == ours.run_id
 
 
 def test_a_finished_export_is_one_version_with_the_target_that_it_passed(

@@ -68,6 +68,7 @@ STANDBY = CLAIM | {"progress": {"waiting": True}}
 PREFIXES = {"tokenize": "tokens/t-0", "train": "train/a-1"}
 RUN = {"run": "a-1", "recipe": {"name": "a"}, "until": "train", "prefixes": PREFIXES, "updated": 1.5}
 LATER = {"earlier": {"train": ["train/a-0"]}, "experiment": "speed", "tags": {"team": "research"}}
+LATER |= {"store_id": "9f8e7d6c"}
 FILE = {"name": "train_000000.bin", "key": "a0001/train_000000.bin", "size": 4001024, "sha256": "3abd" * 16}
 MANIFEST = {
     "attempt": 1,
@@ -121,7 +122,7 @@ LAUNCH = {
         (Heartbeat, STANDBY),
         (RunRecord, RUN | LATER),
         (Manifest, MANIFEST),
-        (LaunchRecord, LAUNCH | {"server": "here/me"}),
+        (LaunchRecord, LAUNCH | {"request": REQUEST | {"store_id": "9f8e7d6c"}, "server": "here/me"}),
     ],
 )
 def test_a_record_of_the_store_is_written_as_it_was_read(kind: Any, values: dict[str, Any]) -> None:

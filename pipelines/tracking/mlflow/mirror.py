@@ -35,6 +35,7 @@ KIND, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
 STATUSES = {"done": "FINISHED", "running": "RUNNING", "failed": "FAILED", "damaged": "FAILED"}  # others: KILLED
 HARDWARE = ("device", "precision", "world_size", "engine", "micro_batch")  # of the last training, as tags
 
+STORE, STORE_ID = "skytrain.store", "skytrain.store.id"  # tags
 FINGERPRINT = "skytrain.fingerprint"  # of the export, at a version of the registered model
 SAMPLES = "samples"  # beside the metrics
 Point = tuple[str, float, float, int]  # key, value, unix seconds, step
@@ -158,7 +159,8 @@ class Mirror:
         try:
             if not client.search_registered_models(f"name = '{name}'"):
                 client.create_registered_model(name)
-            if not client.search_model_versions(f"name = '{name}' and tag.`{FINGERPRINT}` = '{export.fingerprint}'"):
+            made = client.search_model_versions(f"name = '{name}' and tag.`{FINGERPRINT}` = '{export.fingerprint}'")
+            if not any(one.tags.get("skytrain.uri", folder) == folder for one in made):  # not that of another store
                 client.create_model_version(name, folder, self.run_id, tags, await_creation_for=0)
         except MlflowException as error:
             if error.get_http_status_code() >= 500:
@@ -195,7 +197,7 @@ def params_of(run: Run) -> dict[str, Any]:
 def tags_of(run: Run) -> dict[str, Any]:
     """The store and its artifacts, the code that trained, where the run began, runtime settings, and the hardware that
     trained last."""
-    tags = {"skytrain.store": run.store.uri, "skytrain.attempts": run.summary.attempts}
+    tags = {STORE: run.store.uri, STORE_ID: run.record.store_id, "skytrain.attempts": run.summary.attempts}
     tags |= {f"skytrain.fingerprint.{stage}": made.fingerprint for stage, made in run.manifests.items() if made}
     if train := run.manifests.get("train"):
         origin = train.provenance
@@ -227,12 +229,20 @@ def _snapshot(store: Store, name: str) -> Run:
 
 def _found_or_created(client: MlflowClient, run: Run, uri: str) -> str:
     """The id of the MLflow run."""
-    experiment, tags = _experiment_id(client, run.record.experiment, uri), {"skytrain.run": run.name}
+    experiment, store_id = _experiment_id(client, run.record.experiment, uri), run.record.store_id
+    tags = {"skytrain.run": run.name, STORE: run.store.uri, STORE_ID: store_id}
+
+    def is_ours(tags: Mapping[str, str]) -> bool:
+        """Another store may have a run of this name. Runs before version 0.2 have the URI of their store only."""
+        if store_id and tags.get(STORE_ID):
+            return tags[STORE_ID] == store_id
+        return tags.get(STORE, run.store.uri) == run.store.uri
 
     def found() -> str | None:  # the oldest one of several
         of_run = f"tags.`skytrain.run` = '{run.name}'"
         runs = client.search_runs([experiment], of_run, order_by=["attributes.start_time"])
-        ids = (one.info.run_id for one in runs if "skytrain.stage" not in one.data.tags)  # version 0.1: one a stage
+        ours = (one for one in runs if is_ours(one.data.tags))
+        ids = (one.info.run_id for one in ours if "skytrain.stage" not in one.data.tags)  # version 0.1: one a stage
         return next(ids, None)
 
     if known := found():
