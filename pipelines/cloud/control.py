@@ -4,10 +4,11 @@ The store has the run's progress and cost. SkyPilot reports the job of a launche
 has the facts of the store only.
 """
 
+import io
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from pipelines.cloud.request import LaunchRecord, last_launch
 from pipelines.cloud.skypilot import (
@@ -20,12 +21,14 @@ from pipelines.cloud.skypilot import (
     reach_api_server,
     server_name,
     stores_of,
+    tail_logs,
     take_down,
 )
 from pipelines.cloud.tasks import run_label
 from pipelines.tracking.account import Forecast, forecast, location
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
+from pipelines.tracking.releases import Release, read_releases, write_releases
 from pipelines.tracking.runs import Run, RunRecord, Summary, usable_runs
 from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
 from trainer.config import TrainConfig
@@ -34,6 +37,7 @@ from trainer.store import Store
 
 # The longest set-up of a cluster before its attempt's first heartbeat: it pulls a container, or makes an environment.
 SET_UP_SECONDS = 1800.0
+POLL_SECONDS = 2.0
 DOWN_SECONDS = 600.0  # to cancel a job and take its machines down
 JOB_CLUSTER_SECONDS = 60.0  # for a cancelled job to take down its own clusters
 
@@ -56,10 +60,12 @@ class Status:
     tasks: list[TaskStatus]
     silent_seconds: float | None  # since the last heartbeat of a running attempt
     stepless_seconds: float | None  # of a training that runs, from its last row to its last heartbeat
+    budget: float | None  # dollars, of the last launch
 
 
-def status_of(run: Run, tasks: list[TaskStatus]) -> Status:
-    """The status of a run, from its snapshot and SkyPilot's tasks."""
+def status_of(run: Run, launched: LaunchRecord | None, all_tasks: list[TaskStatus]) -> Status:
+    """The status of a run, from its snapshot, its last launch and SkyPilot's tasks."""
+    tasks = tasks_of(launched, all_tasks) if launched else []
     machines = [attempt.machine for attempt in run.account.attempts]
     summary, present = run.summary, run.record.prefixes.values()
     stored = max((one for one in run.heartbeats if one.prefix in present), key=lambda o: o.beat.started, default=None)
@@ -84,6 +90,7 @@ def status_of(run: Run, tasks: list[TaskStatus]) -> Status:
         tasks=tasks,
         silent_seconds=max(0.0, run.store.clock() - (stored.stored or 0.0)) if stored and running else None,
         stepless_seconds=newest.time - progress.time if newest and training and progress.time else None,
+        budget=launched.request.budget if launched else None,
     )
 
 
@@ -108,6 +115,8 @@ def reported_tasks(note: Callable[[str], None]) -> tuple[list[TaskStatus], str |
 def tasks_of(launched: LaunchRecord, tasks: list[TaskStatus]) -> list[TaskStatus]:
     """The tasks of a run's last job, and of its other jobs that are not over, in order."""
     own = [task for task in tasks if task.name == launched.request.job_name]
+    # SkyPilot gives a job's only task the name of the job.
+    own = [replace(task, stage=launched.stages[0]) if task.stage == task.name else task for task in own]
     last = max((task.job for task in own), default=0)
     shown = {task.job for task in own if not task.over} | {last}
     return sorted((task for task in own if task.job in shown), key=lambda task: (task.job, task.task))
@@ -124,6 +133,21 @@ def on_another_server(launched: LaunchRecord) -> str | None:
     )
 
 
+def record_releases(runs: list[Run], launches: Mapping[str, LaunchRecord]) -> list[Run]:
+    """Record when SkyPilot has released the machines of launched runs, if that is not on record. Returns the runs, new
+    snapshots of those with other bills."""
+    missing = [run for run in runs if run.unreleased and run.name in launches]
+    found, again = clusters() if missing else [], dict[str, Run]()
+    for run in missing:
+        label = run_label(launches[run.name].request.job_name)
+        known = {*read_releases(run.store, run.name)}
+        ours = {Release(one.name, one.since, one.until) for one in found if one.run == label and one.until}
+        if not ours <= known:
+            write_releases(run.store, run.name, sorted(known | ours, key=lambda one: one.since))
+            again[run.name] = Run(run.store, run.record)
+    return [again.get(run.name, run) for run in runs]
+
+
 def jobs_without_store(run: str, store: str) -> list[str]:
     """The names of unfinished jobs of a run by SkyPilot's own record, for a store (its URI) that can't be read.
 
@@ -136,6 +160,41 @@ def jobs_without_store(run: str, store: str) -> list[str]:
         job, elsewhere = next(iter(stores.items()), (min(names), "unknown"))
         raise UserError(f"{run}: job {job} belongs to the store {elsewhere}, not to {store}; name it with --store")
     return [name for job, name in names.items() if stores.get(job) == store]
+
+
+# Logs
+
+
+def newest_job(tasks: list[TaskStatus]) -> list[TaskStatus]:
+    """The tasks of the job with the highest number."""
+    last = max(task.job for task in tasks)
+    return [task for task in tasks if task.job == last]
+
+
+def waiting_task(tasks: list[TaskStatus]) -> TaskStatus | None:
+    """The present task of the newest job, if it has no machine. SkyPilot's log would wait until it has one."""
+    present = next((task for task in newest_job(tasks) if not task.over), None)
+    return present if present and not present.works else None
+
+
+def print_log(name: str, follow: bool, output: io.TextIOBase) -> int:
+    """Write the log of the newest job of this name to `output`. Returns the exit code of SkyPilot's client.
+
+    SkyPilot 0.14.1 ends a followed log at the first exit code that is not 0, although it recovers from 75: this follows
+    the next machine's log until the job is over.
+    """
+    while True:
+        before = newest_job(managed_tasks(name))
+        code = tail_logs(before[0].job, follow, output)
+        while follow:
+            tasks = newest_job(managed_tasks(name))
+            if all(task.over for task in tasks):
+                return code
+            if waiting_task(tasks) or sum(t.recoveries for t in tasks) > sum(t.recoveries for t in before):
+                break
+            time.sleep(POLL_SECONDS)
+        if not follow:
+            return code
 
 
 # Stopping and removing
@@ -178,7 +237,7 @@ def running_attempt(run: Run) -> Heartbeat | None:
 def machines_of(name: str) -> tuple[list[int], list[Cluster]]:
     """The jobs of this name that are not over, and their clusters that are up."""
     jobs = sorted({task.job for task in managed_tasks(name, unfinished=True) if not task.over})
-    return jobs, [cluster for cluster in clusters() if cluster.run == run_label(name)]
+    return jobs, [one for one in clusters() if one.run == run_label(name) and one.until is None]
 
 
 def down(name: str, note: Callable[[str], None]) -> bool:
@@ -201,7 +260,7 @@ def down(name: str, note: Callable[[str], None]) -> bool:
         for cluster in found if not jobs and seconds >= own_time else []:
             note(f"taking down {cluster.name}")
             take_down(cluster.name)
-        time.sleep(2)
+        time.sleep(POLL_SECONDS)
         jobs, found = machines_of(name)
     return any_left
 
@@ -232,7 +291,7 @@ def find_orphans(store: Store, now: float, note: Callable[[str], None]) -> Itera
 
     usable_runs(store, [], read, note)
     tasks = [task for task in managed_tasks(unfinished=True) if not task.over]
-    found = clusters()
+    found = [cluster for cluster in clusters() if cluster.until is None]
     up_since = {cluster.name: cluster.since for cluster in found}
     for task in tasks:
         # A task that waits for a machine has none, but one that is set up has it already.

@@ -247,23 +247,24 @@ def tail_logs(job: int, follow: bool, output: io.TextIOBase) -> int:
 
 
 class Cluster(NamedTuple):
-    """A cluster that is up, as far as SkyPilot knows, with our label."""
+    """A cluster with our label, as far as SkyPilot knows."""
 
     name: str
     run: str | None  # its label, of the job's name
     since: float  # unix seconds, of its provisioning
+    until: float | None = None  # of its removal; None: it is up
 
 
 def clusters() -> list[Cluster]:
-    """Every cluster with our label that is up. A controller of managed jobs that runs on a machine of its own keeps the
-    clusters of its jobs on record itself: they are not listed here."""
+    """Every cluster with our label that is up, or was in the last 30 days. A controller of managed jobs that runs on a
+    machine of its own keeps the clusters of its jobs on record itself: they are not listed here."""
     from sky.client import sdk
 
     found = []
     for one in sdk.get(sdk.cost_report()):
         labels, intervals = one["resources"].labels or {}, one["usage_intervals"] or ()
-        if labels.get("project") == PROJECT and intervals and intervals[-1][1] is None:
-            found.append(Cluster(one["name"], labels.get("run"), intervals[-1][0]))
+        if labels.get("project") == PROJECT:
+            found += [Cluster(one["name"], labels.get("run"), *interval) for interval in intervals]
     return found
 
 

@@ -9,16 +9,17 @@ command ends with exit code 76, which no launcher restarts by itself.
 import math
 import threading
 
-from pipelines.tracking.account import AttemptAccount, traffic_of
+from pipelines.tracking.account import traffic_of
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Meter
 from pipelines.tracking.records import Billing, Heartbeat, Progress
-from pipelines.tracking.runs import find_run
+from pipelines.tracking.releases import RELEASE
+from pipelines.tracking.runs import Run, find_run
 from trainer.errors import Stopped, UserError
 from trainer.process import StopSignal, steady_time
 from trainer.store import Store
 
 LEAVE_SECONDS = 10.0  # from the last commit to the last heartbeat: the ranks end, files are uploaded
-TEARDOWN_SECONDS = 60.0  # assumed: a rented cluster is billed until SkyPilot has taken it down
+RELEASE_SECONDS = 180.0  # before any was seen: a cluster is billed until SkyPilot has removed it; 87 s were measured
 
 
 def seconds_until_ask(budget: float, spent: float, usd_per_hour: float, stopping_seconds: float) -> float:
@@ -28,8 +29,8 @@ def seconds_until_ask(budget: float, spent: float, usd_per_hour: float, stopping
     return 3600 * (budget - spent) / usd_per_hour - stopping_seconds
 
 
-def stopping_seconds(progress: Progress, batch_tokens: int, grace_seconds: float, rented: bool) -> float:
-    """The longest duration of a stop, by the steps and saves so far.
+def stopping_seconds(progress: Progress, batch_tokens: int, grace_seconds: float, release_seconds: float) -> float:
+    """The longest duration of a stop until the machine is released, by the steps and saves so far.
 
     The grace limits the ranks' save. It does not limit the upload of the final weights: they are a third of a commit,
     and one process uploads the parts of all ranks.
@@ -40,26 +41,29 @@ def stopping_seconds(progress: Progress, batch_tokens: int, grace_seconds: float
         step = batch_tokens / speed
         saving = min(grace_seconds, 2 * (step + save))  # twice, because saves vary
         busy = max(saving, (progress.world_size or 1) * save / 3)
-    return busy + LEAVE_SECONDS + HEARTBEAT_SECONDS + (TEARDOWN_SECONDS if rented else 0.0)
+    return busy + LEAVE_SECONDS + HEARTBEAT_SECONDS + release_seconds
 
 
-def teardown_usd(attempt: AttemptAccount) -> float:
-    """Dollars that the removal of an attempt's rented machines may have cost after its last heartbeat."""
-    if attempt.machine.cluster is None:
-        return 0.0
-    return TEARDOWN_SECONDS / 3600 * attempt.nodes * (attempt.price_per_hour or 0.0)
+def longest_release(run: Run | None, cloud: str | None) -> float:
+    """Seconds of the longest release of this run's machines in a cloud that is on record."""
+    attempts = run.account.attempts if run else ()
+    seen = [a.phases[RELEASE] for a in attempts if a.machine.cloud == cloud and RELEASE in a.phases]
+    return max(seen, default=RELEASE_SECONDS)
 
 
-def spent_by_others(store: Store, run: str, current: Heartbeat | None, price_per_hour: float) -> float:
-    """Dollars of the run's attempts in the store, without `current`. Hours of unknown price cost `price_per_hour`."""
-    recorded = find_run(store, run)
-    if recorded is None:
+def spent_by_others(run: Run | None, current: Heartbeat | None, price_per_hour: float) -> float:
+    """Dollars of the run's attempts, without `current`, and of the releases of their machines. Hours of unknown price
+    cost `price_per_hour`."""
+    if run is None:
         return 0.0
     own = (current.stage, current.attempt) if current else None
-    others = [a for a in recorded.account.attempts if (a.stage, a.number) != own]
+    others = [a for a in run.account.attempts if (a.stage, a.number) != own]
     spent = sum(a.bill.usd + a.bill.unpriced_hours * price_per_hour for a in others)
-    # No heartbeat covers the removal of a cluster. A lost cluster, or one that runs the next attempt, is not removed.
-    return spent + sum(teardown_usd(a) for a in others if a.state not in ("lost", "running"))
+    for beat in run.unreleased:
+        if (beat.stage, beat.attempt) != own:
+            price = price_per_hour if beat.price_per_hour is None else beat.price_per_hour
+            spent += longest_release(run, beat.machine.cloud) / 3600 * beat.nodes * price
+    return spent
 
 
 class Budget:
@@ -79,16 +83,17 @@ class Budget:
                 f"--budget: the price of this machine is unknown ({billing.price_source}); add --price-per-hour"
             )
         self.usd, self.store, self.run, self.batch_tokens, self.stop = usd, store, run, batch_tokens, stop
-        self.price_per_hour, self.rented = billing.price_per_hour, billing.machine.cluster is not None
+        self.price_per_hour, self.machine = billing.price_per_hour, billing.machine
         self.usd_per_hour = billing.price_per_hour * billing.nodes
         self._others = 0.0  # dollars of all attempts but the running one
+        self._release_seconds = 0.0
         self._traffic = 0.0  # dollars of traffic of the running one
         self._attempt: tuple[str, int] | None = None
         self._timer: threading.Timer | None = None
 
     def begin(self) -> None:
         """Raise Stopped if too little is left to begin an attempt; UserError if the budget never was enough for one."""
-        self._others = spent_by_others(self.store, self.run, None, self.price_per_hour)
+        self._read(None)
         meter = Meter.here().read()
         started = meter[0] if meter else steady_time()
         until_ask = self._arm(started, Progress())
@@ -102,17 +107,24 @@ class Budget:
     def watch(self, beat: Heartbeat) -> str | None:
         """A reason to stop, once it is time. Before that, a timer is set, because the store may delay a heartbeat."""
         if self._attempt != (beat.stage, beat.attempt):
-            self._others = spent_by_others(self.store, self.run, beat, self.price_per_hour)
+            self._read(beat)
             self._attempt = (beat.stage, beat.attempt)
         self._traffic = traffic_of(beat).usd
         return self._message(self.spent(beat.started)) if self._arm(beat.started, beat.progress) <= 0 else None
+
+    def _read(self, current: Heartbeat | None) -> None:
+        """Read what the other attempts cost, and how long a release takes."""
+        run = find_run(self.store, self.run)
+        self._others = spent_by_others(run, current, self.price_per_hour)
+        self._release_seconds = longest_release(run, self.machine.cloud) if self.machine.cluster else 0.0
 
     def spent(self, started: float) -> float:
         return self._others + self._traffic + self.usd_per_hour * max(0.0, steady_time() - started) / 3600
 
     def _arm(self, started: float, progress: Progress) -> float:
         """Set the timer again; the seconds until it asks the run to stop."""
-        stopping = stopping_seconds(progress, self.batch_tokens, self.stop.grace_seconds, self.rented)
+        grace = self.stop.grace_seconds
+        stopping = stopping_seconds(progress, self.batch_tokens, grace, self._release_seconds)
         until_ask = seconds_until_ask(self.usd, self.spent(started), self.usd_per_hour, stopping)
         if self._timer:
             self._timer.cancel()

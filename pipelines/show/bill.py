@@ -9,9 +9,20 @@ from pipelines.show.console import cell, console, duration, money
 from pipelines.tracking.account import Account, AttemptAccount, TrafficCost, market_of, merge_waits
 
 
-def print_bill(account: Account) -> None:
-    """Print the costs of one run, their prices, and the losses."""
+def over_budget(usd: float, budget: float) -> str:
+    return f"OVER ITS BUDGET: ${usd:,.4g} of ${budget:,.4g}"
+
+
+def print_bill(account: Account, budget: float | None = None, unreleased: int = 0) -> None:
+    """Print the costs of one run, their prices, and the losses. `unreleased`: machines whose release is unknown."""
     out = console()
+    if budget and account.total.usd > budget:
+        out.print(f"[bold red]{over_budget(account.total.usd, budget)}[/]")
+    if unreleased:
+        out.print(
+            f"without the last minutes of {unreleased} machine(s), from the last heartbeat to the release; "
+            f"`skytrain status {account.run}` gets them from SkyPilot"
+        )
     for title, costs in (("stage", account.by_stage), ("phase", account.by_phase), ("market", account.by_market)):
         table = Table(title, "time", "dollars", box=None, pad_edge=False)
         for name, cost in sorted(costs.items(), key=lambda item: -item[1].hours):

@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from pipelines.cloud.control import Status
+from pipelines.cloud.skypilot import TaskStatus
+from pipelines.show.bill import over_budget
 from pipelines.show.console import console, duration, money, printable, say
 from pipelines.tracking.account import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
@@ -23,6 +25,8 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
         summary, stage = run.summary, run.newest.stage if run.newest else None
         progress = run.newest.progress if run.newest else Progress()
         out.print(f"[bold]{shown(run.run)}[/]  {shown(run.state)}" + (f" in {shown(stage)}" if stage else ""))
+        if run.budget and summary.usd > run.budget:
+            out.print(f"  [bold red]{over_budget(summary.usd, run.budget)}[/]")
         tokens_per_second = progress.metrics.get("perf/tokens_per_second")
         speed = f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else None
         losses = [("train", summary.train_loss), ("val", summary.val_loss)]
@@ -52,11 +56,20 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
         out.print(f"[yellow]{shown(note)}[/]")
 
 
+def print_jobs(tasks: Iterable[TaskStatus]) -> None:
+    """A line for each task, for a store that does not answer."""
+    for task in tasks:
+        console().print(f"job {task.job}  {shown(task.name)}  {shown(task.stage)}  {shown(task.status)}")
+
+
 def print_tasks(out: Console, run: Status) -> None:
     for task in run.tasks:
+        status, why = task.status, task.why
+        if task.over and run.state == "stopped" and status == "FAILED":  # SkyPilot knows the exit code alone, 76
+            status, why = "stopped", run.newest.progress.notice if run.newest else None
         recoveries = f", recovered {several(task.recoveries, 'time')}" if task.recoveries else ""
-        why = f": {shown(task.why)}" if task.why else ""
-        out.print(f"  job {task.job}  {shown(task.stage):9} {shown(task.status)}{recoveries}{why}")
+        reason = f": {shown(why)}" if why else ""
+        out.print(f"  job {task.job}  {shown(task.stage):9} {shown(status)}{recoveries}{reason}")
     if run.tasks and all(task.over for task in run.tasks) and run.state != "done":
         out.print(shown(f"  the job is over and the run is not: skytrain resume {run.run} continues it"))
 

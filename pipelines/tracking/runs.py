@@ -23,6 +23,7 @@ from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, 
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
 from pipelines.tracking.mlflow.settings import experiment_name, own_tags
 from pipelines.tracking.records import Heartbeat
+from pipelines.tracking.releases import read_releases, until_release
 from trainer.checkpoint.commits import series
 from trainer.config import TARGETS
 from trainer.config_errors import explain
@@ -192,10 +193,19 @@ class Run:
         }
 
     @cached_property
+    def _until_release(self) -> tuple[list[StoredHeartbeat], list[Heartbeat]]:
+        rented = any(one.beat.machine.cluster for one in self.heartbeats)
+        return until_release(self.heartbeats, read_releases(self.store, self.name) if rented else [])
+
+    @property
+    def unreleased(self) -> list[Heartbeat]:
+        """The last attempts on rented machines whose release is not on record, and so not on the bill."""
+        return self._until_release[1]
+
+    @cached_property
     def account(self) -> Account:
-        """The time and money of all attempts."""
-        heartbeats, damage = self._heartbeats
-        return account(self.name, heartbeats, self.recipe.train.batch_tokens, damage)
+        """The time and money of all attempts, and of their machines until SkyPilot released them."""
+        return account(self.name, self._until_release[0], self.recipe.train.batch_tokens, self.unreadable_attempts)
 
     @cached_property
     def series(self) -> list[dict[str, Any]]:

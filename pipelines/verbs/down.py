@@ -1,20 +1,17 @@
 """`skytrain down`: remove a run's machines."""
 
-import os
-
 from pipelines.verbs.options import RunName, StoreUri, store_uri
 
 
 def down(run: RunName, store: StoreUri = None) -> None:
     """Cancel a run's job at once and remove its machines; its commits stay."""
-    os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")  # SkyPilot's own record suffices
     from pipelines.artifacts.store import open_store
     from pipelines.cloud import control
     from pipelines.cloud.request import last_launch
     from pipelines.cloud.skypilot import reach_api_server
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
-    from pipelines.tracking.runs import read_records
+    from pipelines.tracking.runs import Run, read_records
     from trainer.errors import UserError
 
     opened, launched, failure = open_store(store_uri(store)), None, None
@@ -33,4 +30,6 @@ def down(run: RunName, store: StoreUri = None) -> None:
             raise UserError(f"down: SkyPilot has no job of {run} in {opened.uri}; give the run's whole name")
         if launched and (message := control.on_another_server(launched)):
             raise UserError(f"down: {message}")
+    if launched:
+        control.record_releases([Run(opened, record)], {run: launched})
     say(f"{run}: no job and no cluster of it is left")

@@ -47,6 +47,7 @@ def report(
 ) -> None:
     """Show state, attempts, tokens, val loss, hours and dollars of runs."""
     from pipelines.artifacts.store import open_store
+    from pipelines.cloud.request import last_launch
     from pipelines.show.bill import print_bill
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
@@ -78,8 +79,9 @@ def report(
     elif not html:
         print_runs([run.summary for run in found], opened.uri)
         if runs and len(found) == 1:
+            (run,), launched = found, last_launch(opened, found[0].name)
             say("")
-            print_bill(found[0].account)
+            print_bill(run.account, launched.request.budget if launched else None, len(run.unreleased))
 
 
 def audit_runs(runs: "list[Run]", as_json: bool) -> None:

@@ -1,9 +1,9 @@
 """`skytrain status`: the state of runs, SkyPilot's report of their jobs, and machines that no run uses."""
 
 import json
-import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated
 
@@ -27,36 +27,43 @@ def status(
     from pipelines.cloud.request import LaunchRecord, last_launch, launched_runs
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
-    from pipelines.show.status import print_status
+    from pipelines.show.status import print_jobs, print_status
     from pipelines.tracking.runs import Run, usable_runs
+    from trainer.errors import UserError
 
     if orphans:
         print_orphans(store, as_json)
-    opened = open_store(store_uri(store))
-    names, launches = launched_runs(opened), dict[str, LaunchRecord]()
+    opened, launches = open_store(store_uri(store)), dict[str, LaunchRecord]()
+    try:
+        names = launched_runs(opened)
+    except (UserError, OSError):
+        tasks, _ = control.reported_tasks(print_note_on_stderr) if opened.uri.startswith("s3:") else ([], None)
+        print_jobs([task for task in tasks if task.name.startswith(tuple(runs or [""])) and not task.over])
+        raise
 
     def read(run: Run) -> None:
-        control.status_of(run, [])
+        control.status_of(run, None, [])
         if run.name in names and (launched := last_launch(opened, run.name)):
             launches[run.name] = launched
 
     found = usable_runs(opened, runs or [], read, print_note_on_stderr, last)
     tasks, failure = control.reported_tasks(print_note_on_stderr) if launches else ([], None)
-    own = {name: control.tasks_of(launched, tasks) for name, launched in launches.items()}
-    states = [control.status_of(run, own.get(run.name, [])) for run in found]
+    if launches and not failure:
+        with suppress(UserError, OSError):  # of a store that may only be read
+            found = control.record_releases(found, launches)
+    states = [control.status_of(run, launches.get(run.name), tasks) for run in found]
     if as_json:
         print(json.dumps([asdict(one) for one in states]), flush=True)
     elif not found:
         say(f"no runs in {opened.uri} yet; `skytrain run smoke` makes one")
     else:
-        unseen = [launches[run.name] for run in found if own.get(run.name) == [] and run.state != "done"]
+        unseen = [launches[one.run] for one in states if one.run in launches and not one.tasks and one.state != "done"]
         elsewhere = [] if failure else filter(None, map(control.on_another_server, unseen))
         print_status(states, [f"SkyPilot does not answer: {failure}"] if failure else elsewhere)
 
 
 def print_orphans(store: str | None, as_json: bool) -> None:
     """Print a line for each orphan and the command that removes it. Exits with 0 if there is none, else with 1."""
-    os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.control import find_orphans
     from pipelines.cloud.skypilot import reach_api_server

@@ -100,17 +100,22 @@ def test_a_status_has_progress_cost_and_skypilots_jobs(store: LocalStore, capsys
     phases = {"setup": 500.0, "train": 3000.0}
     put_beat(store, began=now - 3600, phases=phases, progress=so_far, nodes=2, machine=machine)
     request = request_stop(store, RUN, "enough")
-    job = TaskStatus(3, "train", "RECOVERING", 2, "train-3", "preempted", over=False)
-    found = status_of(Run(store, record), [job])
+    job = TaskStatus(3, JOB, "RECOVERING", 2, "train-3", "preempted", over=False, name=JOB)
+    last = LaunchRecord(LaunchRequest(RUN, store.uri, budget=19.5, store_id=OURS), ["train"], [3], [], 0.0)
+    found = status_of(Run(store, record), last, [job])
     assert found.newest and (found.newest.stage, found.step, found.max_steps) == ("train", 50, 100)
     assert (found.summary.train_loss, found.recoveries) == (2.5, 2)
     assert found.summary.usd == pytest.approx(2 * 10.0 * 3600 / 3600, rel=0.01)
     assert found.stop_request == request and found.to_come
     print_status([found, replace(found, state="lost", tasks=[replace(job, over=True)])])
     running, _, lost = capsys.readouterr().out.partition("lost")
+    assert "OVER ITS BUDGET: $20 of $19.5\n" in running
     assert "in 1 attempt on slurm/north, 2 recovered by SkyPilot\n" in running and "to go; trained about " in running
     assert "NO CHECKPOINT IS SAVED for 11 min 40 s: the key is refused\n  rank 1 was killed\n" in running
     assert "no new step for 6 min 40 s" in running and "job 3  train     RECOVERING" in running
+    stopped = replace(found.tasks[0], status="FAILED", why="exit code 76 (user program failure)", over=True)
+    print_status([replace(found, state="stopped", tasks=[stopped])])
+    assert "train     stopped, recovered 2 times\n" in capsys.readouterr().out
     assert "trained about" not in lost and f"resume {RUN} continues it" in lost  # nobody trains
 
 
@@ -243,6 +248,33 @@ def test_a_job_of_another_api_server_is_named_and_no_job_of_its_number_is_taken_
             verb(RUN, store=store.uri)
     status([RUN], store=store.uri)
     assert message in " ".join(capsys.readouterr().out.split()) and removed == []
+
+
+def test_a_followed_log_goes_on_through_recoveries_until_the_job_is_over(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(store)
+    launched(store)
+    jobs = [job_record(1, JOB, "STARTING", 1e9, None)]
+    with_skypilot(monkeypatch, jobs, [])
+    printed: list[int] = []
+
+    def tail(job: int, follow: bool, output: Any) -> int:
+        """SkyPilot ends the log of the first machine, which exited with 75, before it recovers."""
+        printed.append(job)
+        jobs[0].recovery_count += len(printed) == 1
+        if len(printed) == 2:
+            jobs[0] = job_record(1, JOB, "SUCCEEDED", 1e9, None)
+        return 0
+
+    monkeypatch.setattr(control, "tail_logs", tail)
+    with pytest.raises(SystemExit):
+        logs(RUN, store=store.uri)  # it would wait for the machine
+    assert (printed, capsys.readouterr().out) == ([], "job 1 has no machine yet: STARTING\n")
+    jobs[0] = job_record(1, JOB, "RUNNING", 1e9, None)
+    with pytest.raises(SystemExit):
+        logs(RUN, store=store.uri, follow=True)
+    assert printed == [1, 1]
 
 
 def test_verbs_for_runs_that_were_not_launched_name_the_remedy(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def bench(tmp_path: Path) -> Bench:
 
 def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(bench: Bench) -> None:
     bench.attempt("tokenize", 1, 100, 3600.0)
-    stopping = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, rented=False)
+    stopping = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, 0.0)
     mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
     assert mine is not None
     budget = bench.budget(100 + stopping + 0.5)  # half a second after the claim it is time

@@ -1,0 +1,52 @@
+"""The bill of a rented machine ends with its release, by SkyPilot's record, which the store has for every reader."""
+
+from typing import Any
+
+import pytest
+
+from pipelines.tracking.account import StoredHeartbeat, account
+from pipelines.tracking.records import Heartbeat, Machine, Progress
+from pipelines.tracking.releases import Release, until_release
+
+T = 1_800_000_000.0
+FRESH = {"provision": 10.0}  # the first attempt on a machine
+
+
+def beat(number: int, began: float, ended: float, state: str = "stopped", **more: Any) -> StoredHeartbeat:
+    rest: dict[str, Any] = {"machine": Machine(cluster="train-3"), "phases": FRESH} | more
+    return StoredHeartbeat(
+        "train/a", Heartbeat("a", "train", number, state, T + began, T + ended, 3600.0, nodes=2, **rest)
+    )
+
+
+def release(since: float, until: float) -> Release:
+    return Release("train-3", T + since, T + until)
+
+
+TAKEN: dict[str, Any] = {"state": "interrupted", "progress": Progress(notice="spot")}
+
+
+@pytest.mark.parametrize(
+    ("beats", "releases", "seconds", "unknown"),
+    [
+        ([beat(1, 0, 100)], [release(-50, 187)], [187], 0),
+        ([beat(1, 0, 100)], [], [100], 1),
+        ([beat(1, 0, 100, machine=Machine())], [], [100], 0),  # an own machine
+        ([beat(1, 0, 100), beat(2, 100, 150, phases={})], [release(-50, 200)], [100, 100], 0),  # on one machine
+        # A recovery gives the next machine the same name.
+        ([beat(1, 0, 100, **TAKEN), beat(2, 200, 300)], [release(-50, 130), release(140, 320)], [100, 120], 0),
+        ([beat(1, 0, 100, "interrupted"), beat(2, 200, 300)], [release(-50, 130)], [130, 100], 1),  # after a crash
+        ([beat(1, 0, 100, "running"), beat(2, 200, 300, "running")], [release(-50, 130)], [100, 100], 0),
+        ([beat(1, 0, 100, **TAKEN)], [release(-50, 120)], [120], 0),  # by `skytrain down`
+        ([beat(1, 0, 100)], [release(-50, 99.5)], [100], 0),  # clocks differ
+    ],
+)
+def test_a_machine_is_billed_from_its_start_until_its_release(
+    beats: list[StoredHeartbeat], releases: list[Release], seconds: list[float], unknown: int
+) -> None:
+    billed, missing = until_release(beats, releases)
+    bill = account("a", billed)
+    assert [a.ended - a.started for a in bill.attempts] == seconds and len(missing) == unknown
+    assert bill.total.usd == pytest.approx(2 * sum(seconds))
+    extra = sum(seconds) - sum(one.beat.time - one.beat.started for one in beats)
+    assert sum(a.phases.get("release", 0.0) for a in bill.attempts) == pytest.approx(extra)
