@@ -40,7 +40,7 @@ from pipelines.verbs.serve import serve
 from pipelines.verbs.status import status
 from pipelines.verbs.stop import stop
 from pipelines.verbs.tokenizer import tokenizer_app
-from trainer.errors import EXIT_MISTAKE, Ending, ending_of, is_full
+from trainer.errors import EXIT_MISTAKE, Ending, StoreUnavailable, UserError, ending_of, is_full
 
 PROGRAM = "skytrain"
 WHOLE = 1_000  # characters of a verb's description in --help
@@ -57,6 +57,10 @@ GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --hel
 }
 
 
+# One answer shows whether a bucket exists. A run retries for two minutes; these commands do not.
+BRIEF = {verb.__name__ for verb in (report, status, logs, launch, resume, stop, down)}
+
+
 class Verb(TyperCommand):
     """Begins with the values of `skytrain.yaml`. No option takes `inf` or `nan`, which Python reads as numbers: a limit
     of `nan` would never be reached."""
@@ -66,7 +70,14 @@ class Verb(TyperCommand):
             from pipelines.project import project
 
             project().set_in(os.environ)
-        return super().invoke(ctx)
+        if ctx.info_name not in BRIEF:
+            return super().invoke(ctx)
+        os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
+        try:
+            return super().invoke(ctx)
+        except StoreUnavailable as error:
+            rest = "" if ctx.info_name in ("down", "report") else "; `skytrain down RUN` works without the store"
+            raise UserError(f"{ctx.info_name}: {error}{rest}") from error
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)

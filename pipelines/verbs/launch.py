@@ -1,6 +1,5 @@
 """`skytrain launch`: rent machines for a recipe. `submit_after_checks` is also the end of `skytrain resume`."""
 
-import os
 import signal
 import sys
 import time
@@ -87,8 +86,6 @@ def launch(
     yes: Yes = False,
 ) -> None:
     """Rent machines for the missing stages of a recipe, after checks and a price."""
-    # One answer shows whether a bucket exists. A run retries for two minutes; a launch does not.
-    os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.launch import planned_launch
     from pipelines.cloud.planner import parse_hours
@@ -96,7 +93,6 @@ def launch(
     from pipelines.project import project
     from pipelines.show.console import say
     from pipelines.stage import STAGES, planned, run_name
-    from trainer.errors import StoreUnavailable
 
     one_of(stage, STAGES, "--stage")
     ours = project()
@@ -106,30 +102,27 @@ def launch(
     variables, secrets = variables_from_shell(env or []), secrets_from_shell(secret or [])
     out = sys.stdout
     with redirect_stdout(sys.stderr if dry_run else out):  # of SkyPilot, too: its log keeps the stdout of its import
-        try:
-            loaded, plans = planned(recipe, set_ or [], opened)
-            request = LaunchRequest(
-                run=run_name(plans),
-                store=opened.uri,
-                until=stage,
-                infra=infra or ours.infra,
-                spot=spot,
-                nodes=nodes,
-                gpus=gpus,
-                image=image or ours.image or WORK_TREE,
-                budget=ours.budget if budget is None else budget,
-                deadline=done_by,
-                variables=variables,
-            )
-            prepared = planned_launch(request, loaded, plans, opened, secrets)
-            if prepared is None:
-                say(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
-            elif dry_run:
-                print_dry_run(prepared, out)
-            else:
-                submit_after_checks(prepared, lambda question: yes or typer.confirm(question))
-        except StoreUnavailable as error:  # a run waits until the store is back; a launch ends
-            raise UserError(f"launch: {error}") from error
+        loaded, plans = planned(recipe, set_ or [], opened)
+        request = LaunchRequest(
+            run=run_name(plans),
+            store=opened.uri,
+            until=stage,
+            infra=infra or ours.infra,
+            spot=spot,
+            nodes=nodes,
+            gpus=gpus,
+            image=image or ours.image or WORK_TREE,
+            budget=ours.budget if budget is None else budget,
+            deadline=done_by,
+            variables=variables,
+        )
+        prepared = planned_launch(request, loaded, plans, opened, secrets)
+        if prepared is None:
+            say(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
+        elif dry_run:
+            print_dry_run(prepared, out)
+        else:
+            submit_after_checks(prepared, lambda question: yes or typer.confirm(question))
 
 
 def print_dry_run(prepared: "Launch", out: TextIO) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pipelines.verbs.options import RunName, StoreUri, named_run
+from pipelines.verbs.options import RunName, StoreUri, store_uri
 
 
 def logs(
@@ -14,20 +14,32 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", help="Continue until the job ends.")] = False,
 ) -> None:
     """Print the log of a launched run's job."""
+    from pipelines.artifacts.store import open_store
     from pipelines.cloud import control
     from pipelines.cloud.request import last_launch
-    from pipelines.cloud.skypilot import managed_tasks, reach_api_server, tail_logs
-    from pipelines.show.console import JobLog
+    from pipelines.cloud.skypilot import managed_tasks, reach_api_server
+    from pipelines.show.console import JobLog, say
     from pipelines.show.findings import print_note_on_stderr
-    from trainer.errors import UserError
+    from pipelines.tracking.runs import read_records
+    from trainer.errors import StoreUnavailable, UserError
 
-    record, opened = named_run(run, store)
-    launched = last_launch(opened, record.run)
-    if not (launched and launched.jobs):
-        raise UserError(f"logs: {record.run} was not launched; its ranks' log is SKYTRAIN_HOME/work/**/train.log")
-    reach_api_server(print_note_on_stderr)
-    jobs = [task.job for task in managed_tasks(launched.request.job_name)]
-    if not jobs:
-        gone = f"SkyPilot has no record of job {launched.jobs[-1]} any more"
-        raise UserError(f"logs: {control.on_another_server(launched) or gone}")
-    sys.exit(tail_logs(max(jobs), follow, JobLog()))
+    opened, launched = open_store(store_uri(store)), None
+    try:
+        (record,) = read_records(opened, [run])
+        launched = last_launch(opened, record.run)
+        if not (launched and launched.jobs):
+            raise UserError(f"logs: {record.run} was not launched; its ranks' log is SKYTRAIN_HOME/work/**/train.log")
+        names = [launched.request.job_name]
+        reach_api_server(print_note_on_stderr)
+    except StoreUnavailable as error:
+        print_note_on_stderr(f"{error}; asking SkyPilot for jobs of {run}")
+        reach_api_server(print_note_on_stderr)
+        names = control.jobs_without_store(run, opened.uri)
+    tasks = [task for name in names for task in managed_tasks(name)]
+    if not tasks:
+        elsewhere = control.on_another_server(launched) if launched else None
+        raise UserError(f"logs: {elsewhere or f'SkyPilot has no record of a job of {run}'}")
+    if not follow and (waiting := control.waiting_task(tasks)):
+        say(f"job {waiting.job} has no machine yet: {waiting.status}" + (f": {waiting.why}" if waiting.why else ""))
+        sys.exit()
+    sys.exit(control.print_log(tasks[0].name, follow, JobLog()))

@@ -12,8 +12,10 @@ import in_process
 import pytest
 from pipeline_runs import Project
 from servers import S3Account
+from typer.testing import CliRunner
 
-from trainer.errors import Interrupted, Stopped, StoreUnavailable
+from pipelines.cli import BRIEF, app
+from trainer.errors import Interrupted, Stopped, StoreUnavailable, UserError
 from trainer.store import Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -306,3 +308,18 @@ def test_the_secret_key_is_in_no_output_and_no_object(
     left = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     assert "tiny-" in output and any(b"git_commit" in body for body in objects)
     assert SECRET not in output and not any(SECRET.encode() in body for body in [*objects, *left])
+
+
+@pytest.mark.parametrize("verb", sorted(BRIEF))
+def test_a_command_that_only_asks_gives_up_a_silent_store_soon_and_names_what_works_without_it(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait_in_vain(uri: str) -> Store:
+        raise StoreUnavailable(f"{uri}: silent for {os.environ['SKYTRAIN_STORE_SECONDS']} s")
+
+    monkeypatch.setenv("SKYTRAIN_STORE_SECONDS", "120")
+    monkeypatch.delenv("SKYTRAIN_STORE_SECONDS")
+    monkeypatch.setattr("pipelines.artifacts.store.open_store", wait_in_vain)
+    error = CliRunner().invoke(app, [verb, "smoke", "--store", "s3://b/x"]).exception
+    assert isinstance(error, UserError) and str(error).startswith(f"{verb}: s3://b/x: silent for 10 s")
+    assert ("`skytrain down RUN` works" in str(error)) == (verb not in ("down", "report"))
