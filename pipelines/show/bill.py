@@ -6,22 +6,29 @@ from rich.table import Table
 
 from pipelines.artifacts.traffic import GB
 from pipelines.show.console import cell, console, duration, money
-from pipelines.tracking.account import Account, AttemptAccount, TrafficCost, market_of, merge_waits
+from pipelines.tracking.account import AttemptAccount, TrafficCost, market_of, merge_waits
+from pipelines.tracking.runs import Run
 
 
 def over_budget(usd: float, budget: float) -> str:
     return f"OVER ITS BUDGET: ${usd:,.4g} of ${budget:,.4g}"
 
 
-def print_bill(account: Account, budget: float | None = None, unreleased: int = 0) -> None:
-    """Print the costs of one run, their prices, and the losses. `unreleased`: machines whose release is unknown."""
-    out = console()
+def print_bill(run: Run, budget: float | None = None) -> None:
+    """Print the costs of one run, their prices, and the losses."""
+    out, account, unreleased = console(), run.account, len(run.unreleased)
     if budget and account.total.usd > budget:
         out.print(f"[bold red]{over_budget(account.total.usd, budget)}[/]")
     if unreleased:
         out.print(
             f"without the last minutes of {unreleased} machine(s), from the last heartbeat to the release; "
-            f"`skytrain status {account.run}` gets them from SkyPilot"
+            f"`skytrain status {run.name}` gets them from SkyPilot"
+        )
+    if run.unattempted:
+        seconds = sum(one.until - one.since for one in run.unattempted)
+        out.print(
+            f"without {len(run.unattempted)} cluster(s) on which nothing ran, in SkyPilot's record for at most "
+            f"{duration(seconds)}: machines that failed to start, or that found the run stopped"
         )
     for title, costs in (("stage", account.by_stage), ("phase", account.by_phase), ("market", account.by_market)):
         table = Table(title, "time", "dollars", box=None, pad_edge=False)

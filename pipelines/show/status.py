@@ -65,8 +65,9 @@ def print_jobs(tasks: Iterable[TaskStatus]) -> None:
 def print_tasks(out: Console, run: Status) -> None:
     for task in run.tasks:
         status, why = task.status, task.why
-        if task.over and run.state == "stopped" and status == "FAILED":  # SkyPilot knows the exit code alone, 76
-            status, why = "stopped", run.newest.progress.notice if run.newest else None
+        if "exit code 76 " in (why or ""):  # to SkyPilot, a failure of the program
+            notice = run.newest.progress.notice if run.newest and run.state == "stopped" else None
+            status, why = "stopped", notice or f"by request or its budget; `skytrain logs {run.run}` says which"
         recoveries = f", recovered {several(task.recoveries, 'time')}" if task.recoveries else ""
         reason = f": {shown(why)}" if why else ""
         out.print(f"  job {task.job}  {shown(task.stage):9} {shown(status)}{recoveries}{reason}")

@@ -23,7 +23,7 @@ from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, 
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
 from pipelines.tracking.mlflow.settings import experiment_name, own_tags
 from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.releases import read_releases, until_release
+from pipelines.tracking.releases import Release, read_releases, until_release
 from trainer.checkpoint.commits import series
 from trainer.config import TARGETS
 from trainer.config_errors import explain
@@ -193,14 +193,25 @@ class Run:
         }
 
     @cached_property
-    def _until_release(self) -> tuple[list[StoredHeartbeat], list[Heartbeat]]:
+    def releases(self) -> list[Release]:
+        """The releases on record of its machines, which runs on own machines have none of."""
         rented = any(one.beat.machine.cluster for one in self.heartbeats)
-        return until_release(self.heartbeats, read_releases(self.store, self.name) if rented else [])
+        return read_releases(self.store, self.name) if rented else []
+
+    @cached_property
+    def _until_release(self) -> tuple[list[StoredHeartbeat], list[Heartbeat]]:
+        return until_release(self.heartbeats, self.releases)
 
     @property
     def unreleased(self) -> list[Heartbeat]:
         """The last attempts on rented machines whose release is not on record, and so not on the bill."""
         return self._until_release[1]
+
+    @property
+    def unattempted(self) -> list[Release]:
+        """The clusters on record that no attempt names: at most so long, a machine was up that is not on the bill."""
+        known = {one.beat.machine.cluster for one in self.heartbeats}
+        return [one for one in self.releases if one.cluster not in known]
 
     @cached_property
     def account(self) -> Account:

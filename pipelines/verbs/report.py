@@ -81,7 +81,7 @@ def report(
         if runs and len(found) == 1:
             (run,), launched = found, last_launch(opened, found[0].name)
             say("")
-            print_bill(run.account, launched.request.budget if launched else None, len(run.unreleased))
+            print_bill(run, launched.request.budget if launched else None)
 
 
 def audit_runs(runs: "list[Run]", as_json: bool) -> None:

@@ -115,7 +115,7 @@ def test_a_status_has_progress_cost_and_skypilots_jobs(store: LocalStore, capsys
     assert "no new step for 6 min 40 s" in running and "job 3  train     RECOVERING" in running
     stopped = replace(found.tasks[0], status="FAILED", why="exit code 76 (user program failure)", over=True)
     print_status([replace(found, state="stopped", tasks=[stopped])])
-    assert "train     stopped, recovered 2 times\n" in capsys.readouterr().out
+    assert "train     stopped, recovered 2 times: by request or its budget; `skytrain logs" in capsys.readouterr().out
     assert "trained about" not in lost and f"resume {RUN} continues it" in lost  # nobody trains
 
 

@@ -65,7 +65,7 @@ def test_names_in_the_store_cannot_control_the_terminal_of_a_report(
     store.put(f"{made.prefixes['train']}/attempts/0099\x9b2J/heartbeat.json", b"{")
     run = Run(store, made)
     print_runs([run.summary], store.uri)
-    print_bill(run.account)
+    print_bill(run)
     print_series(HOSTILE, [], as_json=False, alone=False)
     print_series("=cmd|x", [{"step": 1, "train/loss": 1.0}], as_json=False, alone=False)
     print_series(HOSTILE, [{"step": 1, "train/loss": 1.0}], as_json=False, alone=False)

@@ -3,10 +3,14 @@
 from typing import Any
 
 import pytest
+from run_records import RUN, attempted, recorded
 
+from pipelines.show.bill import print_bill
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.records import Heartbeat, Machine, Progress
-from pipelines.tracking.releases import Release, until_release
+from pipelines.tracking.releases import Release, until_release, write_releases
+from pipelines.tracking.runs import read_run
+from trainer.store import LocalStore
 
 T = 1_800_000_000.0
 FRESH = {"provision": 10.0}  # the first attempt on a machine
@@ -50,3 +54,21 @@ def test_a_machine_is_billed_from_its_start_until_its_release(
     assert bill.total.usd == pytest.approx(2 * sum(seconds))
     extra = sum(seconds) - sum(one.beat.time - one.beat.started for one in beats)
     assert sum(a.phases.get("release", 0.0) for a in bill.attempts) == pytest.approx(extra)
+
+
+def test_a_bill_says_first_what_it_exceeds_and_what_it_lacks(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(cluster="train-3")
+    attempted(store, "train", 1, state="stopped", machine=machine, price_per_hour=10.0)
+    recorded(store, "train")
+    print_bill(read_run(store, RUN), budget=0.01)
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("OVER ITS BUDGET: $") and second.startswith("without the last minutes of 1 machine(s)")
+    (found,) = read_run(store, RUN).heartbeats
+    known = Release("train-3", found.beat.started, found.beat.time + 100)
+    write_releases(store, RUN, [known, Release("evaluate-3", T, T + 93)])
+    bill = read_run(store, RUN)
+    print_bill(bill)
+    assert capsys.readouterr().out.startswith("without 1 cluster(s) on which nothing ran, in SkyPilot's record for at")
+    assert bill.account.by_phase["release"].hours == pytest.approx(100 / 3600)
