@@ -74,6 +74,8 @@ def status_of(run: Run, launched: LaunchRecord | None, all_tasks: list[TaskStatu
     running = newest is not None and newest.state == "running"
     training = running and newest is not None and newest.stage == "train" and summary.steps < run.last_step
     waiting = summary.state in ("interrupted", "lost") and any(not task.over for task in tasks)
+    # The job that was stopped runs until its machine is released; a newer one waits for its machine.
+    waiting |= summary.state in ("stopped", "failed") and any(not (task.over or task.works) for task in tasks)
     waiting |= summary.state == "running" and bool(progress.waiting)
     return Status(
         run=run.name,

@@ -211,7 +211,7 @@ def managed_tasks(name: str | None = None, unfinished: bool = False) -> list[Tas
             jobs.queue_v2(refresh=False, skip_finished=unfinished, all_users=True, name_match=name, fields=JOB_FIELDS)
         )
     except exceptions.ClusterNotUpError:
-        return []  # there never was a managed job
+        return []  # there never was a managed job, or its controller has stopped, after all jobs were over
     return [TaskStatus.of(record) for record in found if name in (None, record.job_name)]
 
 

@@ -38,7 +38,8 @@ def logs(
     tasks = [task for name in names for task in managed_tasks(name)]
     if not tasks:
         elsewhere = control.on_another_server(launched) if launched else None
-        raise UserError(f"logs: {elsewhere or f'SkyPilot has no record of a job of {run}'}")
+        gone = f"SkyPilot shows no job of {run}; if its controller has stopped, `sky jobs queue --refresh` starts it"
+        raise UserError(f"logs: {elsewhere or gone}")
     if not follow and (waiting := control.waiting_task(tasks)):
         say(f"job {waiting.job} has no machine yet: {waiting.status}" + (f": {waiting.why}" if waiting.why else ""))
         sys.exit()

@@ -113,6 +113,9 @@ def test_a_status_has_progress_cost_and_skypilots_jobs(store: LocalStore, capsys
     assert "in 1 attempt on slurm/north, 2 recovered by SkyPilot\n" in running and "to go; trained about " in running
     assert "NO CHECKPOINT IS SAVED for 11 min 40 s: the key is refused\n  rank 1 was killed\n" in running
     assert "no new step for 6 min 40 s" in running and "job 3  train     RECOVERING" in running
+    put_beat(store, 2, "stopped")
+    states = [replace(job, status=status) for status in ("RUNNING", "STARTING")]
+    assert [status_of(Run(store, record), last, [one]).state for one in states] == ["stopped", "waiting"]
     stopped = replace(found.tasks[0], status="FAILED", why="exit code 76 (user program failure)", over=True)
     print_status([replace(found, state="stopped", tasks=[stopped])])
     assert "train     stopped, recovered 2 times: by request or its budget; `skytrain logs" in capsys.readouterr().out

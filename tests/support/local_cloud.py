@@ -14,6 +14,7 @@ addresses; here it checks a server of ours.
 
 import fcntl
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import sys
 import sysconfig
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -80,6 +82,8 @@ ReturnToService=2
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/jobs.txt
 GresTypes=gpu
 KillWait=2
 SchedulerParameters=sched_interval=5,bf_interval=5
@@ -190,6 +194,12 @@ class LocalCloud:
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | self.local.environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    def allocated_seconds(self) -> float:
+        """Node seconds of all jobs that have ended, by Slurm's own record."""
+        jobs = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in (self.local.folder / "jobs.txt").open()]
+        ran = ((datetime.fromisoformat(job["EndTime"]) - datetime.fromisoformat(job["StartTime"]), job) for job in jobs)
+        return sum(int(job["NodeCnt"]) * time.total_seconds() for time, job in ran)
 
     def sky(self, *words: str, expect: int | None = 0) -> str:
         """The output of SkyPilot's command line."""
