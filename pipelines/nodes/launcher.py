@@ -101,6 +101,8 @@ def run_ranks(folder: Path, cache: Path, grace_seconds: float, address: NodeAddr
 def be_rank(number: int, local_rank: int, folder: Path, cache: Path) -> None:
     """The process of a rank."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(local_rank)}
+    if os.environ["LOCAL_WORLD_SIZE"] != "1" and os.environ.setdefault("OMP_NUM_THREADS", "1") == "1":  # as torchrun
+        import_module("torch").set_num_threads(1)  # libgomp has read the variable before
     sys.exit(import_module(RANK_MODULE).main(folder, cache))
 
 

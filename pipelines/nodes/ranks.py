@@ -3,13 +3,11 @@
 A rank that fails leaves its error in its attempt's folder, in a file `<kind>-<rank>.txt`.
 """
 
-import atexit
 import json
 import os
 import platform
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipelines.nodes.address import NodeAddress, interface_to
+from pipelines.nodes.launcher_process import prepared_launcher
 from pipelines.nodes.results import (
     FAULT,
     GPU,
@@ -32,16 +31,11 @@ from pipelines.nodes.results import (
 )
 from pipelines.recipe import Recipe
 from trainer.health import STUCK as STUCK_LINE
-from trainer.process import die_with_parent
 
-LAUNCHER_MODULE = "pipelines.nodes.launcher"
 RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; imported by name, because stages are above this layer
 SPEC_FILE = "spec.json"
 LOG_FILE = "train.log"  # output of the launcher and its ranks
 LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error file
-# Turns of the loop in which an OpenMP thread waits for the others, before it sleeps; libgomp's default is 300,000.
-# Where another process has one of two cores, a thread that turns keeps the one that it waits for from running.
-SPINS = 1000
 FAILING_SECONDS = 4.0  # for ranks to fail and write their error files, once those of another node failed
 
 
@@ -77,31 +71,6 @@ class RankSpec:
         return cls.from_json(json.loads((folder / SPEC_FILE).read_text()))
 
 
-_prepared: list[subprocess.Popen[bytes]] = []
-
-
-def prepare_launcher(processes: int) -> None:
-    """Start a launcher: it imports torch while this process asks the store. The next `start_ranks` uses it."""
-    _prepared.append(new_launcher(processes))
-    atexit.register(_prepared[-1].kill)  # if no ranks are needed
-
-
-def new_launcher(processes: int) -> subprocess.Popen[bytes]:
-    """A launcher in its own session (this process forwards Ctrl-C); the kernel ends it if this process dies."""
-    environment = {"GOMP_SPINCOUNT": str(SPINS), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ}
-    if processes > 1:
-        environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", LAUNCHER_MODULE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,
-        preexec_fn=before_launcher,
-    )
-
-
 def start_ranks(
     spec: RankSpec, folder: Path, home: Path, grace_seconds: int, address: NodeAddress
 ) -> subprocess.Popen[bytes]:
@@ -112,19 +81,12 @@ def start_ranks(
     environment = dict(os.environ)
     if address.count > 1 and (interface := interface_to(address.first)):
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-    launcher = _prepared.pop() if _prepared else new_launcher(spec.processes)
+    launcher = prepared_launcher()
     task = str(folder), str(home / "cache"), grace_seconds, astuple(address), environment
     assert launcher.stdin
     with suppress(BrokenPipeError), launcher.stdin as pipe:  # it has died: its exit code shows how
         pipe.write(json.dumps(task).encode())
     return launcher
-
-
-def before_launcher() -> None:
-    """Runs in the child process before it becomes the launcher."""
-    die_with_parent()
-    # Slurm sends SIGUSR1 to every process of a step. The ranks handle it; the launcher would die and end them.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def wait_or_kill(launcher: subprocess.Popen[bytes]) -> int:

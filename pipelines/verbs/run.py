@@ -67,12 +67,16 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run the missing stages of a recipe; resume after an interruption."""
+    from pipelines.nodes.launcher_process import prepare_launcher
+
+    if exited is None and stage != "tokenize":
+        prepare_launcher()  # before the imports below
+
     from pipelines.artifacts.store import open_store
     from pipelines.artifacts.traffic import counted_together
     from pipelines.job.budget import Budget
     from pipelines.job.notice import watching
-    from pipelines.nodes.address import let_workers_exit_first, processes_on_this_node, this_node
-    from pipelines.nodes.ranks import prepare_launcher
+    from pipelines.nodes.address import let_workers_exit_first, this_node
     from pipelines.plan import stage_plan
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
@@ -96,8 +100,6 @@ def run(
     if exited:
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     check_home()
-    if stage != "tokenize":
-        prepare_launcher(processes_on_this_node(loaded.runtime))
     refuse_what_ends_late(loaded, lambda: missing(opened, plans, stage), launched=unless_stopped or bool(node.rank))
     if not unless_stopped:
         if longer := stage_plan(opened, plans["train"]).longer:

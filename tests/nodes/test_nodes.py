@@ -9,7 +9,7 @@ import pytest
 from pipeline_runs import Project
 from servers import LOOPBACK
 
-from pipelines.nodes.ranks import LAUNCHER_MODULE
+from pipelines.nodes.launcher_process import LAUNCHER_MODULE
 
 COMMAND = ("run", "tiny.yaml", "--stage", "train", "--price-per-hour", "36")
 

@@ -92,7 +92,7 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
     import torch
 
     from pipelines import cli
-    from pipelines.nodes import ranks
+    from pipelines.nodes import launcher_process
     from pipelines.stages import train
     from pipelines.tracking import ledger
 
@@ -108,7 +108,7 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
         patch.chdir(folder)
         patch.setattr("sys.argv", ["skytrain", *arguments])
         patch.setattr(train, "start_ranks", start_ranks_here)
-        patch.setattr(ranks, "prepare_launcher", lambda processes: None)
+        patch.setattr(launcher_process, "prepare_launcher", lambda: None)
         patch.setattr(ledger, "process_began", lambda: began)
         torch.set_num_threads(1)  # as in a process of its own: the order of sums depends on it
         try:

@@ -1,0 +1,48 @@
+"""The process of a launcher, which a command starts first of all: it imports torch while the command reads its recipe
+and asks the store. So this module imports little."""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+
+from trainer.process import die_with_parent
+
+LAUNCHER_MODULE = "pipelines.nodes.launcher"
+# Turns of the loop in which an OpenMP thread waits for the others, before it sleeps; libgomp's default is 300,000.
+# Where another process has one of two cores, a thread that turns keeps the one that it waits for from running.
+SPINS = 1000
+
+_prepared: list[subprocess.Popen[bytes]] = []
+
+
+def prepare_launcher() -> None:
+    """Start a launcher, which `prepared_launcher` returns."""
+    _prepared.append(new_launcher())
+    atexit.register(_prepared[-1].kill)  # if no ranks are needed
+
+
+def prepared_launcher() -> subprocess.Popen[bytes]:
+    """The launcher that was started before, or a new one."""
+    return _prepared.pop() if _prepared else new_launcher()
+
+
+def new_launcher() -> subprocess.Popen[bytes]:
+    """A launcher in its own session (this process forwards Ctrl-C); the kernel ends it if this process dies."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", LAUNCHER_MODULE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={"GOMP_SPINCOUNT": str(SPINS), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ},
+        start_new_session=True,
+        preexec_fn=before_launcher,
+    )
+
+
+def before_launcher() -> None:
+    """Runs in the child process before it becomes the launcher."""
+    die_with_parent()
+    # Slurm sends SIGUSR1 to every process of a step. The ranks handle it; the launcher would die and end them.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
