@@ -4,6 +4,7 @@ The job gets only the run's name and store (`skytrain run run:NAME --store …`)
 launch is in `launches/<run>.json`, from which `resume` launches it again.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from pipelines.bench.throughput import trains_on_a_small_gpu
 from pipelines.cloud.catalog import CLUSTERS
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.control import on_another_server
-from pipelines.cloud.planner import Report, installs, limits_of, priced_job, workload
+from pipelines.cloud.planner import CloudPlan, Report, installs, limits_of, priced_job, workload
 from pipelines.cloud.preflight import preflight, text_is_only_here
 from pipelines.cloud.request import LaunchRecord, LaunchRequest, key_of, last_launch, write_launch
 from pipelines.cloud.skypilot import (
@@ -60,10 +61,13 @@ class Launch:
     job: ManagedJob  # as requested, with all machines and without prices
     here: tuple[str, ...] = ()  # missing stages for which only this machine has the text: they run before the launch
 
-    @property
-    def question(self) -> str:
+    def question(self, plan: CloudPlan | None) -> str:
+        """The question before anything is rented, with the expected dollars of its plan and the budget."""
         first = f"Run {', '.join(self.here)} here, then launch" if self.here else "Launch"
-        return f"{first} {self.request.run}: {', '.join(self.stages)}?"
+        usd = math.inf if plan is None or plan.chosen is None else plan.candidates[plan.chosen].usd
+        expected = f"about ${usd:,.2f}" if usd < math.inf else "an unknown price"
+        budget = "" if self.request.budget is None else f" of a budget of ${self.request.budget:,.2f}"
+        return f"{first} {self.request.run} ({', '.join(self.stages)}) for {expected}{budget}?"
 
 
 def planned_launch(

@@ -139,13 +139,22 @@ def print_dry_run(prepared: "Launch", out: TextIO) -> None:
 
 def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> None:
     """Print the findings and the plan, ask, submit, and print the next commands."""
+    from pipelines.cloud.checks import Finding
     from pipelines.cloud.launch import checked_job, settle_identity, submit
+    from pipelines.cloud.planner import CloudPlan
     from pipelines.show.cloud_plan import print_launch_report
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
 
-    _, dags, _ = checked_job(prepared, print_launch_report, print_note_on_stderr)
-    if agree(prepared.question):
+    plan: CloudPlan | None = None
+
+    def report(reported: Finding | CloudPlan) -> None:
+        nonlocal plan
+        print_launch_report(reported)
+        plan = reported if isinstance(reported, CloudPlan) else plan
+
+    _, dags, _ = checked_job(prepared, report, print_note_on_stderr)
+    if agree(prepared.question(plan)):
         settle_identity(prepared)
         for stage in prepared.here:
             run_here(prepared, stage)

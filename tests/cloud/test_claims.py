@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.artifacts.store_id import read_store_id
 from pipelines.cloud import control, launch
-from pipelines.cloud.launch import Launch, claim_launch, claims_of, submit
+from pipelines.cloud.launch import Launch, claim_launch, claims_of, settle_identity, submit
 from pipelines.cloud.request import LaunchRequest, last_launch
 from pipelines.cloud.skypilot import TaskStatus
 from pipelines.cloud.tasks import ManagedJob
@@ -109,6 +110,15 @@ def test_a_launch_is_refused_until_the_one_before_it_is_over(store: LocalStore, 
     store.put(f"control/{RUN}/launches/0009.json", b'{"of": "version 0.1"}')
     assert launched(store) == [11]
     assert latest_number(store, claims_of(RUN)) == 5
+
+
+def test_a_launch_under_an_id_that_the_store_does_not_have_is_refused(store: LocalStore) -> None:
+    request, job = LaunchRequest(RUN, store.uri, store_id="0123abcd"), ManagedJob(RUN, ())
+    settle_identity(Launch(request, load_recipe("smoke"), PLANS, store, {}, ["train"], job))
+    assert read_store_id(store) == "0123abcd"
+    other = replace(request, store_id="4567abcd")  # planned before that
+    with pytest.raises(UserError, match="launch again"):
+        settle_identity(Launch(other, load_recipe("smoke"), PLANS, store, {}, ["train"], job))
 
 
 def test_the_job_of_another_api_server_holds_the_run_until_the_store_shows_its_end(store: LocalStore, sky: Sky) -> None:

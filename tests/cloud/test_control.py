@@ -23,8 +23,8 @@ from pipelines.tracking.stop_request import clear_stop_request, read_stop_reques
 from pipelines.verbs.down import down
 from pipelines.verbs.logs import logs
 from pipelines.verbs.status import status
-from trainer.errors import UserError
-from trainer.store import LocalStore
+from trainer.errors import StoreUnavailable, UserError
+from trainer.store import Entry, LocalStore
 
 RUN = "tiny-01234567"
 ELSEWHERE = ProcessId("far/away", 1)
@@ -251,6 +251,28 @@ def test_a_job_of_another_api_server_is_named_and_no_job_of_its_number_is_taken_
             verb(RUN, store=store.uri)
     status([RUN], store=store.uri)
     assert message in " ".join(capsys.readouterr().out.split()) and removed == []
+
+
+class SilentStore(LocalStore):
+    uri = "s3://bucket/silent"
+
+    def entries(self, prefix: str) -> list[Entry]:
+        raise StoreUnavailable("no answer")
+
+
+def test_without_an_answer_of_the_store_status_and_logs_show_what_skypilot_knows(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [job_record(1, JOB, "RUNNING", 1e9, "train-1"), job_record(2, "another", "RUNNING", 1e9, "train-2")]
+    with_skypilot(monkeypatch, jobs, [], {1: SilentStore.uri})
+    monkeypatch.setattr("pipelines.artifacts.store.open_store", lambda uri: SilentStore(store.root))
+    monkeypatch.setattr(control, "tail_logs", lambda job, follow, output: job)
+    with pytest.raises(StoreUnavailable):
+        status([RUN])
+    assert capsys.readouterr().out == f"job 1  {JOB}  train  RUNNING\n"
+    with pytest.raises(SystemExit) as ended:
+        logs(RUN)
+    assert ended.value.code == 1  # that of the job's log
 
 
 def test_a_followed_log_goes_on_through_recoveries_until_the_job_is_over(

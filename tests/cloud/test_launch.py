@@ -14,6 +14,7 @@ from pipelines.artifacts.manifest import find
 from pipelines.cli import app
 from pipelines.cloud import launch
 from pipelines.cloud.launch import Launch, planned_launch
+from pipelines.cloud.planner import Candidate, CloudPlan
 from pipelines.cloud.request import LaunchRequest
 from pipelines.stage import STAGES, planned, run_name
 from pipelines.tracking.runs import record
@@ -84,13 +85,16 @@ def test_text_that_only_this_machine_has_is_tokenized_here_before_the_launch(tex
     ):
         launch = launch_of(recipe, store, *changes, **options)
         assert (launch.here, launch.stages, launch.job.stages) == (("tokenize",), rest, ["train", "evaluate"])
-        assert launch.question.startswith("Run tokenize here, then launch ")
+        question = launch.question(None)
+        assert question.startswith("Run tokenize here, then launch ") and question.endswith(" for an unknown price?")
     cluster = launch_of("tiny.yaml", store, own, infra="slurm/here")
     assert (cluster.here, cluster.stages) == ((), list(STAGES))
     with pytest.raises(UserError, match="skytrain run RECIPE --stage tokenize"):
         launch_of("smoke", store, until="tokenize")
 
-    launch = launch_of("tiny.yaml", store, infra="aws")
+    plan = CloudPlan([Candidate(None, None, {}, 1.0, 4.2)], 0, [], [])
+    launch = launch_of("tiny.yaml", store, infra="aws", budget=25.0)
+    assert launch.question(plan).endswith("(train, evaluate, export) for about $4.20 of a budget of $25.00?")
     before = signal.getsignal(signal.SIGINT)
     run_here(launch, "tokenize")
     assert find(store, launch.plans["tokenize"]) and signal.getsignal(signal.SIGINT) is before

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline_runs import FOLDER_NAME, STEPS, Project
 
 from pipelines.job.budget import (
+    RELEASE_SECONDS,
     Budget,
     seconds_until_ask,
     stopping_seconds,
@@ -21,6 +23,7 @@ from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Machine, Progress
+from pipelines.tracking.releases import Release, write_releases
 from pipelines.tracking.runs import record
 from trainer.errors import Stopped, UserError
 from trainer.process import FAILPOINTS
@@ -98,6 +101,23 @@ def test_a_spent_budget_begins_nothing(bench: Bench) -> None:
     with pytest.raises(Stopped):
         bench.budget(200, cluster="sky-1", nodes=2).begin()  # its end is paid too
     assert not bench.stop.asked
+
+
+def test_a_budget_reserves_the_release_of_machines_as_long_as_it_was_seen_to_take(bench: Bench) -> None:
+    rented: dict[str, Any] = {"cluster": "train-3", "cloud": "aws"}
+    beat = bench.attempt("train", 1, 100, 3600.0).latest
+    key = f"{bench.plans['train'].prefix}/attempts/0001/heartbeat.json"
+    bench.store.put(key, replace(beat, machine=Machine(**rented), phases={"provision": 1.0}).to_json())
+
+    def left(spent: float) -> None:
+        stopping = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, 0.0)
+        bench.budget(spent + stopping + 5, **rented).begin()
+        with pytest.raises(Stopped):
+            bench.budget(spent + stopping - 5, **rented).begin()
+
+    left(100 + 2 * RELEASE_SECONDS)  # that of the first machine, and that of this one
+    write_releases(bench.store, bench.run, [Release("train-3", beat.started - 30, beat.time + 40)])
+    left(100 + 40 + 2 * 40)
 
 
 def test_a_budget_needs_a_known_price(bench: Bench) -> None:

@@ -1,0 +1,25 @@
+"""A store has one id, whoever writes it first."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pipelines.artifacts.store_id import KEY, new_store_id, read_store_id, settled_store_id
+from trainer.record import DamagedRecord
+from trainer.store import LocalStore
+
+
+def test_a_store_has_one_id_whoever_is_first(store: LocalStore) -> None:
+    assert read_store_id(store) is None and not store.entries("")  # reading writes nothing
+    proposed = [new_store_id() for _ in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        settled = set(threads.map(lambda one: settled_store_id(store, one), proposed))
+    (known,) = settled
+    assert known in proposed and settled_store_id(store) == read_store_id(store) == known
+
+
+@pytest.mark.parametrize("body", [b"", b'{"id": "$(x)", "created": 1e9}', b'{"id": "12345678"}'])
+def test_an_id_that_is_none_is_refused(store: LocalStore, body: bytes) -> None:
+    store.put(KEY, body)
+    with pytest.raises(DamagedRecord, match=KEY):
+        settled_store_id(store)
