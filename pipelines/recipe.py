@@ -37,7 +37,8 @@ REMOVED_FORMATS = {
 }
 SHIPPED = (
     *("smoke", "smoke-modern", "gpt2-124m", "llama-124m", "modern-124m", "gpt3-125m"),
-    *("gpt2-350m", "gpt2-774m", "modern-d24", "gpt2-1558m"),
+    *("gpt2-350m", "gpt2-774m", "llama-1b", "modern-d24", "gpt2-1558m", "llama-8b"),
+    *("gpt3-6.7b", "gpt3-13b", "gpt3-175b"),
 )
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).

@@ -285,6 +285,9 @@ def identity_of(train: TrainConfig) -> dict[str, Any]:
     return values
 
 
+Recompute = bool | Literal["selective"]  # of a block's inner values: none, all, or all but those of its products
+
+
 class RuntimeConfig(Section):
     """How the run is carried out. No field here is part of a fingerprint: the training stays the same, though engine,
     sizes of micro-batches, number of ranks and reduce_dtype change how its sums are rounded."""
@@ -301,9 +304,16 @@ class RuntimeConfig(Section):
         default="auto",
         description="Implementation of a step. fused: our own forward and backward pass for CUDA; compiled: "
         "torch.compile; eager: plain PyTorch; sharded: FSDP2, which divides weights, gradients and optimizer over the "
-        "ranks, for AdamW in bf16 or fp32; auto: fused where it runs, else compiled on a GPU, else eager",
+        "ranks, for AdamW in bf16 or fp32; auto: fused where it runs, sharded where that is too large for "
+        "the memory of several GPUs, else compiled on a GPU, else eager",
     )
-    recompute: bool | Literal["selective"] = Field(
+    shard_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Ranks that divide one copy of the state, in the engine sharded; as many as a node has keep its "
+        "traffic inside the node. Must divide the number of ranks; null: all of them [ranks]",
+    )
+    recompute: Recompute = Field(
         default=False,
         description="Save memory (activation checkpointing): the backward pass computes GELU and LayerNorm again "
         "(fused; in fp8 GELU alone), or whole blocks (the other engines; about 30% more FLOPs); selective: all but "

@@ -24,6 +24,7 @@ from trainer.checkpoint.pieces import Piece, training_tensors
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.fused import gemm
+from trainer.memory import why_sharded
 from trainer.models.family import plain_model
 from trainer.models.language_model import LanguageModel
 from trainer.models.model_config import ModelConfig
@@ -94,8 +95,9 @@ class Engine(Protocol):
     def record(self, state: TrainState) -> None:
         """Put the engine's values that are not in the pieces into `state`."""
 
-    def weights(self) -> dict[str, Tensor]:
-        """All weights in float32 under the model's names, on rank 0. A collective call."""
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights in float32 under the model's names, one at a time, on rank 0; none on the others. All ranks have
+        to exhaust it."""
         ...
 
     def extra_metrics(self) -> dict[str, float]:
@@ -200,8 +202,8 @@ class PlainEngine:
             scale = self.scaler.state_dict()
             state.loss_scale, state.loss_scale_growth = scale["scale"], scale["_growth_tracker"]
 
-    def weights(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.model.state_dict().items() if self.world.rank == 0 else ())
 
     def extra_metrics(self) -> dict[str, float]:
         return {}
@@ -279,7 +281,7 @@ class FusedEngine:
     def record(self, state: TrainState) -> None:
         """All values are in the pieces."""
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.state.full_weights()
 
     def extra_metrics(self) -> dict[str, float]:
@@ -295,7 +297,7 @@ class FusedEngine:
 
 def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> Engine:
     """The fastest engine that works here, or the configured one. UserError if it does not work here."""
-    name, why = choose_engine(config, train, runtime, world.device)
+    name, why = choose_engine(config, train, runtime, world.device, world.world_size)
     if name == "fused":
         return FusedEngine(config, train, runtime, world, why)
     if name == "sharded":
@@ -306,7 +308,7 @@ def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig,
 
 
 def choose_engine(
-    config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, device: torch.device
+    config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, device: torch.device, ranks: int = 1
 ) -> tuple[Literal["fused", "sharded", "compiled", "eager"], str]:
     """The name of the engine, and one line with its name, its device and the reason. UserError as in `make_engine`."""
     on = f"on {device_name(device)}"
@@ -321,6 +323,10 @@ def choose_engine(
             what = "optimizer: muon" if train.optimizer == "muon" else "precision: fp16"
             raise UserError(f"train.{what} does not work in the engine sharded; use runtime.engine: auto")
         return "sharded", f"sharded, {on}; as configured"
+    if runtime.engine == "auto" and device.type == "cuda" and not obstacle:
+        memory = torch.cuda.get_device_properties(device).total_memory
+        if too_large := why_sharded(config, runtime, train.precision, train.optimizer == "muon", ranks, memory):
+            return "sharded", f"sharded, {on}; {too_large}"
     wanted = device.type == "cuda" or train.precision.startswith("fp8")
     if runtime.engine == "fused" or (runtime.engine == "auto" and wanted and not obstacle):
         return "fused", f"fused, {on}"

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig, TrainConfig
@@ -18,7 +16,7 @@ from trainer.health import STARTED
 from trainer.loop import train
 from trainer.metrics import PhaseClock
 from trainer.models.model_config import ModelConfig
-from trainer.models.weights import Origin
+from trainer.models.weights import Origin, write_weights
 from trainer.parallel import World
 from trainer.process import StopSignal
 from trainer.store import Store
@@ -94,8 +92,9 @@ def run_rank(job: RankJob, stop: StopSignal) -> tuple[TrainState, bool]:
     done = state.is_complete(job.train, evaluation.every if evaluation else None)
     if done:
         log.clock.enter("checkpoint")
-        weights = engine.weights()
         if world.rank == 0:
-            save_file(weights, job.folder / WEIGHTS_FILE)
+            write_weights(job.folder / WEIGHTS_FILE, job.model, engine.weights())
+        else:
+            list(engine.weights())
     world.close()
     return state, done

@@ -6,11 +6,15 @@ that computes, in bf16: they are gathered before its forward and its backward pa
 outside the blocks (embeddings, head, last norm) stay gathered through a step. Each micro-batch reduces its gradients
 at once, so that no rank ever holds a whole gradient; large micro-batches keep that traffic small.
 
+With `runtime.shard_size` several copies of the state exist, each over so many ranks (hybrid sharding, HSDP): the
+gathers stay inside a node, and only gradients cross nodes.
+
 A forward pass is a collective call: ranks with fewer micro-batches than others add some of weight 0, and evaluations
 run as many batches on every rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -23,11 +27,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
 from trainer.config import RuntimeConfig, TrainConfig
+from trainer.errors import UserError
 from trainer.models.family import plain_model
 from trainer.models.model_config import ModelConfig
 from trainer.optim.adamw import Rates, optimizer_for
 from trainer.parallel import World, precision_on
 from trainer.process import failpoint
+
+DRAWN_AT_ONCE = 4  # tensors that a rank draws whole, before it cuts them: the largest of 8B has 2 GB
 
 
 class ShardedEngine:
@@ -51,7 +58,14 @@ class ShardedEngine:
             for block in self.model.h:
                 block.forward = compiled_in_training(block.forward)
             self.model.loss_of = compiled_in_training(self.model.loss_of)  # type: ignore[method-assign]
-        self.mesh = init_device_mesh(world.device.type, (world.world_size,))
+        size = runtime.shard_size or world.world_size
+        if world.world_size % size:
+            raise UserError(f"runtime.shard_size: {size} does not divide the {world.world_size} ranks; use a divisor")
+        if size < world.world_size:
+            self.why += f"; {world.world_size // size} copies of the state, each over {size} ranks"
+        self.mesh = init_device_mesh(
+            world.device.type, (world.world_size // size, size), mesh_dim_names=("replicate", "shard")
+        )
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self.precision == "bf16" else None,
             reduce_dtype=torch.bfloat16 if runtime.reduce_dtype == "bf16" else torch.float32,
@@ -69,11 +83,14 @@ class ShardedEngine:
         self.optimizer = optimizer_for(self.shards, train)
 
     def initialize(self, seed: int) -> None:
-        for name, piece in self._pieces_of("model", dict(self.shards.named_parameters())).items():
-            name = name.removeprefix("model.")
+        def draw(key: str, piece: Piece) -> None:
             whole = torch.empty(piece.shape)
-            self.model.draw({name: whole}, self.config, seed)
+            self.model.draw({key.removeprefix("model."): whole}, self.config, seed)
             piece.live.copy_(whole.view(-1)[piece.start : piece.end])
+
+        pieces = self._pieces_of("model", dict(self.shards.named_parameters()))
+        with ThreadPoolExecutor(DRAWN_AT_ONCE) as pool:
+            list(pool.map(draw, *zip(*pieces.items(), strict=True)))
 
     def accumulate(
         self, batches: Iterator[tuple[Tensor, Tensor]], count: int, mean_share: float, number: int = 0
@@ -92,7 +109,7 @@ class ShardedEngine:
             (self.model(tokens, targets) * 0.0).backward()
         gradients = [shard_of(p.grad) for p in self.shards.whole.values() if p.grad is not None]
         squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        dist.all_reduce(squares, group=self.mesh.get_group())
+        dist.all_reduce(squares, group=self.mesh.get_group("shard"))
         return torch.stack((total, squares.sqrt()))
 
     def update(self, rates: Rates, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
@@ -105,6 +122,8 @@ class ShardedEngine:
             divisor = None if clip is None else ((loss_and_norm[1] + 1e-6) / clip).clamp(min=1.0)
             self.optimizer.rates = rates
             self.optimizer.step(divisor, skip=(~loss_and_norm.isfinite().all()).float())
+            for shard in self.shards.own.values():
+                shard.grad = None  # or its memory would be held until the next update
         return apply
 
     @torch.no_grad()
@@ -130,12 +149,13 @@ class ShardedEngine:
 
     def _pieces_of(self, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
         """The pieces of tensors that are cut as the parameters with their names."""
-        found = {}
-        for name, p in self.shards.whole.items():
+        found, copies, copy = {}, self.mesh.size(0), self.mesh.get_local_rank("replicate")
+        for number, (name, p) in enumerate(self.shards.whole.items()):
             if name in tensors:
                 _, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
                 start = offsets[0] * (p.numel() // p.shape[0])
-                found[f"{kind}.{name}"] = Piece(tensors[name].detach().view(-1), start, tuple(p.shape), False)
+                live, stored = tensors[name].detach().view(-1), number % copies == copy
+                found[f"{kind}.{name}"] = Piece(live, start, tuple(p.shape), replicated=False, stored=stored)
         return found
 
     def restore(self, state: TrainState) -> None:
@@ -144,13 +164,11 @@ class ShardedEngine:
     def record(self, state: TrainState) -> None:
         """All values are in the pieces."""
 
-    def weights(self) -> dict[str, Tensor]:
-        found = {}
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self.shards.whole.items():
             whole = p.full_tensor()
             if self.world.rank == 0:
-                found[name] = whole.detach().cpu()
-        return found
+                yield name, whole.detach().cpu()
 
     def extra_metrics(self) -> dict[str, float]:
         return {}

@@ -20,8 +20,8 @@ from types import MappingProxyType
 from pipelines.bench.measurements import measurements
 from pipelines.recipe import Recipe
 from trainer.amounts import check_shares
-from trainer.config import RuntimeConfig
 from trainer.errors import UserError
+from trainer.memory import USABLE, memory_of, why_sharded
 from trainer.metrics import PEAK_FLOPS
 from trainer.models.model_config import ModelConfig
 
@@ -29,6 +29,9 @@ from trainer.models.model_config import ModelConfig
 PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12, "A6000": 155e12}
 PEAKS |= {"V100": 125e12, "T4": 65e12}  # in fp16
 SIZES = ("A100-80GB", "V100-32GB")  # whose names have their memory
+# Bytes of GPU memory, by SkyPilot's name. Source: NVIDIA's data sheets.
+MEMORY = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "A100-80GB": 80e9, "A100": 40e9, "L40S": 48e9, "A6000": 48e9}
+MEMORY |= {"V100-32GB": 32e9, **dict.fromkeys(("A10", "A10G", "L4"), 24e9), **dict.fromkeys(("V100", "T4"), 16e9)}
 NO_BF16 = ("V100", "T4")  # which the fused engine needs
 # The GPUs with the fp8 that the fused engine needs; some of them occur in private clusters only.
 FP8 = ("H100", "H200", "B200", "H20", "H800", "GH200", "GB200", "B300", "GB300")
@@ -47,6 +50,7 @@ PER_DOUBLING["sharded"] = PER_DOUBLING["compiled"]  # assumed, as is its speed: 
 # The launch of a layer's kernels, forward and backward: no GPU runs a small model faster. Estimated.
 SECONDS_PER_LAYER = 1e-3
 TCP_BYTES_PER_SECOND = 5e9  # of a node, in each direction, without EFA, InfiniBand or GPUDirect; assumed
+MOST_NODES = 128  # that a plan tries
 SMALL_GPU, SMALL_HOURS = "L4:1", 1.0
 
 
@@ -83,13 +87,23 @@ def peak_of(accelerators: str) -> float | None:
     return None if peak is None else peak * gpu_count(accelerators)
 
 
-def engine_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, gpu: str) -> str:
+def memory_on(accelerators: str) -> float | None:
+    """Bytes of one GPU of a node such as "A100-80GB:8"; None for an unknown one."""
+    name = accelerators.partition(":")[0]
+    return MEMORY.get(name, MEMORY.get(gpu_of(name)))
+
+
+def engine_of(recipe: Recipe, accelerators: str, nodes: int = 1) -> str:
     """The engine of a step on rented GPUs, with its precision if that is fp8."""
+    model, runtime, precision = recipe.model, recipe.runtime, recipe.train.precision
     if precision.startswith("fp8"):
         return f"fused {precision}"
     if runtime.engine == "auto":
-        in_bf16 = precision not in ("fp32", "fp16") and gpu not in NO_BF16
-        return "fused" if in_bf16 and not model.why_not_fused else "compiled"
+        in_bf16 = precision not in ("fp32", "fp16") and gpu_of(accelerators) not in NO_BF16
+        if not in_bf16 or model.why_not_fused:
+            return "compiled"
+        ranks, memory, muon = nodes * gpu_count(accelerators), memory_on(accelerators), recipe.train.optimizer == "muon"
+        return "sharded" if memory and why_sharded(model, runtime, precision, muon, ranks, memory) else "fused"
     return runtime.engine
 
 
@@ -109,20 +123,22 @@ def speed_on(
     if peak is None:
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")
     model, runtime, gpu, gpus = recipe.model, recipe.runtime, gpu_of(accelerators), nodes * gpu_count(accelerators)
-    engine = engine_of(model, runtime, recipe.train.precision, gpu)
+    engine = engine_of(recipe, accelerators, nodes)
     same = (s for s in FIGURES.speeds if s.plan and (s.step, s.gpus) == (engine, accelerators) and nodes == 1)
     for measured in () if runtime.deterministic or runtime.recompute else same:
         size = FIGURES.sizes[measured.size]
         if size.family == model.family and abs(size.parameters / model.parameters - 1) < 0.01:
             return Throughput(RUN_SHARE * measured.tokens_per_second, "measured", "docs/measurements.md")
-    mfu = mfu_of(model, runtime, recipe.train.precision, gpu) * PER_DOUBLING[engine] ** math.log2(gpus) * RUN_SHARE
+    mfu = mfu_of(model, engine, gpu) * PER_DOUBLING[engine] ** math.log2(gpus) * RUN_SHARE
+    # Elsewhere than in the fused engine (0.975) the forward pass again, a third of the FLOPs: computed, not measured.
+    mfu /= 1.3 if runtime.recompute is True and not engine.startswith("fused") else 1.0
     at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
     most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     speed, source = mfu * nodes * peak / model.flops_per_token, f"{mfu:.0%} MFU"
     if speed > most:
         speed, source = most, f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer, to launch its kernels"
-    gradient = 2 if runtime.reduce_dtype == "bf16" else 4
-    exchange = model.parameters * (gradient + 2) / TCP_BYTES_PER_SECOND  # seconds a step, beside it; weights in bf16
+    gradient, weights = 2 if runtime.reduce_dtype == "bf16" else 4, 4 if engine == "sharded" else 2
+    exchange = model.parameters * (gradient + weights) / TCP_BYTES_PER_SECOND  # seconds a step, beside it; in bf16
     if nodes > 1 and (most := recipe.train.batch_tokens / exchange) < speed:
         speed, source = most, f"{exchange * 1e3:,.0f} ms a step, for TCP between the nodes"
     if points(None, None, gpu):
@@ -131,16 +147,14 @@ def speed_on(
     return Throughput(speed, "assumed", f"{source}, as on {REFERENCE}; {name} was never measured")
 
 
-def mfu_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, gpu: str) -> float:
+def mfu_of(model: ModelConfig, engine: str, gpu: str) -> float:
     """MFU of one GPU, interpolated over the logarithm of the size between measured ones of the same engine."""
     import numpy as np
 
-    engine = engine_of(model, runtime, precision, gpu).replace("sharded", "compiled")
+    engine = engine.replace("sharded", "compiled")
     known = (points(family, engine, REFERENCE) | points(family, engine, gpu) for family in (model.family, "gpt2"))
     by_size = dict(sorted(next(filter(None, known)).items()))
-    mfu = float(np.interp(math.log(model.parameters), list(by_size), list(by_size.values())))
-    # Elsewhere than in the fused engine (0.975) the forward pass again, a third of the FLOPs: computed, not measured.
-    return mfu / 1.3 if runtime.recompute is True and not engine.startswith("fused") else mfu
+    return float(np.interp(math.log(model.parameters), list(by_size), list(by_size.values())))
 
 
 def points(family: str | None, engine: str | None, gpu: str) -> dict[float, float]:
@@ -153,6 +167,29 @@ def points(family: str | None, engine: str | None, gpu: str) -> dict[float, floa
     }
 
 
+def memory_there(recipe: Recipe, accelerators: str, nodes: int) -> tuple[str, float, float] | None:
+    """The engine, the bytes that it needs on each of these GPUs at least, and those that a GPU has; None if unknown."""
+    engine, has = engine_of(recipe, accelerators, nodes).partition(" ")[0], memory_on(accelerators)
+    if has is None or engine not in ("fused", "sharded"):
+        return None
+    muon, ranks = recipe.train.optimizer == "muon", nodes * gpu_count(accelerators)
+    return engine, memory_of(engine, recipe.model, recipe.runtime, ranks, muon).total, has
+
+
+def fewest_nodes(recipe: Recipe, accelerators: str) -> int:
+    """The fewest nodes with these GPUs that have the memory for a training: a power of two up to 128. UserError if none
+    do."""
+    nodes = 1
+    while True:
+        try:
+            check_gpus(recipe, accelerators, nodes)
+            return nodes
+        except UserError:
+            if nodes == MOST_NODES:
+                raise
+            nodes *= 2
+
+
 def check_gpus(recipe: Recipe, accelerators: str, nodes: int) -> None:
     """UserError if `nodes` nodes with these GPUs are too many for a step's batch, or can't run it."""
     train, runtime, gpu = recipe.train, recipe.runtime, gpu_of(accelerators)
@@ -162,6 +199,12 @@ def check_gpus(recipe: Recipe, accelerators: str, nodes: int) -> None:
         raise UserError(f"train.precision: {train.precision} needs one of these GPUs: {', '.join(FP8)}")
     if train.optimizer == "muon" and gpu in NO_BF16:
         raise UserError(f"train.optimizer: muon computes in bf16, which {gpu} does not have; use another GPU")
+    if (there := memory_there(recipe, accelerators, nodes)) and there[1] > USABLE * there[2]:
+        engine, needed, has = there
+        raise UserError(
+            f"train: {recipe.model.parameters / 1e9:.1f}B parameters take about {needed / 1e9:,.0f} GB on each GPU "
+            f"(engine {engine}), and {gpu} has {has / 1e9:.0f}; use more GPUs or nodes, or runtime.recompute"
+        )
 
 
 def trains_on_a_small_gpu(recipe: Recipe) -> bool:

@@ -17,11 +17,15 @@ from typing import Any, NamedTuple
 from pipelines.artifacts.manifest import ArtifactPlan, find
 from pipelines.artifacts.traffic import GB
 from pipelines.bench.throughput import (
+    MOST_NODES,
     TCP_BYTES_PER_SECOND,
     Throughput,
     check_gpus,
+    fewest_nodes,
     gpu_count,
     gpu_of,
+    memory_on,
+    memory_there,
     mfu_of,
     peak_of,
     speed_on,
@@ -103,6 +107,7 @@ class Candidate:
     stages: Mapping[str, StageEstimate]
     hours: float
     usd: float  # infinite: a price is unknown
+    memory: str | None = None  # of a GPU, and the engine
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ def cloud_plan(
     store: Store,
     limits: Limits = NO_LIMITS,
     train_nodes: Iterable[str] = (),
-    nodes: int = 1,
+    nodes: int | None = None,
     places: Iterable[str] = CLOUDS,
     plans: dict[str, ArtifactPlan] | None = None,
     installs: bool = False,
@@ -153,7 +158,8 @@ def cloud_plan(
     """Candidates for the rest of a run, on spot and on demand. UserError without prices, or without a machine that can
     train it.
 
-    Without `train_nodes`: TRAIN_NODES, or one GPU for a small training, as a launch takes it.
+    Without `nodes`: the fewest that have the memory. Without `train_nodes`: TRAIN_NODES, or one GPU for a small
+    training, as a launch takes it.
     """
     plans, places, small = plans or plans_of(recipe), list(places), trains_on_a_small_gpu(recipe)
     work = workload(recipe, store, plans, installs)
@@ -161,12 +167,14 @@ def cloud_plan(
         work.stages.remove("tokenize")
     name, infra = run_name(plans), ",".join(places)
     jobs = [
-        managed_job(LaunchRequest(name, store.uri, infra=infra, spot=spot, nodes=nodes, gpus=gpus), work.stages, small)
+        managed_job(
+            LaunchRequest(name, store.uri, infra=infra, spot=spot, nodes=nodes or 1, gpus=gpus), work.stages, small
+        )
         for gpus in (*train_nodes,) or ((None,) if small else TRAIN_NODES)
         for spot in (False, True)
     ]
     offered, failed = offers_of(jobs)
-    return plan_run(work, offered, {"train": nodes}, limits, failed)
+    return plan_run(work, offered, {"train": nodes} if nodes else {}, limits, failed)
 
 
 def workload(
@@ -212,33 +220,40 @@ def plan_run(
 ) -> CloudPlan:
     """A candidate for every machine that is offered for training, with the other stages on their cheapest machines.
 
-    Without machines to train on: one candidate of the other stages. `node_counts`: 1 where it has no stage. Without
+    Without machines to train on: one candidate of the other stages. `node_counts`: 1 where it has no stage, and for a
+    training the fewest that have the memory. Without
     machines of its own, export is on that of evaluate. UserError if no machine can train the run.
     """
-    recipe, nodes, found_notes = work.recipe, node_counts.get("train", 1), dict.fromkeys(notes)
+    recipe, found_notes = work.recipe, dict.fromkeys(notes)
     follows = "evaluate" in offered and "export" not in offered
     estimates: dict[str, StageEstimate] = {}
     for stage in work.stages:
         is_up = follows and stage == "export"
-        sold = offered.get("evaluate" if is_up else stage)
+        sold = list(offered.get("evaluate" if is_up else stage, {}).values())
+        if sold and stage == "evaluate" and not (sold := holding(recipe, offered)):
+            found_notes["evaluate is left out: no GPU here holds all weights in float32"] = None
         if sold and stage != "train":
-            cheapest = min(sold.values(), key=price_of)
+            cheapest = min(sold, key=price_of)
             estimates[stage] = estimate_stage(stage, work, cheapest, node_counts.get(stage, 1), is_up)
     candidates: list[Candidate] = []
     trained_on: Iterable[Machine | None] = offered.get("train", {}).values() or [None]
     for machine in trained_on:
-        gpus, speed = (machine and machine.accelerators) or "", None
+        gpus, speed, memory, nodes = (machine and machine.accelerators) or "", None, None, node_counts.get("train")
         if machine:
             try:
+                nodes = nodes or fewest_nodes(recipe, gpus)
                 check_gpus(recipe, gpus, nodes)
             except UserError as error:
-                found_notes[f"{nodes} x {gpus}: {error}"] = None
+                found_notes[f"{nodes or MOST_NODES} x {gpus}: {error}"] = None
                 continue
+            if there := memory_there(recipe, gpus, nodes):
+                engine, needed, has = there
+                memory = f"{engine}, about {needed / 1e9:.0f} of {has / 1e9:.0f} GB on each GPU with one sequence"
             estimates["train"] = estimate_stage("train", work, machine, nodes)
             speed = None if estimates["train"].hours == math.inf else speed_on(recipe, gpus, nodes, work.own)
         stages = {stage: estimates[stage] for stage in work.stages if stage in estimates}
         hours, usd = (sum(getattr(one, name) for one in stages.values()) for name in ("hours", "usd"))
-        candidates.append(Candidate(machine, speed, stages, hours, usd))
+        candidates.append(Candidate(machine, speed, stages, hours, usd, memory))
     if not candidates:
         raise UserError("; ".join(found_notes))
     candidates.sort(key=lambda one: (one.usd, one.hours))
@@ -250,6 +265,19 @@ def plan_run(
         found_notes[f"no machine is within {limits}; the nearest is {what}: {needs}"] = None
     assumed = [*ASSUMED, *([ASSUMED_INSTALL] if work.installs else [])]
     return CloudPlan(candidates, chosen, list(found_notes), assumed)
+
+
+def holding(recipe: Recipe, offered: Offered) -> list[Machine]:
+    """The machines of the stage evaluate, or else of train, whose GPU holds all float32 weights, as evaluate does."""
+    for stage in ("evaluate", "train"):
+        able = [
+            one
+            for one in offered.get(stage, {}).values()
+            if 4 * recipe.model.parameters <= (memory_on(one.accelerators or "") or math.inf)
+        ]
+        if able:
+            return able
+    return []
 
 
 def estimate_stage(stage: str, work: Workload, machine: Machine, nodes: int, is_up: bool = False) -> StageEstimate:
@@ -337,8 +365,7 @@ def evaluate_hours(work: Workload, machine: Machine) -> float:
     The harness reads on one of the GPUs, while the others wait.
     """
     recipe, kind, gpus = work.recipe, machine.accelerators or ":1", gpu_count(machine.accelerators or ":1")
-    eager = recipe.runtime.model_copy(update={"engine": "eager"})
-    flops = (peak_of(kind) or gpus * 1e12) * mfu_of(recipe.model, eager, "auto", gpu_of(kind))
+    flops = (peak_of(kind) or gpus * 1e12) * mfu_of(recipe.model, "eager", gpu_of(kind))
     tokens = min(recipe.evaluate.val_tokens, work.held_out) + recipe.benchmark_tokens + gpus * recipe.harness_tokens
     return tokens * recipe.model.flops_per_token / 3 / flops / 3600
 

@@ -1,10 +1,11 @@
-"""The Hugging Face checkpoint: config, generation config, tokenizer and model.safetensors.
+"""The Hugging Face checkpoint: config, generation config, tokenizer and model.safetensors, or several such files with
+an index.
 
 `transformers` and vLLM load its folder.
 """
 
 import json
-import struct
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from pipelines.formats.weights import Weights, require, same
 from pipelines.text.tokenizer import tokenizer_files
 from trainer.models.model_config import ModelConfig
-from trainer.models.weights import read_tensor
+from trainer.models.weights import FLOATS, read_tensor, safetensors_header
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FILE = "model.safetensors"
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_BYTES = 10 * 10**9  # of a file
 COMPONENTS = "components"  # the folder where MLflow looks for the tokenizer
 TENSORS_AT_ONCE = 4  # in memory; the largest of 1558M has 0.3 GB in float32
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in safetensors
@@ -41,11 +43,32 @@ def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
         "MLmodel": _json(mlmodel(config["architectures"][0], json.loads(tokenizer["tokenizer_config.json"]), dtype)),
         **{f"{COMPONENTS}/tokenizer/{name}": body for name, body in tokenizer.items()},
     }
-    write_safetensors(weights, folder / FILE, dtype)
+    files = files_of(weights, dtype)
+    for file, names in files.items():
+        write_safetensors(weights, folder / file, names, dtype)
+    if len(files) > 1:
+        theirs = {weights.config.hf_name(name): file for file, names in files.items() for name in names}
+        size = {"total_size": weights.config.parameters * FLOATS[TYPES[dtype]]}
+        texts[INDEX] = _json({"metadata": size, "weight_map": dict(sorted(theirs.items()))})
     for name, body in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(body)
-    return [folder / name for name in (FILE, *texts)]
+    return [folder / name for name in (*files, *texts)]
+
+
+def files_of(weights: Weights, dtype: str) -> dict[str, list[str]]:
+    """The tensors of each file, in the order of the model: one file, or several of at most MOST_BYTES."""
+    parts, size = [list[str]()], 0
+    for name, shape in weights.shapes.items():
+        bytes_of = math.prod(shape) * FLOATS[TYPES[dtype]]
+        if parts[-1] and size + bytes_of > MOST_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += bytes_of
+    if len(parts) == 1:
+        return {FILE: parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
 def mlmodel(architecture: str, tokenizer: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -66,28 +89,20 @@ def mlmodel(architecture: str, tokenizer: dict[str, Any], dtype: str) -> dict[st
     return {"flavors": flavors, "signature": {"inputs": text, "outputs": text, "params": None}}
 
 
-def write_safetensors(weights: Weights, path: Path, dtype: str) -> None:
-    """The bytes of safetensors' own `save_file`, written a few tensors at a time: it orders tensors of one type by
-    name."""
+def write_safetensors(weights: Weights, path: Path, ours: Iterable[str], dtype: str) -> None:
+    """Write some tensors, a few at a time."""
     import torch
 
     config = weights.config
-    names = {config.hf_name(name): name for name in weights.shapes}
-    shapes, size, offset = weights.shapes, getattr(torch, dtype).itemsize, 0
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for stored in sorted(names):
-        shape = shapes[names[stored]]
-        shape = shape[::-1] if config.hf_transposed(names[stored]) else shape
-        end = offset + torch.Size(shape).numel() * size
-        header[stored] = {"dtype": TYPES[dtype], "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    names = {config.hf_name(name): name for name in ours}
+    shapes = {theirs: weights.shapes[name] for theirs, name in names.items()}
+    shapes = {theirs: shape[::-1] if config.hf_transposed(names[theirs]) else shape for theirs, shape in shapes.items()}
+    start, begins = safetensors_header(shapes, TYPES[dtype], {"format": "pt"})
+    path.write_bytes(start)
 
     def put(stored: str) -> None:
         with path.open("r+b") as file:
-            file.seek(8 + len(text) + header[stored]["data_offsets"][0])
+            file.seek(begins[stored])
             file.write(hf_tensor(weights, names[stored], dtype).view(torch.uint8).numpy().data)
 
     in_threads(put, names)
@@ -104,19 +119,21 @@ def hf_tensor(weights: Weights, name: str, dtype: str) -> "Tensor":
 
 
 def verify(weights: Weights, folder: Path, dtype: str) -> None:
-    """RuntimeError unless the file, read back by safetensors, has every trained weight, rounded to `dtype`."""
+    """RuntimeError unless the files, read back by safetensors, have every trained weight, rounded to `dtype`."""
     import torch
     from safetensors import safe_open
 
-    path, config = folder / FILE, weights.config
-    with safe_open(path, "pt") as file:
-        stored = set(file.keys())
-    require(stored == {config.hf_name(name) for name in weights.shapes}, path, "the names of the tensors")
+    config, place = weights.config, dict[str, Path]()
+    for file, names in files_of(weights, dtype).items():
+        with safe_open(folder / file, "pt") as opened:
+            stored = set(opened.keys())
+        require(stored == {config.hf_name(name) for name in names}, folder / file, "the names of the tensors")
+        place |= dict.fromkeys(names, folder / file)
 
     def compare(name: str) -> None:
-        found = read_tensor(path, config.hf_name(name))
+        found = read_tensor(place[name], config.hf_name(name))
         found = found.t() if config.hf_transposed(name) else found
-        require(same(found, weights.rounded(name, getattr(torch, dtype))), path, name)
+        require(same(found, weights.rounded(name, getattr(torch, dtype))), place[name], name)
 
     in_threads(compare, weights.shapes)
 

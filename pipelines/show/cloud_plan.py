@@ -26,7 +26,8 @@ def print_cloud_plan(plan: CloudPlan) -> None:
     if first.machine:
         out.print(machines_table(plan))
     if plan.chosen is not None and (machine := plan.candidates[plan.chosen].machine):
-        out.print(wrapped(f"chosen: {name_of(machine)}"))
+        memory = plan.candidates[plan.chosen].memory
+        out.print(wrapped(f"chosen: {name_of(machine)}{f'; {memory}' if memory else ''}"))
     stages = {name: one for name, one in first.stages.items() if name != "train" or first.machine is None}
     if first.machine and stages:
         out.print("[dim]also included in all hours and dollars:[/]")

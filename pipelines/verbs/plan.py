@@ -30,7 +30,9 @@ def plan(
             metavar="GPU:N,…", help="With --cloud: compare these nodes [H100:8,H200:8,A100-80GB:8; small: L4:1,A10:1]."
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="With --cloud: train on so many nodes.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="With --cloud: train on so many nodes [the fewest with the memory].")
+    ] = None,
     infra: Annotated[
         str | None,
         typer.Option(metavar="CLOUD[/REGION],…", help="With --cloud: compare these places [aws,gcp,lambda]."),
@@ -47,7 +49,7 @@ def plan(
     loaded, plans = planned(recipe, set_ or [], opened)
     found = plan_of(loaded, opened, plans)
     if not cloud:
-        if deadline or budget or gpus or infra or nodes > 1:
+        if deadline or budget or gpus or infra or nodes:
             raise UserError("plan: --deadline, --budget, --gpus, --nodes and --infra belong to --cloud; add it")
         print(json.dumps(asdict(found))) if as_json else print_plan(found)
         return

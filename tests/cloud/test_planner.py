@@ -102,6 +102,11 @@ EXPECTED = {
     "gpt2-774m": (60.82, 1093.60),
     "modern-d24": (2.62, 40.62),
     "gpt2-1558m": (26.31, 475.37),
+    "llama-1b": (14.06, 239.42),
+    "llama-8b": (738.57, 14320.81),
+    "gpt3-6.7b": (919.63, 17853.86),
+    "gpt3-13b": (1667.21, 51897.10),
+    "gpt3-175b": (7490, 1_906_000),
 }
 
 
@@ -110,6 +115,20 @@ def test_the_plans_of_the_shipped_recipes_stay_as_they_are(tmp_path: Path) -> No
     for name, (hours, usd) in EXPECTED.items():
         first = planned(tmp_path, name).candidates[0]
         assert (first.hours, first.usd) == (pytest.approx(hours, rel=0.1), pytest.approx(usd, rel=0.1)), name
+
+
+def test_a_plan_takes_the_fewest_nodes_and_the_engine_that_the_memory_allows(tmp_path: Path) -> None:
+    for name, nodes, memory in (
+        ("gpt2-1558m", 1, "fused, about 18 of 80 GB"),
+        ("llama-8b", 1, "sharded, about 49 of 80 GB"),
+        ("gpt3-175b", 8, "sharded, about 72 of 80 GB"),
+    ):
+        plan = planned(tmp_path, name, train_nodes=("H100:8",))
+        first = plan.candidates[0]
+        assert first.stages["train"].nodes == nodes and (first.memory or "").startswith(memory)
+    assert plan.notes == ["evaluate is left out: no GPU here holds all weights in float32"]
+    with pytest.raises(UserError, match=r"take about \d+ GB on each GPU \(engine sharded\), and H100 has 80; use more"):
+        planned(tmp_path, name, train_nodes=("H100:8",), nodes=4)
 
 
 def test_every_place_is_a_candidate_and_the_cheapest_comes_first(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def backward(state: FlatState, gradients: dict[str, Tensor], loss: float = 0.0) 
 def assert_agrees(state: FlatState, reference: Reference) -> None:
     """Rank 0 gets all weights of the reference. Every rank has them in bf16: its own shard is its master, rounded."""
     state.ready()
-    weights, pieces = state.full_weights(), state.pieces()
+    weights, pieces = dict(state.full_weights()), state.pieces()
     assert weights.keys() == (reference.model.state_dict().keys() if state.world.rank == 0 else set())
     for name, expected in reference.model.state_dict().items():
         rounded = state.weights[name].cpu()

@@ -70,8 +70,11 @@ def greedy(model: LanguageModel, prompt: list[int], tokens: int) -> list[int]:
 
 
 @pytest.fixture
-def exported(tmp_path: Path) -> tuple[Work, Built, Path]:
-    """The export of a tiny training by the stage, and its folder."""
+def exported(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Work, Built, Path]:
+    """The export of a tiny training by the stage, and its folder; with files of as many bytes as the parameter."""
+    monkeypatch.setattr(hf, "MOST_BYTES", getattr(request, "param", hf.MOST_BYTES))
     work = tiny_work(tmp_path, "export")
     built = export.build(work)
     return work, built, work.folder
@@ -80,10 +83,14 @@ def exported(tmp_path: Path) -> tuple[Work, Built, Path]:
 # --- hf
 
 
+@pytest.mark.parametrize("exported", [hf.MOST_BYTES, 20_000], indirect=True)
 def test_a_pipeline_of_transformers_generates_from_the_folder(exported: tuple[Work, Built, Path]) -> None:
     import transformers
 
-    work, _, folder = exported
+    work, built, folder = exported
+    files = [path for path in folder.glob("model*.safetensors") if path.name in {file.name for file in built.files}]
+    assert all(path.stat().st_size < hf.MOST_BYTES + 10_000 for path in files)
+    assert (len(files) > 1) == (hf.INDEX in {file.name for file in built.files})
     model = GPT(work.recipe.model).eval()
     model.load_state_dict(load_file(work.fetch("train", "model.safetensors")))
     generate = transformers.pipeline("text-generation", str(folder), device="cpu")

@@ -162,6 +162,17 @@ def test_a_shipped_recipe_divides_its_batch_over_one_gpu_and_over_eight(name: st
     assert sequences % (recipe.runtime.micro_batch_size * processes) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "rate"),
+    [("gpt3-6.7b", 6.7, 1.2e-4), ("gpt3-13b", 12.9, 1.0e-4), ("gpt3-175b", 174.6, 0.6e-4)],
+)
+def test_a_large_recipe_has_the_numbers_of_gpt3s_paper(name: str, parameters: float, rate: float) -> None:
+    recipe = load_recipe(name)
+    assert round(recipe.model.parameters / 1e9, 1) == parameters and recipe.train.learning_rate == rate
+    assert recipe.train_tokens == pytest.approx(300e9, rel=1e-4) and recipe.model.block_size == 2048
+    assert (recipe.train.batch_tokens // 2048) % 512 == 0
+
+
 # --- mistakes
 
 

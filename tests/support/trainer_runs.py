@@ -168,7 +168,7 @@ class Runner:
                 self.origin,
             )
             model = GPT(c.model)
-            model.load_state_dict(engine.weights())
+            model.load_state_dict(dict(engine.weights()))
             return model, state
         finally:
             self.events = read_events(self.out / "events.jsonl")

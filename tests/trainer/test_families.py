@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.__main__ import read_config
 from trainer.checkpoint.pieces import Piece
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.config import Recompute, RuntimeConfig, TrainConfig
 from trainer.engine import choose_engine
 from trainer.errors import UserError
 from trainer.models.decoder import Decoder
 from trainer.models.family import ANY_MODEL, plain_model, section_of_hf, to_hf
 from trainer.models.gpt2 import Gpt2Config
-from trainer.models.language_model import LanguageModel, Recompute
+from trainer.models.language_model import LanguageModel
 from trainer.models.llama import LlamaConfig
 from trainer.models.model_config import ModelConfig, identity_of_model
 from trainer.models.modern import ModernConfig

@@ -1,5 +1,6 @@
 """The engine `sharded` trains as plain PyTorch does on one rank, at any number of ranks, and across kills."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainer_runs
-from torch import Tensor
+from safetensors.torch import save_file
 from trainer_runs import ALONE, LONG, Command, configured, kill_tree
 
 from trainer.config import RuntimeConfig, TrainConfig
@@ -21,8 +22,9 @@ from trainer.errors import UserError
 from trainer.eval.evaluation import Sampling
 from trainer.eval.scoring import Row, score_items
 from trainer.events import Started
-from trainer.models.family import ANY_MODEL
+from trainer.models.family import ANY_MODEL, plain_model, to_hf
 from trainer.models.model_config import ModelConfig
+from trainer.models.weights import open_weights
 from trainer.optim.adamw import rates_at
 from trainer.parallel import World
 
@@ -60,7 +62,7 @@ def trained(engine: Engine, world: World, most: int) -> dict[str, Any]:
     # Items and texts that do not divide evenly: some ranks have none.
     scores = score_items(engine, 5, lambda which: [[Row([1, 2, 3 + i], 1)] for i in which], world)
     texts = Sampling(0, str, seed=1, texts=1, tokens=4).texts_of(engine, world, lambda: None)
-    return {"numbers": numbers + [score.loss for (score,) in scores], "texts": texts, "weights": engine.weights()}
+    return {"numbers": numbers + [score.loss for (score,) in scores], "texts": texts, "weights": dict(engine.weights())}
 
 
 def begun(config: ModelConfig, world: World, **runtime: Any) -> Engine:
@@ -71,16 +73,35 @@ def begun(config: ModelConfig, world: World, **runtime: Any) -> Engine:
 
 def compare_with_eager(config: ModelConfig, world: World, **runtime: Any) -> None:
     plain, sharded = begun(config, ALONE, engine="eager"), begun(config, world, engine="sharded", **runtime)
-    first: dict[str, Tensor] = sharded.weights()
-    for name, weight in first.items():
-        assert torch.equal(weight, plain.weights()[name]), f"{name} was drawn otherwise"
+    drawn = dict(plain.weights())
+    for name, weight in sharded.weights():
+        assert torch.equal(weight, drawn[name]), f"{name} was drawn otherwise"
     held = sum(piece.live.numel() for name, piece in sharded.pieces().items() if name.startswith("model."))
-    whole = sum(weight.numel() for weight in plain.weights().values())
-    assert held < 1.15 * whole / world.world_size + 64
+    whole = sum(weight.numel() for weight in drawn.values())
+    assert held < 1.15 * whole / (runtime["shard_size"] or world.world_size) + 64
     expected, found = trained(plain, ALONE, 10), trained(sharded, world, 1 + world.rank)  # unequal micro-batches
     assert found["numbers"] == pytest.approx(expected["numbers"], rel=2e-4) and found["texts"] == expected["texts"]
     for name, weight in found["weights"].items():
         torch.testing.assert_close(weight, expected["weights"][name], rtol=1e-3, atol=2e-4)
+
+
+def saved_in_two_files(folder: Path) -> None:
+    """The second model as others would save a large one."""
+    config = ANY_MODEL.validate_python(SIZES | MODELS[1])
+    model = plain_model(config)
+    model.initialize(3)
+    state = to_hf({n: w for n, w in model.state_dict().items() if n in config.shapes}, config)
+    for number, names in enumerate((sorted(state)[::2], sorted(state)[1::2]), 1):
+        save_file({name: state[name] for name in names}, folder / f"model-{number:05d}-of-00002.safetensors")
+    (folder / "config.json").write_text(json.dumps(config.hf_config()))
+
+
+def begins_with_the_files(config: ModelConfig, world: World, folder: Path) -> None:
+    engine, plain = make_engine(config, TRAIN, RuntimeConfig(engine="sharded"), world), plain_model(config)
+    open_weights(folder).fill(engine.pieces(), config)
+    plain.initialize(3)
+    for name, weight in engine.weights():
+        assert torch.equal(weight, plain.get_parameter(name)), name
 
 
 def on_rank(rank: int, folder: Path) -> None:
@@ -90,8 +111,9 @@ def on_rank(rank: int, folder: Path) -> None:
     world = World(rank, rank, RANKS, torch.device("cpu"))
     try:
         for number, section in enumerate(MODELS):
-            recompute = (False, True, "selective")[number % 3]
-            compare_with_eager(ANY_MODEL.validate_python(SIZES | section), world, recompute=recompute)
+            runtime = {"recompute": (False, True, "selective")[number % 3], "shard_size": (None, 2)[number % 2]}
+            compare_with_eager(ANY_MODEL.validate_python(SIZES | section), world, **runtime)
+        begins_with_the_files(ANY_MODEL.validate_python(SIZES | MODELS[1]), world, folder)
         (folder / f"done-{rank}").touch()
     except BaseException:
         (folder / f"error-{rank}").write_text(traceback.format_exc())
@@ -99,7 +121,8 @@ def on_rank(rank: int, folder: Path) -> None:
     world.close()
 
 
-def test_four_ranks_draw_train_and_score_as_one_eager_rank(tmp_path: Path) -> None:
+def test_four_ranks_draw_load_train_and_score_as_one_eager_rank(tmp_path: Path) -> None:
+    saved_in_two_files(tmp_path)
     start = multiprocessing.get_context("spawn").Process
     processes = [start(target=on_rank, args=(rank, tmp_path)) for rank in range(RANKS)]
     for process in processes:
@@ -116,8 +139,8 @@ def test_four_ranks_draw_train_and_score_as_one_eager_rank(tmp_path: Path) -> No
 def test_a_run_killed_on_four_ranks_goes_on_with_two_and_ends_as_one_eager_rank(data: Path, tmp_path: Path) -> None:
     undisturbed = Command(data, tmp_path / "eager", configured(**LONG))
     undisturbed.finish()
-    command = Command(data, tmp_path / "out", configured(engine="sharded", **LONG))
     for ranks in (4, 2):
+        command = Command(data, tmp_path / "out", configured(engine="sharded", shard_size=2, **LONG))
         with command.started(ranks) as process:
             command.wait_for_rows(6, process)
             command.wait_for_commits(1, process)

@@ -62,7 +62,7 @@ def loaded(path: Path, **changes: Any) -> dict[str, torch.Tensor]:
     config = configured(**changes)
     engine = make_engine(config.model, config.train, config.runtime, ALONE)
     open_weights(path).fill(engine.pieces(), config.model)
-    return engine.weights()
+    return dict(engine.weights())
 
 
 def complaint(path: Path, **changes: Any) -> str:

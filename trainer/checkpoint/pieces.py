@@ -37,6 +37,7 @@ class Piece:
     start: int  # index of its first element in the flattened tensor
     shape: tuple[int, ...]  # of the whole tensor
     replicated: bool  # every rank holds an identical piece
+    stored: bool = True  # by this rank; False: another one holds an identical piece, and stores it
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "Piece":
@@ -68,7 +69,7 @@ def share_of(pieces: dict[str, Piece], rank: int, world_size: int) -> list[str]:
         least = load.index(min(load))
         shares[least].append(name)
         load[least] += replicated[name]
-    return shares[rank] + [name for name in pieces if name not in replicated]
+    return shares[rank] + [n for n in pieces if n not in replicated and pieces[n].stored]
 
 
 class HostCopy:

@@ -20,7 +20,7 @@ that shards cut gets its direction.
 Nothing here waits for the device: it decides itself whether to apply a step, and how much to clip it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -329,9 +329,8 @@ class FlatState:
             pieces[f"row_squares.{name}"] = Piece(squares, 0, tuple(squares.shape), replicated=self.shards == 1)
         return pieces
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """All master weights, fp32 on the CPU, on rank 0; empty on the others. All ranks have to call it."""
-        state: dict[str, Tensor] = {}
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All master weights by name, fp32 on the CPU, on rank 0; none on the others. All ranks have to exhaust it."""
         for index, bucket in enumerate(self.layout.buckets):
             whole = self.master[self._in_shards(bucket)]
             if self.shards > 1:
@@ -339,8 +338,7 @@ class FlatState:
                 dist.all_gather_into_tensor(whole, shard)
             for name, slot in self.layout.slots.items():
                 if slot.bucket == index and self.world.rank == 0:
-                    state[name] = whole[slot.offset : slot.end].view(slot.shape).to("cpu", copy=True)
-        return state
+                    yield name, whole[slot.offset : slot.end].view(slot.shape).to("cpu", copy=True)
 
     def _in_full(self, bucket: Bucket) -> slice:
         """This rank's shard of a bucket in the buffers that hold whole buckets."""

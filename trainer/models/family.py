@@ -17,7 +17,8 @@ from trainer.models.modern import ModernConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer.models.language_model import LanguageModel, Recompute
+    from trainer.config import Recompute
+    from trainer.models.language_model import LanguageModel
 
 SECTIONS: dict[str, type[ModelConfig]] = {"gpt2": Gpt2Config, "llama": LlamaConfig, "modern": ModernConfig}
 # The families of a config.json's model_type.

@@ -13,19 +13,19 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import sha256
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from trainer.config import Recompute
 from trainer.models.model_config import ModelConfig
 
 HEAD_ROWS = 2048  # tokens whose logits are held at once without gradients: 1 GiB with copies in float32
 
 
-Recompute = bool | Literal["selective"]  # of a block's inner values: none, all, or all but those of its products
 # Products and attention, whose results a selective recomputation keeps, as torchtitan does.
 PRODUCTS = (
     *("mm", "addmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),

@@ -8,7 +8,7 @@ safetensors and llm.c's plain numbers are read; a pickle is refused, because to 
 import json
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -189,6 +189,37 @@ def stored_tensors(path: Path, where: str) -> Iterator[tuple[str, Stored]]:
         if dtype not in FLOATS and not is_mask(name):
             raise UserError(f"{where}: {shown(name)} holds {shown(dtype)}; weights are F32, BF16 or F16")
         yield name, Stored(where, shape, lambda name=name: read_tensor(path, name))  # type: ignore[misc]
+
+
+def safetensors_header(
+    shapes: Mapping[str, Sequence[int]], dtype: str, metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """The start of a safetensors file with tensors of one dtype, as safetensors' own `save_file` writes it, ordered by
+    name; and where the bytes of each tensor begin in the file."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    begins, at = {}, 0
+    for name in sorted(shapes):
+        end = at + prod(shapes[name]) * FLOATS[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shapes[name]), "data_offsets": [at, end]}
+        begins[name], at = at, end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = struct.pack("<Q", len(text)) + text
+    return start, {name: len(start) + begin for name, begin in begins.items()}
+
+
+def write_weights(path: Path, model: ModelConfig, weights: "Iterable[tuple[str, Tensor]]") -> None:
+    """Write all float32 weights of a model, with the padding rows of its vocabulary, one at a time as they come."""
+    shapes = {
+        name: (model.padded_vocab_size, *shape[1:]) if name in model.vocabulary_rows else shape
+        for name, shape in model.shapes.items()
+    }
+    start, begins = safetensors_header(shapes, "F32")
+    with path.open("wb") as file:
+        file.write(start)
+        for name, tensor in weights:
+            file.seek(begins[name])
+            file.write(tensor.detach().cpu().contiguous().numpy().data)
 
 
 def is_mask(name: str) -> bool:
