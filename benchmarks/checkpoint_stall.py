@@ -31,7 +31,7 @@ from trainer.events import EventLog
 from trainer.health import Health
 from trainer.loop import Verdict, step
 from trainer.metrics import PhaseClock
-from trainer.optim.adamw import Rates
+from trainer.optim.rates import Rates
 from trainer.parallel import Agreement, World
 from trainer.store import LocalStore
 

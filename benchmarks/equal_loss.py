@@ -36,7 +36,7 @@ from trainer.data.shards import local_shards, sequences_of
 from trainer.engine import Engine, make_engine
 from trainer.errors import EXIT_DONE, EXIT_FAILED, UserError
 from trainer.eval.evaluation import validation_loss
-from trainer.optim.adamw import rates_of
+from trainer.optim.rates import rates_of
 from trainer.parallel import World
 
 RECIPES = {"124M": "gpt2-124m", "1558M": "gpt2-1558m"}
@@ -103,7 +103,7 @@ def run_steps(
         loss_and_norm = engine.accumulate(batches, count, mean_share / world.world_size, done + step + 1)
         loss, norm = loss_and_norm.tolist()
         loss = world.sum(loss)[0] / world.world_size
-        engine.update(rates_of(rate, done + step, train), loss_and_norm, done + step + 1)
+        engine.update(rates_of(rate, done + step, train, model), loss_and_norm, done + step + 1)
         if not (abs(loss) < 100 and abs(norm) < 1e6):
             raise RuntimeError(f"{name}: step {step + 1}: loss {loss}, gradient norm {norm}")
         history.append(loss)

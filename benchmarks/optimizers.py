@@ -35,7 +35,7 @@ from trainer.data.shards import local_shards, sequences_of
 from trainer.engine import Engine, make_engine
 from trainer.errors import UserError
 from trainer.eval.evaluation import validation_loss
-from trainer.optim.adamw import rates_at
+from trainer.optim.rates import rates_at
 from trainer.parallel import World
 
 # What all arms share: a byte-level model of 0.9M parameters, 0.5M tokens, and one schedule.
@@ -67,7 +67,6 @@ ADAMW_RATES = ("train.learning_rate", (7.5e-4, 1.5e-3, 3e-3, 6e-3))
 ARMS = {
     "gpt2 + adamw": Arm([], *ADAMW_RATES),
     "gpt2 + muon": Arm(MUON, *MUON_RATES),
-    "gpt2 + normuon": Arm([*MUON, "train.muon_beta2=0.95"], *MUON_RATES),
     "llama + adamw": Arm(["model.family=llama"], *ADAMW_RATES),
     "llama + muon": Arm(["model.family=llama", *MUON], *MUON_RATES),
     "modern + adamw": Arm(["model.family=modern"], *ADAMW_RATES),
@@ -79,8 +78,9 @@ OPTIONS = {
     "windows of 128": ["model.window=128"],
     "smear": ["model.smear=true"],
     "backout": ["model.backout=true"],
+    "queries and keys times 1.2": ["model.qk_scale=1.2"],
 }
-OPTIONS["all five"] = [change for changes in OPTIONS.values() for change in changes]
+OPTIONS["all six"] = [change for changes in OPTIONS.values() for change in changes]
 ARMS |= {f"modern + muon + {name}": Arm([*MODERN, *MUON, *changes], *MUON_RATES) for name, changes in OPTIONS.items()}
 WARMUP = 0.1  # of the steps
 AT_ONCE = 32_768  # tokens
@@ -127,7 +127,7 @@ def steps(recipe: Recipe, engine: Engine, data: TokenData, world: World) -> None
         batches = data.micro_batches(sequences, most, world.device)
         count = micro_batch_count(len(sequences), most)
         loss_and_norm = engine.accumulate(batches, count, len(sequences), step + 1)
-        engine.update(rates_at(step, recipe.train), loss_and_norm, step + 1)
+        engine.update(rates_at(step, recipe.train, recipe.model), loss_and_norm, step + 1)
 
 
 def text(recipe: Recipe, folder: Path, split: str) -> TokenData:

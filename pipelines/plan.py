@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, find, read_manifest
@@ -14,6 +14,7 @@ from pipelines.weight_sources import FIXED_IN_A_BRANCH
 from trainer.amounts import val_share, val_tokens, validations
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.errors import UserError
+from trainer.optim.rates import peaks
 from trainer.store import Store
 
 
@@ -50,6 +51,7 @@ class RunPlan:
     evaluation_tokens: int = 0  # of each, an estimate
     evaluation_share: float = 0.0  # of the time of the training
     first_weights: str | None = None  # None: drawn from the seed
+    rates: Mapping[str, float] = field(default_factory=dict)  # with train.scale_rates: the largest ones, and the decay
 
 
 def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | None = None) -> RunPlan:
@@ -83,7 +85,16 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         evaluation_tokens=recipe.benchmark_tokens if evaluations else 0,
         evaluation_share=evaluations * recipe.benchmark_tokens / 3 / recipe.train_tokens,  # a forward pass
         first_weights=recipe.first_weights,
+        rates=scaled_rates(recipe),
     )
+
+
+def scaled_rates(recipe: Recipe) -> dict[str, float]:
+    """What train.scale_rates makes of the rates, by group of parameters, and of Muon's weight decay."""
+    if not recipe.train.scale_rates:
+        return {}
+    top = peaks(recipe.train, recipe.model)
+    return {group: rate for group, rate in top.of.items() if group != "vector"} | {"weight decay": top.matrix_decay}
 
 
 def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:

@@ -151,7 +151,8 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
             moved = (
                 f"tokens.source names another text here: `skytrain run {recipe} --stage tokenize` where it was recorded"
             )
-            why = moved if stage == "tokenize" else "another version of skytrain recorded it"
+            other = "another version of skytrain recorded it: finish it with that one, or run its recipe anew"
+            why = moved if stage == "tokenize" else other
             raise UserError(f"{recipe}: '{stage}' would make {plans[stage].prefix}, and {prefix} is on record; {why}")
     return loaded, plans
 

@@ -46,7 +46,7 @@ FIXED_IN_A_BRANCH = {
     "batch_tokens": "the state counts its text in batches of that size",
     "seed": "the state is a position in the order that the seed gives",
     **dict.fromkeys(("beta1", "beta2", "epsilon"), "the moments of the optimizer were made with it"),
-    **dict.fromkeys(("optimizer", "muon_beta2"), "the state of another optimizer has other tensors"),
+    "optimizer": "the state of another optimizer has other tensors",
     "precision": "the state of another precision has other tensors",
 }
 

@@ -91,31 +91,28 @@ class TrainConfig(Section):
         default=0.02, gt=0, allow_inf_nan=False, description="Muon's peak (the value of modded-nanogpt and nanochat)"
     )
     muon_momentum: float = Field(
-        default=0.95,
+        default=0.97,
         ge=0,
         lt=1,
-        description="Muon's momentum (Jordan et al. 2024; torch.optim.Muon); nanochat has 0.97",
+        description="Muon's largest momentum (the value of nanochat; torch.optim.Muon has 0.95); in the decay of "
+        "schedule wsd it falls to 0.90",
     )
     muon_momentum_warmup_steps: int = Field(
-        default=300,
+        default=400,
         ge=0,
-        description="Linear warm-up of the momentum from 0.85, as modded-nanogpt; nanochat has 400 [optimizer steps]",
+        description="Linear warm-up of the momentum from 0.85, as nanochat; modded-nanogpt has 300 [optimizer steps]",
     )
     muon_weight_decay: float = Field(
         default=0.1,
         ge=0,
         allow_inf_nan=False,
-        description="Muon's cautious weight decay (torch.optim.Muon's value); nanochat has 0.28 x sqrt(batch_tokens / "
-        "2^19) x (tokens of its 12-layer model / tokens of this run)",
+        description="Muon's cautious weight decay at first (torch.optim.Muon's value; nanochat has 0.28 with "
+        "scale_rates); it ends at 0, by a cosine",
     )
-    muon_weight_decay_schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Muon's weight decay over the run; linear and cosine (nanochat) end at 0"
-    )
-    muon_beta2: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="NorMuon's decay of the mean squares of a matrix's rows (Li et al. 2025: 0.95); null: plain Muon",
+    scale_rates: bool = Field(
+        default=False,
+        description="With muon: learning rates and muon_weight_decay are those for 12 layers of width 768 and "
+        "batches of 524,288 tokens, scaled to this model and batch as nanochat's are; `skytrain plan` prints them",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up from 0 to the peak [optimizer steps]")
     schedule: Literal["cosine", "wsd", "linear", "constant"] = Field(
@@ -131,11 +128,22 @@ class TrainConfig(Section):
         default=0.2, gt=0, le=1, description="Length of the decay of wsd, at the end [fraction of max_steps]"
     )
     weight_decay: float = Field(
-        default=0.1, ge=0, allow_inf_nan=False, description="AdamW's decay of its two-dimensional tensors"
+        default=0.1,
+        ge=0,
+        allow_inf_nan=False,
+        description="AdamW's decay of its two-dimensional tensors; with muon: see beta1",
     )
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
-    epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's epsilon")
+    beta1: float = Field(
+        default=0.9,
+        ge=0,
+        lt=1,
+        description="AdamW's decay of the first moment; muon has numbers of "
+        "its own for each group of parameters (trainer/optim/rates.py)",
+    )
+    beta2: float = Field(
+        default=0.95, ge=0, lt=1, description="AdamW's decay of the second moment; with muon: see beta1"
+    )
+    epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's epsilon; with muon: see beta1")
     grad_clip: float | None = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Largest global gradient norm; null: no clipping"
     )
@@ -215,15 +223,14 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _optimizer_fits(self) -> Self:
-        if self.optimizer == "muon":
-            if self.precision == "fp16":
-                raise ValueError(
-                    "precision fp16 does not work with optimizer muon, which computes in bf16; use bf16 or fp32"
-                )
-            return self
-        for name in MUON_FIELDS:
+        if self.optimizer == "muon" and self.precision == "fp16":
+            raise ValueError(
+                "precision fp16 does not work with optimizer muon, which computes in bf16; use bf16 or fp32"
+            )
+        other = "adamw" if self.optimizer == "muon" else "muon"
+        for name in ADAMW_FIELDS if self.optimizer == "muon" else MUON_FIELDS:
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} belongs to optimizer muon; set train.optimizer to muon, or remove it")
+                raise ValueError(f"{name} belongs to optimizer {other}; set train.optimizer to {other}, or remove it")
         return self
 
     @field_validator("val_tokens")
@@ -266,9 +273,10 @@ MUON_FIELDS = (
     "muon_momentum",
     "muon_momentum_warmup_steps",
     "muon_weight_decay",
-    "muon_weight_decay_schedule",
-    "muon_beta2",
+    "scale_rates",
 )
+# Those without a meaning for Muon and the AdamW beside it.
+ADAMW_FIELDS = ("weight_decay", "beta1", "beta2", "epsilon")
 
 
 def identity_of(train: TrainConfig) -> dict[str, Any]:
@@ -276,8 +284,9 @@ def identity_of(train: TrainConfig) -> dict[str, Any]:
     those of an optimizer that does not run."""
     values = train.model_dump()
     if train.optimizer == "adamw":
-        for name in ("optimizer", *MUON_FIELDS):
-            del values[name]
+        del values["optimizer"]
+    for name in MUON_FIELDS if train.optimizer == "adamw" else ADAMW_FIELDS:
+        del values[name]
     values |= FORMER_FIELDS
     for name in ADDED_FIELDS:
         if (value := values.pop(name)) is not None:

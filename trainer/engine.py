@@ -28,7 +28,8 @@ from trainer.memory import why_sharded
 from trainer.models.family import plain_model
 from trainer.models.language_model import LanguageModel
 from trainer.models.model_config import ModelConfig
-from trainer.optim.adamw import Rates, optimizer_for
+from trainer.optim.adamw import optimizer_for
+from trainer.optim.rates import Rates
 from trainer.parallel import FlatGradients, World, autocast_on, precision_on
 from trainer.process import failpoint
 

@@ -29,7 +29,7 @@ from trainer.metrics import mfu, peak_flops
 from trainer.micro_batch import choose_micro_batch, devices_of, memory_settings
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import Origin, open_weights
-from trainer.optim.adamw import Rates, rates_at
+from trainer.optim.rates import Rates, rates_at
 from trainer.parallel import Agreement, World
 from trainer.process import StopSignal, failpoint, log_line
 
@@ -253,7 +253,7 @@ class Training:
         started = time.perf_counter()  # time.time() may jump
         sequences, upcoming = self.sequences(state.data_step), self.sequences(state.data_step + 1)
         batches = self.data.micro_batches(sequences, state.micro_batch_size, world.device, upcoming)
-        rates = rates_at(state.step, config)
+        rates = rates_at(state.step, config, self.model)
         if state.step + 1 >= config.max_steps:
             upcoming = range(0)
         verdict, applied = step(
@@ -275,7 +275,7 @@ class Training:
         seconds = time.perf_counter() - started
         self.log.clock.enter("redone" if state.step < self.log.reached else "train")
         self.watchdog.step_done(seconds)
-        self.log_step(verdict, rates.vector, config.batch_tokens / seconds)
+        self.log_step(verdict, rates.of["vector"], config.batch_tokens / seconds)
         if state.health.diverged:
             self.diverge(state.health.diverged)
         if not state.health.not_finite:

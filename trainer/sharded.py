@@ -30,7 +30,8 @@ from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.models.family import plain_model
 from trainer.models.model_config import ModelConfig
-from trainer.optim.adamw import Rates, optimizer_for
+from trainer.optim.adamw import optimizer_for
+from trainer.optim.rates import Rates
 from trainer.parallel import World, precision_on
 from trainer.process import failpoint
 

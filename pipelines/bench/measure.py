@@ -254,7 +254,7 @@ class Steps:
         from trainer.amounts import micro_batch_count
         from trainer.health import Health
         from trainer.loop import Verdict, step
-        from trainer.optim.adamw import rates_at
+        from trainer.optim.rates import rates_at
         from trainer.parallel import Agreement
 
         def alone(numbers: "PendingNumbers") -> Verdict:
@@ -267,7 +267,7 @@ class Steps:
             self.data.micro_batches(sequences, self.micro_batch_size, self.world.device, upcoming),
             micro_batch_count(len(sequences), self.micro_batch_size),
             self.recipe.train.batch_tokens / self.recipe.model.block_size / self.world.world_size,
-            rates_at(0, self.recipe.train),
+            rates_at(0, self.recipe.train, self.recipe.model),
             self.done + 1,
             alone,
             update_first=self.engine.guarded,

@@ -14,6 +14,9 @@ def print_plan(plan: RunPlan) -> None:
     )
     if plan.first_weights:
         out.print(wrapped(f"begins with {plan.first_weights}"))
+    if plan.rates:
+        rates = ", ".join(f"{name} {value:.3g}" for name, value in plan.rates.items())
+        out.print(wrapped(f"scaled rates at their peak: {rates}"))
     if plan.sources:
         train, val = sum(one.train_tokens for one in plan.sources), sum(one.val_tokens for one in plan.sources)
         size, most = f"text of {'about ' * plan.estimated}{train + val:,} tokens", "at most " * (len(plan.sources) > 1)

@@ -25,7 +25,7 @@ from pipelines.tracking.mlflow.settings import experiment_name, own_tags
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.releases import Release, read_releases, until_release
 from trainer.checkpoint.commits import series
-from trainer.config import TARGETS
+from trainer.config import ADAMW_FIELDS, MUON_FIELDS, TARGETS
 from trainer.config_errors import explain
 from trainer.errors import NotAFile, UserError, shown
 from trainer.models.model_config import REMOVED_FIELDS
@@ -60,12 +60,16 @@ class RunRecord(Stored):
 
     @classmethod
     def from_json(cls, body: bytes, where: str = "a run's record") -> Self:
-        """Leaves out fields and formats of the recipe that this version has no more. DamagedRecord, or NewerRecord."""
+        """Leaves out fields and formats of the recipe that this version has no more, and fields of the other
+        optimizer: earlier versions had other defaults. DamagedRecord, or NewerRecord."""
         found = record_in(cls, body, where)
         for section, _, name in (path.partition(".") for path in REMOVED_FIELDS):
             if isinstance(values := found.recipe.get(section), dict):
                 values.pop(name, None)
         with reading(where), suppress(KeyError):
+            train = found.recipe["train"]
+            for name in ADAMW_FIELDS if train.get("optimizer") == "muon" else MUON_FIELDS:
+                train.pop(name, None)
             export = found.recipe["export"]
             export["formats"] = [name for name in export.get("formats", ()) if name not in REMOVED_FORMATS]
         stages = found.prefixes.keys() | found.earlier.keys() | {found.until}

@@ -23,7 +23,7 @@ from torch import Tensor
 import trainer.loop
 from trainer.__main__ import main
 from trainer.engine import PlainEngine
-from trainer.optim.adamw import Rates
+from trainer.optim.rates import Rates
 
 
 def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -55,7 +55,7 @@ def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None]
 
     def troubled_update(engine: PlainEngine, rates: Rates, *args: Any, **options: Any) -> bool:
         kinds = active_kinds()
-        rate = rates.vector * (300 if "spike" in kinds else 1)
+        rate = rates.of["vector"] * (300 if "spike" in kinds else 1)
         return update(engine, Rates.adamw(1e30 if "ruin" in kinds else rate), *args, **options)
 
     patch(trainer.loop, "rates_at", recording_rates_at)

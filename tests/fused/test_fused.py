@@ -27,7 +27,7 @@ from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
 from trainer.models.model_config import ModelConfig
 from trainer.models.modern_module import SCALARS
-from trainer.optim.adamw import Rates, rates_of
+from trainer.optim.rates import Rates, rates_of
 from trainer.parallel import World
 
 pytest.importorskip("triton", reason="needs triton (pip)")
@@ -42,7 +42,10 @@ data, runner = trainer_runs.data, trainer_runs.runner  # fixtures
 ALONE = World(0, 0, 1, torch.device("cpu"))
 TRAIN = TrainConfig(batch_tokens=64, max_steps=10, learning_rate=1e-3, weight_decay=0.1)
 SHORT: dict[str, Any] = {"max_steps": 6, "val_every": 3, "val_tokens": 64, "batch_tokens": 64}
-OPTIONS = dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), True)
+OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), True),
+    "qk_scale": 1.2,
+}
 SHAPES = {  # family, layers, heads, width, tokens, vocabulary, sequences, micro-batches
     "25 heads, one sequence": ({}, 2, 25, 200, 19, 257, 1, 2),
     "a prime number of tokens": ({}, 2, 4, 64, 37, 300, 3, 1),
@@ -77,12 +80,14 @@ MARKS = {name: pytest.mark.gpu for name in SHAPES if name not in EVERYWHERE}
 def a_model(
     layers: int, heads: int, width: int, tokens: int, vocabulary: int, **more: Any
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A shape, and weights that bf16 represents exactly and that make every gradient large."""
+    """A shape, and weights that make every gradient large; bf16 represents those exactly that the step has in bf16."""
     sizes = {"n_layer": layers, "n_head": heads, "n_embd": width, "block_size": tokens, "vocab_size": vocabulary}
     config, weights = ANY_MODEL.validate_python(sizes | more), {}
     for name, w in plain_model(config).state_dict().items():
         norm = name == "resid_lambdas" or (w.dim() == 1 and name.endswith("weight"))  # around 1
-        weights[name] = (torch.randn(w.shape) * 0.1 + norm).bfloat16().float()
+        weights[name] = torch.randn(w.shape) * 0.1 + norm
+        if w.dim() > 1 or not more:
+            weights[name] = weights[name].bfloat16().float()
     for name in config.vocabulary_rows:
         if name in weights:
             weights[name][vocabulary:] = 0
@@ -170,7 +175,7 @@ def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0, train:
         tokens = torch.randint(0, 140, (2, 2, 17), generator=noise)
         found = engine.accumulate(iter([(t[:, :-1], t[:, 1:]) for t in tokens]), 2, 4, number)
         rate = 1e-2 if train.optimizer == "adamw" else train.learning_rate  # Muon's own rate follows it
-        assert engine.update(rates_of(rate, number - 1, train), found, number)
+        assert engine.update(rates_of(rate, number - 1, train, engine.config), found, number)
         losses.append(float(found[0]))
     return losses
 

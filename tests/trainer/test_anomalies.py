@@ -26,7 +26,7 @@ from trainer.data.shards import local_shards, sequences_of
 from trainer.engine import PlainEngine, make_engine
 from trainer.errors import Diverged
 from trainer.events import Skipped, Started
-from trainer.optim.adamw import rates_at
+from trainer.optim.rates import rates_at
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 
@@ -62,7 +62,7 @@ def test_a_healthy_run_is_the_plain_loop_bit_for_bit(runner: Callable[..., Runne
     engine.initialize(c.train.seed)
     tokens = TokenData(local_shards(plain.data, "train"), plain.data.joinpath, c.model.block_size, c.train.seed)
     for number, row in enumerate(plain.rows()[1:]):
-        engine.optimizer.rates = rates_at(number, c.train)
+        engine.optimizer.rates = rates_at(number, c.train, c.model)
         engine.gradients.zero_()
         total = torch.zeros(())
         for batch in tokens.micro_batches(sequences_of(number, c.model, c.train, 0, 1), 2, torch.device("cpu")):

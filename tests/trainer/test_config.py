@@ -97,7 +97,7 @@ def test_a_missing_field_or_section_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("muon_learning_rate", 0.03), ("embedding_learning_rate", 0.3), ("muon_beta2", 0.95)]
+    ("field", "value"), [("muon_learning_rate", 0.03), ("embedding_learning_rate", 0.3), ("scale_rates", True)]
 )
 def test_a_field_of_muon_without_muon_is_refused_but_for_its_default(field: str, value: float) -> None:
     assert complaint("train", **{field: value}) == (

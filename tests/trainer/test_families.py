@@ -23,7 +23,7 @@ from trainer.models.language_model import LanguageModel
 from trainer.models.llama import LlamaConfig
 from trainer.models.model_config import ModelConfig, identity_of_model
 from trainer.models.modern import ModernConfig
-from trainer.models.weights import Stored, from_hub_layout
+from trainer.models.weights import Stored, WeightsFile, from_hub_layout
 
 _one_thread = trainer_runs._one_thread
 
@@ -43,11 +43,11 @@ WITHOUT_CLASS = {
     "modern, weighted": ModernConfig(**SIZES, residual_lambdas=True),
     "modern, values": ModernConfig(**{**SIZES, "n_layer": 4, "vocab_size": 257}, n_kv_head=2, value_embeddings=True),
     "modern, both": ModernConfig(**SIZES, residual_lambdas=True, value_embeddings=True),
-    "modern, windows": ModernConfig(**SIZES, n_kv_head=2, window=6),
+    "modern, windows": ModernConfig(**SIZES, n_kv_head=2, window=6, qk_scale=1.5),
     "modern, smear": ModernConfig(**SIZES, smear=True),
     "modern, backout": ModernConfig(**SIZES, backout=True),
     "modern, all": ModernConfig(
-        **SIZES, residual_lambdas=True, value_embeddings=True, window=6, smear=True, backout=True
+        **SIZES, residual_lambdas=True, value_embeddings=True, window=6, smear=True, backout=True, qk_scale=1.2
     ),
 }
 EXPORTED = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -189,7 +189,8 @@ def test_initial_weights_have_gpt2s_spread() -> None:
 
 
 def test_modern_begins_as_nanochat_does() -> None:
-    config = ModernConfig(n_layer=2, n_head=2, n_embd=64, block_size=16, vocab_size=1000)
+    options: Any = dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), True)
+    config = ModernConfig(n_layer=3, n_head=2, n_embd=64, block_size=16, vocab_size=1000, **options)
     model = plain_model(config)
     model.initialize(5)
     state, c = model.state_dict(), config.n_embd
@@ -202,6 +203,11 @@ def test_modern_begins_as_nanochat_does() -> None:
         weight = state[f"h.1.attn.{name}.weight"]
         assert weight.abs().max() <= math.sqrt(3 / c) and weight.std() == pytest.approx(1 / math.sqrt(c), rel=0.05)
     assert state["h.1.mlp.up_proj.weight"].std() == pytest.approx(0.4 / math.sqrt(c), rel=0.05)
+    for name in ("smear_gate", "h.2.attn.ve_gate.weight"):
+        assert state[name].min() >= 0 and 0.01 < state[name].max() <= 0.02
+    scalars = {"resid_lambdas": [1.15, 1.1, 1.05], "x0_lambdas": [0.2, 0.125, 0.05], "smear_lambda": [0.0]}
+    for name, values in (scalars | {"backout_lambda": [0.2]}).items():
+        torch.testing.assert_close(state[name], torch.tensor(values))
     again = plain_model(config)
     again.initialize(5)
     assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
@@ -270,7 +276,8 @@ def naive_hidden(config: ModernConfig, w: dict[str, Tensor], ids: list[int]) -> 
     def placed(heads: Tensor, at: int) -> Tensor:
         angle = at * config.rope_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         a, b = heads.view(-1, width).chunk(2, -1)
-        return norm(torch.cat((a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()), -1))
+        turned = torch.cat((a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()), -1)
+        return config.qk_scale * norm(turned)
 
     stream = [norm(w["wte.weight"][i]) for i in ids]
     if config.smear:
@@ -296,6 +303,16 @@ def naive_hidden(config: ModernConfig, w: dict[str, Tensor], ids: list[int]) -> 
 
 
 MATRICES = (*(f"attn.{one}_proj" for one in "qkvo"), "mlp.up_proj", "mlp.down_proj")
+
+
+def test_weights_with_gates_of_version_0_1_are_refused_with_its_name() -> None:
+    config = CONFIGS["modern, values"]
+    shapes = config.shapes | {"h.1.attn.ve_gate.weight": (2, 32)}
+    tensors = {name: Stored("old.safetensors", shape, lambda: torch.zeros(0)) for name, shape in shapes.items()}
+    with pytest.raises(
+        UserError, match=r"old.safetensors: h.1.attn.ve_gate.weight has the shape \[2, 32\]; .*version 0.1"
+    ):
+        WeightsFile("old.safetensors", {}, tensors).check(config)
 
 
 def test_gpt2s_fingerprint_has_no_family_and_the_others_have_it() -> None:

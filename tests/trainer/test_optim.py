@@ -9,7 +9,8 @@ import torch
 from trainer.config import TrainConfig
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
-from trainer.optim.adamw import AdamW, learning_rate_at
+from trainer.optim.adamw import AdamW
+from trainer.optim.rates import learning_rate_at
 from trainer.parallel import FlatGradients
 
 CONFIG = TrainConfig(batch_tokens=64, max_steps=100, learning_rate=0.5, warmup_steps=10)
@@ -72,7 +73,7 @@ def test_matrices_decay_and_biases_and_norms_do_not() -> None:
     model = small_model()
     optimizer = AdamW(model, CONFIG)
     names = {p: name for name, p in model.named_parameters()}
-    decays = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decays = {names[p]: group["moments"].decay for group in optimizer.param_groups for p in group["params"]}
     decayed, kept = ({name for name, decay in decays.items() if decay == value} for value in (0.1, 0.0))
     assert all(name.endswith("bias") or ".ln_" in f".{name}" for name in kept)
     assert decayed == {

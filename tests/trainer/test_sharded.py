@@ -25,7 +25,7 @@ from trainer.events import Started
 from trainer.models.family import ANY_MODEL, plain_model, to_hf
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import open_weights
-from trainer.optim.adamw import rates_at
+from trainer.optim.rates import rates_at
 from trainer.parallel import World
 
 _one_thread, data = trainer_runs._one_thread, trainer_runs.data
@@ -57,7 +57,7 @@ def trained(engine: Engine, world: World, most: int) -> dict[str, Any]:
         batches = [(part[:, :-1], part[:, 1:]) for part in tokens[share.start : share.stop].split(most)]
         loss_and_norm = engine.accumulate(iter(batches), len(batches), 10 / world.world_size, step + 1)
         numbers += [world.sum(float(loss_and_norm[0]))[0] / world.world_size, float(loss_and_norm[1])]
-        engine.update(rates_at(step, TRAIN), loss_and_norm, step + 1)
+        engine.update(rates_at(step, TRAIN, engine.config), loss_and_norm, step + 1)
         numbers.append(float(engine.loss(tokens[:, :-1], tokens[:, 1:])))
     # Items and texts that do not divide evenly: some ranks have none.
     scores = score_items(engine, 5, lambda which: [[Row([1, 2, 3 + i], 1)] for i in which], world)

@@ -179,13 +179,13 @@ def sinks_for(pieces: Mapping[str, Piece], contents: Sequence[Contents]) -> "dic
         held = sorted((one[name] for one in contents if name in one), key=lambda one: one.start)
         for one in held:
             if one.shape != piece.shape:
-                raise DamagedPieces(f"{name} is {list(one.shape)}; this model's is {piece.shape}")
+                raise DamagedPieces(f"{name} is {list(one.shape)}; this version's is {piece.shape}")
         at = piece.start
         for one in (one for one in held if one.start < piece.end and one.end > piece.start):
             at = one.end if max(one.start, piece.start) == at else -1  # a gap, or twice
         dtypes = {one.dtype for one in held}
         if at < piece.end or len(dtypes) > 1 or any(b.start < a.end for a, b in zip(held, held[1:], strict=False)):
-            raise DamagedPieces(f"{name} is incomplete, or held twice; another model may have made this checkpoint")
+            raise DamagedPieces(f"{name} is incomplete, or held twice; another model or version may have made it")
         sinks[name] = Sink(piece.live, TORCH_DTYPES[dtypes.pop()] if dtypes else piece.live.dtype)
     return sinks
 

@@ -6,7 +6,8 @@ for 1558M):
 
 - The items of a task are shuffled with `Random(1337)`. The few-shot examples of item i are drawn with
   `Random(1234 + i)` from the other items. A prompt is end-of-text, the examples, each with an empty line after it, and
-  the item. The model sees the last `block_size` tokens of it.
+  the item. A model with learned positions sees the last `block_size` tokens of it,
+  one with rotary positions all.
 - Multiple choice: the prompts of an item differ after the tokens that all have in common; the one whose rest has the
   lowest mean loss is the model's answer. Schema: the prompts differ in front of the tokens that all end with; that
   ending counts. Language modelling: every token of the continuation must have the largest logit.
@@ -113,7 +114,7 @@ def answers(
             item_rows(
                 task.kind,
                 [np.concatenate((start, np.asarray(next(tokens), np.int32))) for _ in of_item],
-                model.config.block_size,
+                model.config.reach,
             )
             for of_item in texts
         ]
@@ -138,7 +139,7 @@ def prompts(task: Task, items: Sequence[Item], index: int) -> list[str]:
     return [before + text for text in texts]
 
 
-def item_rows(kind: Kind, tokens: list[np.ndarray], block_size: int) -> list[Row]:
+def item_rows(kind: Kind, tokens: list[np.ndarray], reach: int | None) -> list[Row]:
     """The rows of an item's prompts: one for every choice, or one for a continuation."""
     if kind == "schema":
         ending = _common([ids[::-1] for ids in tokens])
@@ -148,7 +149,7 @@ def item_rows(kind: Kind, tokens: list[np.ndarray], block_size: int) -> list[Row
     if kind == "language_modeling":
         tokens, starts = tokens[1:], [min(starts[1], len(tokens[1]) - 1)]
     return [
-        Row(ids[-block_size:], max(1, start - max(0, len(ids) - block_size)))
+        Row(ids[-(reach or len(ids)) :], max(1, start - max(0, len(ids) - (reach or len(ids)))))
         for ids, start in zip(tokens, starts, strict=True)
     ]
 

@@ -47,7 +47,7 @@ class Scored(Protocol):
 
 
 class Row(NamedTuple):
-    """At most block_size + 1 tokens, of which those from `start` on count; `start` is at least 1."""
+    """At most `reach` + 1 tokens, of which those from `start` on count; `start` is at least 1."""
 
     tokens: Sequence[int] | np.ndarray
     start: int
@@ -122,7 +122,7 @@ def _width(row: Row) -> int:
 @torch.no_grad()
 def _batch_scores(model: Scored, rows: Sequence[Row], device: torch.device) -> list[RowScore]:
     """The scores of the rows of a batch, whose first one is the longest."""
-    width = min(_width(rows[0]), model.config.block_size)
+    width = min(_width(rows[0]), model.config.reach or _width(rows[0]))
     ids = np.zeros((len(rows), width), dtype=np.int64)  # padded on the right, where a causal model does not see it
     for line, row in zip(ids, rows, strict=True):
         line[: len(row.tokens) - 1] = row.tokens[:-1]

@@ -38,7 +38,7 @@ class Attention:
 
     The projections are (B·T, (n_head + 2·kv_heads)·D): queries, keys, values. Each of the `kv_heads` heads of keys and
     values serves n_head / kv_heads heads of queries; without `kv_heads`, one. With a `window`, a token reaches so many
-    tokens, itself among them (sliding windows, Beltagy et al. 2020).
+    tokens, itself among them (sliding windows, Beltagy et al. 2020). `scale`: of the products; None: D^-1/2.
     """
 
     def __init__(
@@ -49,9 +49,11 @@ class Attention:
         deterministic: bool,
         kv_heads: int | None = None,
         window: int | None = None,
+        scale: float | None = None,
     ) -> None:
         self.n_head, self.width, self.head, self.deterministic = n_head, width, width // n_head, deterministic
         self.kv_heads, self.window = kv_heads or n_head, window
+        self.scale = scale or self.head**-0.5
         self.cudnn = _frontend() if device.type == "cuda" else None
         self.graphs: dict[tuple[int, int], Graphs | None] = {}
         self.kernel = "math" if device.type != "cuda" or window is not None else "flash"  # where cuDNN has no graph
@@ -64,12 +66,12 @@ class Attention:
             return self._rows(output), SavedAttention(output, tuple(rest))
         k, v = self._repeated(k), self._repeated(v)
         if self.kernel == "flash":
-            output, *rest = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)
+            output, *rest = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=self.scale)
         else:
             q, k, v = inputs = [t.detach().float().requires_grad_() for t in (q, k, v)]
             with torch.enable_grad():
                 mask = None if self.window is None else band(q.size(2), self.window, q.device)
-                exact = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+                exact = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale)
             output, rest = exact.detach().to(qkv.dtype), [exact, inputs]
         return self._rows(output), SavedAttention(output, tuple(rest))
 
@@ -85,7 +87,7 @@ class Attention:
         if self.kernel == "flash":
             lse, cum_q, cum_k, max_q, max_k, seed, offset = saved.rest[:7]
             gradients = ATEN._scaled_dot_product_flash_attention_backward(
-                g, q, k, v, saved.output, lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset
+                g, q, k, v, saved.output, lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset, scale=self.scale
             )
         else:
             exact, inputs = saved.rest
@@ -130,7 +132,7 @@ class Attention:
         if shape not in self.graphs:
             try:
                 heads = self._heads(torch.empty_like(qkv, device="meta"), B)
-                self.graphs[shape] = Graphs(self.cudnn, heads, qkv.device, self.deterministic, self.window)
+                self.graphs[shape] = Graphs(self.cudnn, heads, qkv.device, self.deterministic, self.window, self.scale)
             except (self.cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
                 # Re-raise out-of-memory errors; otherwise the choice of kernel would depend on free memory.
                 if isinstance(error, torch.cuda.OutOfMemoryError) or "ALLOC_FAILED" in str(error):
@@ -144,11 +146,17 @@ class Graphs:
     """Forward and backward graph of cuDNN for one shape: heads (B, H, T, D) with the strides of `packed`."""
 
     def __init__(
-        self, cudnn: Any, packed: list[Tensor], device: torch.device, deterministic: bool, window: int | None
+        self,
+        cudnn: Any,
+        packed: list[Tensor],
+        device: torch.device,
+        deterministic: bool,
+        window: int | None,
+        scale: float,
     ) -> None:
         self.cudnn, self.device = cudnn, device
-        B, H, T, D = packed[0].shape
-        options = {"attn_scale": D**-0.5, "use_causal_mask": True}
+        T = packed[0].size(2)
+        options = {"attn_scale": scale, "use_causal_mask": True}
         if window is not None and window < T:
             options["diagonal_band_left_bound"] = window
         output, lse = self._outputs(packed[0])

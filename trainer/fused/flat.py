@@ -36,7 +36,7 @@ from trainer.fused.owners import Exchange, Owners, Slice
 from trainer.models.family import plain_model
 from trainer.models.model_config import ModelConfig
 from trainer.optim import muon
-from trainer.optim.adamw import Group, Rates, group_of
+from trainer.optim.rates import Group, Moments, Rates, group_of, moments_of
 from trainer.parallel import World
 
 # Elements: 128 bytes of bf16, a cache line. TMA and cuBLAS's best kernels want 16.
@@ -105,9 +105,11 @@ class Layout:
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self.slots: dict[str, ParameterSlot] = {}
         self.buckets: list[Bucket] = []
+        self.matrices: list[list[str]] = []  # of each bucket
         for index in range(config.n_layer + 1):
             names = [name for name in shapes if bucket_of(name, config.n_layer) == index]
             groups = {name: group_of(name, len(shapes[name])) for name in names}
+            self.matrices.append([name for name in names if groups[name] == "matrix"])
             offset, ends = 0, dict[Group, int]()
             for name in sorted(names, key=lambda n: get_args(Group).index(groups[n])):
                 self.slots[name] = ParameterSlot(index, offset, shapes[name])
@@ -174,6 +176,7 @@ class FlatState:
         self._kernels = Kernels.of(device)
         self.owners = self._owners()
         self.weights = self._views(self._weights)
+        self._exact, self._exact_parts = self._in_float32()
         self.gradients = self._views(self._gradients)
         # Rows of 32 bytes, so that each group's numbers are as aligned as a buffer of their own. AdamW alone needs one.
         rows = torch.zeros(len(get_args(Group)), 8, device=device)[:, :5]
@@ -183,6 +186,9 @@ class FlatState:
         self.rehearsing = False
         self._reduces: list[dist.Work] = []
         self._gathers: dict[int, dist.Work] = {}
+        self._exact_sum: dist.Work | None = None
+        moved = [group for group in get_args(Group) if group != "matrix" or not by_muon]
+        self._moments: dict[Group, Moments] = {group: moments_of(group, train) for group in moved}
 
     def initialize(self, seed: int) -> None:
         """Set the weights that the plain module draws; each rank draws only those of its shards."""
@@ -201,6 +207,7 @@ class FlatState:
         for index, bucket in enumerate(self.layout.buckets):
             self._weights[self._in_full(bucket)].copy_(self.master[self._in_shards(bucket)])
             self._begin_gather(index)
+        self._share_exact()
         self.ready()
 
     def begin_reduce(self, index: int) -> None:
@@ -251,9 +258,10 @@ class FlatState:
             self._update_by_adamw(self.layout.buckets[index])
             if exchange is None or not self.layout.buckets[index].muon:
                 self._begin_gather(index)
+        self._share_exact()
         if exchange:
             apply = self._numbers["matrix"][4]
-            exchange.finish(apply * (1 - (self.train.muon_beta2 or 0.0)))
+            exchange.finish(apply * (1 - muon.BETA2))
             for index, bucket in enumerate(self.layout.buckets):
                 if bucket.muon:
                     self._update_by_muon(bucket, exchange.buffer, rates.matrix_decay)
@@ -265,24 +273,23 @@ class FlatState:
         for group in self._with_numbers:
             numbers = self._numbers[group]
             # fill_ passes a number as a kernel argument. A copy from the host would have to wait for the device.
-            numbers[0].fill_(rates.of(group))
-            numbers[1].fill_(1 / (1 - train.beta1**step))
-            numbers[2].fill_(1 / (1 - train.beta2**step))
+            numbers[0].fill_(rates.of[group])
+            if group in self._moments:
+                numbers[1].fill_(1 / (1 - self._moments[group].beta1 ** step))
+                numbers[2].fill_(1 / (1 - self._moments[group].beta2 ** step))
             numbers[3].fill_(1.0) if scale is None else numbers[3].copy_(scale)
             numbers[4].copy_(apply)
 
     def _update_by_adamw(self, bucket: Bucket) -> None:
-        train = self.train
         start, end = bucket.shard(self.shard_index, self.shards, "adamw")
         for segment in bucket.segments:
             first, last = max(start, segment.start), min(end, segment.end)
-            if first < last:
+            if first < last and segment.group in self._moments:  # not the padding behind Muon's
                 full = slice(bucket.start + first, bucket.start + last)
                 moments = (t[self._at(bucket, first, last, "adamw")] for t in (self.exp_avg, self.exp_avg_sq))
                 buffers = self._weights[full], self.master[self._at(bucket, first, last)], *moments, self._reduced[full]
-                decay = 0.0 if segment.group == "vector" else train.weight_decay
-                numbers = self._numbers[segment.group]
-                self._kernels.adamw(*buffers, numbers, decay, train.beta1, train.beta2, train.epsilon)
+                beta1, beta2, epsilon, decay = self._moments[segment.group]
+                self._kernels.adamw(*buffers, self._numbers[segment.group], decay, beta1, beta2, epsilon)
 
     def _look_ahead(self, m: float) -> Exchange:
         """Add the gradients of the matrices to the momentum, and begin to send it to the owners."""
@@ -297,11 +304,15 @@ class FlatState:
 
     def _update_by_muon(self, bucket: Bucket, directions: Tensor, decay: float) -> None:
         start, end = bucket.shard(self.shard_index, self.shards, "muon")
-        if start < end:
-            weights = self._weights[bucket.start + start : bucket.start + end]
-            master = self.master[self._at(bucket, start, end)]
-            along = directions[self._at(bucket, start, end, "muon")]
-            self._kernels.move(weights, master, along, self._numbers["matrix"], decay)
+        for name in self.layout.matrices[bucket.index] if start < end else ():
+            slot = self.layout.slots[name]
+            first, last = max(start, slot.offset), min(end, slot.end)
+            if first < last:
+                weights = self._weights[bucket.start + first : bucket.start + last]
+                master = self.master[self._at(bucket, first, last)]
+                along = directions[self._at(bucket, first, last, "muon")]
+                own = decay * muon.factor_of(name, *slot.shape)
+                self._kernels.move(weights, master, along, self._numbers["matrix"], own)
 
     def _begin_gather(self, index: int) -> None:
         if self.shards > 1:
@@ -315,6 +326,9 @@ class FlatState:
         for each in [index] if index is not None else list(self._gathers):
             if gather := self._gathers.pop(each, None):
                 gather.wait()
+        if self._exact_sum:
+            self._exact_sum.wait()
+            self._exact_sum = None
 
     def pieces(self) -> dict[str, Piece]:
         """This rank's pieces for a checkpoint, named as PlainEngine's; call `restore` after a load into them."""
@@ -325,8 +339,8 @@ class FlatState:
             ("momentum", self.momentum, "muon"),
         )
         pieces = {f"{k}.{name}": p for k, buffer, held in kinds for name, p in self._pieces(buffer, held).items()}
-        for name, squares in (self.owners.squares or {}).items():
-            pieces[f"row_squares.{name}"] = Piece(squares, 0, tuple(squares.shape), replicated=self.shards == 1)
+        for name, squares in self.owners.squares.items():
+            pieces[f"squares.{name}"] = Piece(squares, 0, tuple(squares.shape), replicated=self.shards == 1)
         return pieces
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -359,8 +373,36 @@ class FlatState:
         slots = self.layout.slots
         slices = [self.layout.slices(rank, self.shards, "muon") for rank in range(self.shards)]
         shapes = {s.name: slots[s.name].shape for of_rank in slices for s in of_rank}
-        with_squares, squared = self.train.muon_beta2 is not None, self._kernels.squared
-        return Owners(shapes, slices, self.shard_index, self.world.device, with_squares, squared)
+        return Owners(shapes, slices, self.shard_index, self.world.device, self._kernels.squared)
+
+    def _in_float32(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """A buffer of the vectors that bf16 is too coarse for, all but biases and the weights beside these; it becomes
+        their `weights`. With it, the parts that this rank's masters hold: there, and in the masters."""
+        slots = self.layout.slots
+        names = [n for n, s in slots.items() if len(s.shape) == 1 and f"{n.rpartition('.')[0]}.bias" not in slots]
+        exact = torch.zeros(
+            sum(_rounded_up(slots[name].shape[0], ALIGNED) for name in names), device=self.master.device
+        )
+        held, at, parts = self._pieces(self.master, "all"), 0, []
+        for name in names:
+            whole = exact[at : at + slots[name].shape[0]]
+            at += _rounded_up(len(whole), ALIGNED)
+            self.weights[name] = whole
+            if piece := held.get(name):
+                parts.append((whole[piece.start : piece.end], piece.live))
+        return exact, parts
+
+    def _share_exact(self) -> None:
+        """Begin to bring the float32 vectors from the masters: each element has one rank, so that a sum is exact."""
+        if not len(self._exact):
+            return
+        if self.shards > 1:
+            self._exact.zero_()
+        if self._exact_parts:
+            live, held = zip(*self._exact_parts, strict=True)
+            torch._foreach_copy_(live, held)
+        if self.shards > 1:
+            self._exact_sum = dist.all_reduce(self._exact, async_op=True)
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         views = {}

@@ -53,8 +53,8 @@ def owners_of(shapes: Shapes, ranks: int) -> dict[str, int]:
 class Owners:
     """One rank's part in the directions of all matrices.
 
-    slices: of every rank, which together are all matrices, and in the same order on every rank. squares: the rows'
-    mean squares (rows,) of the matrices that this rank owns, by name, for NorMuon; None without. squared: muon's.
+    slices: of every rank, which together are all matrices, and in the same order on every rank. squares: those of
+    `muon.to_directions_`, of the matrices that this rank owns, by name. squared: muon's.
     """
 
     def __init__(
@@ -63,14 +63,11 @@ class Owners:
         slices: Sequence[Sequence[Slice]],
         rank: int,
         device: torch.device,
-        with_squares: bool,
         squared: muon.Squared = muon.squared,
     ) -> None:
         owners = owners_of(shapes, len(slices))
         self.shapes = {name: shape for name, shape in shapes.items() if owners[name] == rank}
-        self.squares: dict[str, Tensor] | None = None
-        if with_squares:
-            self.squares = {name: torch.zeros(shape[0], device=device) for name, shape in self.shapes.items()}
+        self.squares = {name: torch.zeros(max(shape), device=device) for name, shape in self.shapes.items()}
         self.squared = squared
         self.alone = len(slices) == 1
         self.mine = sorted(slices[rank], key=lambda s: owners[s.name])  # by the rank that gets them; a stable sort

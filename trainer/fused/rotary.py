@@ -54,7 +54,7 @@ def _rotate(
 
 
 def add_values(qkv: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, tokens: Tensor, table: Tensor) -> None:
-    """Add 2·sigmoid(weight · front) · table[token] to the values of packed projections (M, N) bf16, in place: the value
+    """Add 3·sigmoid(weight · front) · table[token] to the values of packed projections (M, N) bf16, in place: the value
     embeddings of nanochat, with a gate for each head.
 
     front: the first G numbers of x·rstd, the norm of x (M, C) bf16; weight (kv_heads, G) bf16, tokens (M,) int64, table

@@ -63,7 +63,7 @@ def _value_gate(x_ptr, rstd_ptr, weight_ptr, rows, M, C, heads, H: tl.constexpr,
     used = (head < heads)[:, None] & (col < WIDTH)[None, :]
     weight = tl.load(weight_ptr + head[:, None] * WIDTH + col[None, :], mask=used, other=0.0).to(tl.float32)
     front, weight = front[:, None, :], weight[None, :, :]
-    return front, weight, 2.0 / (1.0 + tl.exp(-tl.sum(front * weight, 2)))
+    return front, weight, 3.0 / (1.0 + tl.exp(-tl.sum(front * weight, 2)))
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def values_backward_kernel(
         drow = drows_ptr + (rows * heads * HEAD)[:, None, None] + within
         tl.store(drow, _bf16(gate[:, :, None] * dvalues), mask=mask)
         dgate = tl.sum(dvalues * embedded.to(tl.float32), 2)
-        dlogit = (dgate * gate * (1.0 - gate / 2))[:, :, None]
+        dlogit = (dgate * gate * (1.0 - gate / 3))[:, :, None]
         dweight += tl.sum(dlogit * front, 0)
         dfront = dinput_ptr + rows[:, None] * C + front_col[None, :]
         used = inside[:, None] & (front_col < WIDTH)[None, :]

@@ -110,7 +110,7 @@ class FusedStep(Generic[Operand]):
         self.order: tuple[Tensor, Tensor] | None = None  # a micro-batch's tokens, sorted, and their places
         shape = (config.n_head, config.attention_width, self.device, deterministic, config.kv_heads)
         reaches = {reach: None if reach == config.block_size else reach for reach in config.contexts}
-        kinds = {reach: Attention(*shape, window) for reach, window in reaches.items()}
+        kinds = {reach: Attention(*shape, window, config.attention_scale) for reach, window in reaches.items()}
         self.attentions = list(kinds.values())
         self.attention_of = [kinds[reach] for reach in config.contexts]  # each block's
         *layers, (head,) = self.layer_names(config)

@@ -40,6 +40,10 @@ class GroupedHeads(ModelConfig, ABC):
     hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]]  # in a config.json; an absent field has the first value
 
     @property
+    def reach(self) -> int | None:
+        return None
+
+    @property
     def kv_heads(self) -> int:
         return self.n_kv_head or self.n_head
 

@@ -156,8 +156,8 @@ class LanguageModel(nn.Module):
         if context is not None:
             return context.positions
         T = tokens.size(1)
-        if self.config.block_size < T:
-            raise ValueError(f"{T} tokens do not fit into block_size {self.config.block_size}")
+        if self.config.reach is not None and self.config.reach < T:
+            raise ValueError(f"{T} tokens do not fit into block_size {self.config.reach}")
         return torch.arange(T, device=tokens.device)
 
     def head(self, x: Tensor) -> Tensor:

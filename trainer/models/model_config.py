@@ -21,6 +21,8 @@ REMOVED_FIELDS = {
     "train.max_rollbacks": "removed in version 0.2, with train.rollback_above_nats",
     "train.batch_ramp_from": "removed in version 0.2: the batch is constant",
     "train.batch_ramp_tokens": "removed in version 0.2, with train.batch_ramp_from",
+    "train.muon_beta2": "removed in version 0.2: Muon always evens rows or columns, with 0.9",
+    "train.muon_weight_decay_schedule": "removed in version 0.2: it is nanochat's cosine",
     "runtime.data_parallel": "removed in version 0.2: the fused engine always uses ZeRO-1",
 }
 
@@ -137,6 +139,25 @@ class ModelConfig(Section, ABC):
         return sum(prod(shape) for name, shape in self.shapes.items() if name.startswith("h.") and len(shape) == 2)
 
     @property
+    def reach(self) -> int | None:
+        """The longest text whose positions the model has; None: any."""
+        return self.block_size
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of the products of queries and keys."""
+        return self.head_size**-0.5
+
+    def made_by(self, name: str) -> str:
+        """For a message about a tensor of another shape: the version that made such ones, after a semicolon."""
+        return ""
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the family's code decides of the weights and earlier versions decided otherwise, for fingerprints."""
+        return {}
+
+    @property
     def contexts(self) -> list[int]:
         """The tokens that each layer's attention reaches, the token's own among them."""
         return [self.block_size] * self.n_layer
@@ -184,7 +205,8 @@ class ModelConfig(Section, ABC):
 def identity_of_model(model: ModelConfig) -> dict[str, Any]:
     """The section as it decides the weights, without added fields that have their default."""
     fields = type(model).model_fields
-    return {k: v for k, v in model.model_dump().items() if k not in model.added or v != fields[k].default}
+    values = {k: v for k, v in model.model_dump().items() if k not in model.added or v != fields[k].default}
+    return values | model.constants
 
 
 @lru_cache

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from trainer.errors import UserError, shown
 from trainer.models.grouped import GroupedHeads
 
-GATE_WIDTH = 32  # the first numbers of the residual stream decide how much of a value embedding is added
+GATE_WIDTH = 12  # the first numbers of the residual stream decide how much of a value embedding is added
 SMEAR_WIDTH = 24  # the first numbers of an embedding decide how much of the one before it is added
 SOFTCAP = 15.0  # logits are SOFTCAP · tanh(z / SOFTCAP), as in Gemma 2 (2024)
 # Ours in a block, and transformers'.
@@ -77,8 +77,15 @@ class ModernConfig(GroupedHeads):
         "modded-nanogpt); transformers has no class for it",
     )
 
+    qk_scale: float = Field(
+        default=1.0,
+        gt=0,
+        le=100,
+        description="Factor of queries and keys after their norms: nanochat has 1.2 since 2026; transformers' class 1",
+    )
+
     options: ClassVar[tuple[str, ...]] = (
-        *("residual_lambdas", "value_embeddings", "window", "window_pattern", "smear", "backout"),
+        *("residual_lambdas", "value_embeddings", "window", "window_pattern", "smear", "backout", "qk_scale"),
     )
     added: ClassVar[tuple[str, ...]] = (*GroupedHeads.added, *options)
     title: ClassVar[str] = "nanochat"
@@ -102,6 +109,18 @@ class ModernConfig(GroupedHeads):
         if self.window is not None and self.window > self.block_size:
             raise ValueError(f"window {self.window} is longer than block_size {self.block_size}; use at most that")
         return self
+
+    def made_by(self, name: str) -> str:
+        gate = name.endswith("ve_gate.weight")
+        return f"; gates of version 0.1 read 32 numbers, and now read {GATE_WIDTH}: use that version" if gate else ""
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"gate_width": GATE_WIDTH} if self.value_embeddings else {}
+
+    @property
+    def attention_scale(self) -> float:
+        return self.qk_scale**2 * super().attention_scale
 
     @property
     def contexts(self) -> list[int]:
@@ -159,6 +178,7 @@ class ModernConfig(GroupedHeads):
             + (f", windows of {self.window} tokens ({self.window_pattern})" if self.window else "")
             + (", smear" if self.smear else "")
             + (", backout" if self.backout else "")
+            + (f", queries and keys times {self.qk_scale:g}" if self.qk_scale != 1 else "")
         )
 
     def hf_config(self) -> dict[str, Any]:

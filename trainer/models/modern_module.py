@@ -3,8 +3,9 @@ positions, normed queries and keys (Dehghani et al. 2023), ReLU² (So et al. 202
 
 At the start every block adds nothing: projections into the residual stream are 0. Other weights are those of nanochat:
 embedding normal 0.8, head normal 0.001, queries, keys and values uniform up to sqrt(3/C), which has the deviation
-1/sqrt(C), and the MLP's first matrix 0.4 of that. Value embeddings are drawn as
-values are.
+1/sqrt(C), and the MLP's first matrix 0.4 of that. Value embeddings are drawn as values are, and the gates' weights
+uniform up to 0.02. The residual stream's weights begin at 1.15 and fall to 1.05 in the last block, those of the
+embedding from 0.20 to 0.05.
 
 The options, each off by default, are those of nanochat's gpt.py (2026), which has them from modded-nanogpt's records:
 weights of the residual stream and of the embedding, value embeddings with a gate (after Zhou et al. 2024), short
@@ -23,8 +24,13 @@ from trainer.models.model_config import ModelConfig
 from trainer.models.modern import GATE_WIDTH, SMEAR_WIDTH, SOFTCAP, ModernConfig
 from trainer.models.rotary import RotaryAttention, rms_norm, waves
 
-# First values.
-SCALARS = {"resid_lambdas": 1.0, "x0_lambdas": 0.1, "smear_lambda": 0.0, "backout_lambda": 0.2}
+# First values, in the first and in the last block.
+SCALARS = {
+    "resid_lambdas": (1.15, 1.05),
+    "x0_lambdas": (0.2, 0.05),
+    "smear_lambda": (0.0, 0.0),
+    "backout_lambda": (0.2, 0.2),
+}
 
 
 class Attention(RotaryAttention):
@@ -32,21 +38,22 @@ class Attention(RotaryAttention):
 
     def __init__(self, config: ModernConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.epsilon = config.epsilon
+        self.epsilon, self.qk_scale = config.epsilon, config.qk_scale
         if config.contexts[layer] < config.block_size:
             self.window = config.contexts[layer]
         if layer in config.value_layers:
             self.ve_gate = Linear(min(GATE_WIDTH, config.n_embd), config.kv_heads, bias=False)
 
     def gated(self, x: Tensor, embedded: Tensor) -> Tensor:
-        """Value embeddings (B, T, kv_heads · D) times a weight of 0 to 2 for each token and head, 1 at the start."""
-        weight = 2 * torch.sigmoid(self.ve_gate(x[..., :GATE_WIDTH]))
+        """Value embeddings (B, T, kv_heads · D) times a weight of 0 to 3 for each token and head, 1.5 at first."""
+        weight = 3 * torch.sigmoid(self.ve_gate(x[..., :GATE_WIDTH]))
         return weight[..., None] * embedded.view(*x.shape[:2], self.kv_heads, -1)
 
     def placed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # The other sense of rotation, as nanochat and transformers' NanoChat turn.
         q, k = super().placed(q, k, cos, -sin)
-        return rms_norm(q, self.epsilon), rms_norm(k, self.epsilon)
+        q, k = rms_norm(q, self.epsilon), rms_norm(k, self.epsilon)
+        return (q, k) if self.qk_scale == 1 else (q * self.qk_scale, k * self.qk_scale)
 
 
 class MLP(nn.Module):
@@ -143,10 +150,10 @@ class Modern(LanguageModel):
     def initial(name: str, p: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
         bound = math.sqrt(3 / config.n_embd)
         if name in SCALARS:
-            p.fill_(SCALARS[name])
-        elif name == "smear_gate":
+            p.copy_(torch.linspace(*SCALARS[name], len(p)))
+        elif name == "smear_gate" or name.endswith("ve_gate.weight"):
             p.copy_(torch.empty(p.shape).uniform_(0.0, 0.02, generator=generator))
-        elif name.endswith(("o_proj.weight", "down_proj.weight", "ve_gate.weight")):
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
             p.zero_()
         elif name == "wte.weight":
             p.copy_(torch.empty(p.shape).normal_(0.0, 0.8, generator=generator))

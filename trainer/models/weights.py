@@ -89,7 +89,10 @@ class WeightsFile:
             padded = name in model.vocabulary_rows and found and found[0] >= model.vocab_size
             if found != (found[:1] if padded else shape[:1]) + shape[1:]:
                 where = self.tensors[name].where
-                raise UserError(f"{where}: {name} has the shape {cut(str(list(found)))}; this model's is {list(shape)}")
+                raise UserError(
+                    f"{where}: {name} has the shape {cut(str(list(found)))}; this model's is {list(shape)}"
+                    f"{model.made_by(name)}"
+                )
 
     def fill(self, pieces: "Mapping[str, Piece]", model: ModelConfig) -> None:
         """Fill the pieces `model.…` of a rank. UserError if a weight is not finite."""

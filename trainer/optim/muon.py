@@ -7,13 +7,15 @@ values from a thousandth of the norm on end between 0.86 and 1.14, which is near
 A step of the hidden matrix W with the gradient G, in this order:
     M <- m·M + (1 - m)·G                     momentum, fp32
     U <- m·M + (1 - m)·G                     Nesterov's look ahead, rounded to bf16
-    D <- orthogonal(U)·√max(1, rows/cols)    so that tall and wide matrices change an input's size alike
-    W <- W - rate·(D + decay·W where D·W >= 0)    cautious weight decay (Chen et al. 2025)
-With `beta2` the rows of D are also divided by the root of their mean squares over time, and the result is scaled back
-to its norm (NorMuon, Li et al. 2025).
+    O <- orthogonal(U)                       of rows made equally long (MuonEq, arXiv 2603.28254), to the norm that an
+                                             exact U V' has (Muon+, arXiv 2602.21545)
+    D <- f·even(O)                           f = √max(1, rows/cols): tall and wide matrices change an input's size alike
+    W <- W - rate·(D + f·decay·W where D·W >= 0)    cautious weight decay (Chen et al. 2025)
+even(O): rows, or of a wide matrix columns, divided by the roots of their mean squares over time, which decay by 0.9;
+the result has the norm that it had (NorMuon, Li et al. 2025).
 
-torch.optim.Muon has the first two and the factor, other polynomials (Jordan's, whose singular values end between 0.7
-and 1.2), and a weight decay that is not cautious; tests compare it.
+All of it is as in nanochat's optim.py (July 2026). torch.optim.Muon has the first two and f, other polynomials
+(Jordan's, whose singular values end between 0.7 and 1.2), and a weight decay that is not cautious; tests compare it.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,8 +33,9 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-SAFETY = 1.02  # the norm of the first matrix is 1 / SAFETY
-SMALLEST = 1e-20  # a norm, and a mean square: far below those of any gradient, so only zeros stay zeros
+SAFETY = 1.01  # the norm of the first matrix is 1 / SAFETY
+SMALLEST = 1e-20  # a norm: far below those of any gradient, so only zeros stay zeros
+BETA2, SMALLEST_SQUARE = 0.9, 1e-10  # of the mean squares over time
 
 BATCH_ELEMENTS = 1 << 26  # of matrices that are made orthogonal at once: 128 MiB of bf16, and three copies of it
 
@@ -52,18 +55,16 @@ def squared(x: Tensor, polynomial: Polynomial | None) -> Tensor:
 
 def orthogonal(
     matrices: Tensor,
-    scale: float = 1.0,
     polynomials: tuple[Polynomial, ...] = POLAR_EXPRESS,
     squared: Squared = squared,
 ) -> Tensor:
-    """About scale·U V' of each matrix U S V': (N, rows, columns), however large S -> the same shape in bf16."""
-    norms = (_norms(matrices) * SAFETY).clamp_min(SMALLEST)
+    """About U V' of each matrix, its rows made equally long, U S V': (N, rows, columns) -> the same shape in bf16."""
+    norms = (_row_norms(matrices) * (SAFETY * sqrt(matrices.size(-2)))).clamp_min(SMALLEST)
     x = (matrices * norms.reciprocal().to(matrices.dtype)).bfloat16()
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
-    *first, last = polynomials
-    for polynomial in (*first, (scale * last[0], scale * last[1], scale * last[2])):
+    for polynomial in polynomials:
         x = squared(squared(x, None), polynomial) @ x
     return x.mT if tall else x
 
@@ -81,43 +82,51 @@ def parts_of(name: str, rows: int, columns: int) -> list[int]:
     return [columns, others, others]
 
 
+def factor_of(name: str, rows: int, columns: int) -> float:
+    """The f of a hidden weight: that of each matrix that it packs."""
+    return sqrt(max(1.0, parts_of(name, rows, columns)[0] / columns))
+
+
 def to_directions_(
     matrices: Mapping[str, Tensor],
-    squares: Mapping[str, Tensor] | None = None,
-    new: Tensor | float = 0.0,
+    squares: Mapping[str, Tensor],
+    new: Tensor | float = 1 - BETA2,
     squared: Squared = squared,
 ) -> None:
     """Replace matrices (rows, columns) in bf16, by parameter name, by the directions D of their parameters.
 
-    squares: the rows' mean squares over time (rows,) fp32, which this changes, for NorMuon; None: without.
-    new: the weight of this step in them, 1 - beta2. squared: a faster function of the same meaning.
+    squares: the mean squares over time of rows, or of a wide matrix columns, (max(rows, columns),) fp32, which this
+    changes. new: the weight of this step in them. squared: a faster function of the same meaning.
     """
     shapes: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
     for name, matrix in matrices.items():
         cuts = parts_of(name, *matrix.shape)
-        rows = squares[name] if squares is not None else matrix[:, 0]  # unused
-        for pair in zip(matrix.split(cuts), rows.split(cuts), strict=True):
+        own = squares[name].split(cuts) if len(cuts) > 1 else (squares[name],)
+        for pair in zip(matrix.split(cuts), own, strict=True):
             shapes.setdefault(pair[0].shape, []).append(pair)
     for shape, pairs in shapes.items():
         at_once = max(1, BATCH_ELEMENTS // shape.numel())
-        scale = sqrt(max(1.0, shape[0] / shape[1]))
         for first in range(0, len(pairs), at_once):
-            parts, rows_of_parts = zip(*pairs[first : first + at_once], strict=True)
-            directions = orthogonal(torch.stack(parts), scale, squared=squared)
-            if squares is not None:
-                over_time = torch.stack(rows_of_parts)
-                directions = _even_rows(directions, over_time, new)
-                torch._foreach_copy_(rows_of_parts, over_time.unbind())
+            parts, of_parts = zip(*pairs[first : first + at_once], strict=True)
+            over_time = torch.stack(of_parts)
+            directions = _even(orthogonal(torch.stack(parts), squared=squared), over_time, new)
+            torch._foreach_copy_(of_parts, over_time.unbind())
             torch._foreach_copy_(parts, directions.unbind())
 
 
-def _even_rows(directions: Tensor, squares: Tensor, new: Tensor | float) -> Tensor:
-    """NorMuon: (N, rows, columns) with rows divided by the roots of `squares` (N, rows), which get this step's."""
-    now = directions.float().square().mean(-1)
-    squares.lerp_(now, torch.as_tensor(new, dtype=torch.float32, device=now.device))
-    even = directions / squares.clamp_min(SMALLEST).sqrt()[..., None]
-    before, after = (_norms(each) for each in (directions, even))
-    return (even * (before / after.clamp_min(SMALLEST))).bfloat16()
+def _even(orthogonal: Tensor, squares: Tensor, new: Tensor | float) -> Tensor:
+    """Muon+, NorMuon and f: (N, rows, columns), by `squares` (N, max(rows, columns)), which get this step's."""
+    rows, columns = orthogonal.shape[-2:]
+    over, norm = (-1 if rows >= columns else -2), sqrt(min(rows, columns))
+    exact = orthogonal.float()
+    exact *= norm / _norms(exact).clamp_min(SMALLEST)
+    squares.lerp_(exact.square().mean(over), torch.as_tensor(new, dtype=torch.float32, device=exact.device))
+    exact *= squares.clamp_min(SMALLEST_SQUARE).rsqrt().unsqueeze(over)
+    return (exact * (norm * sqrt(max(1.0, rows / columns)) / _norms(exact).clamp_min(SMALLEST))).bfloat16()
+
+
+def _row_norms(matrices: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(matrices, dim=-1, keepdim=True, dtype=torch.float32)
 
 
 def _norms(matrices: Tensor) -> Tensor:
