@@ -34,8 +34,7 @@ class MachineRequest:
 
     @property
     def cloud(self) -> str:
-        """ "aws/us-east-1" -> "aws"."""
-        return self.infra.partition("/")[0].lower()
+        return cloud_of(self.infra)
 
     @property
     def gpu(self) -> str:
@@ -45,13 +44,23 @@ class MachineRequest:
     @property
     def is_own(self) -> bool:
         """Whether it belongs to a private cluster."""
-        return self.cloud in CLUSTERS
+        return is_cluster(self.infra)
 
     def __str__(self) -> str:
         return f"{self.accelerators or f'{self.cpus} CPUs'}{' on spot' if self.use_spot else ''}"
 
     def to_yaml(self) -> dict[str, Any]:
         return without_none(vars(self))
+
+
+def cloud_of(infra: str) -> str:
+    """ "aws/us-east-1" -> "aws"."""
+    return infra.partition("/")[0].lower()
+
+
+def is_cluster(infra: str) -> bool:
+    """Whether a place is a private cluster."""
+    return cloud_of(infra) in CLUSTERS
 
 
 @cache

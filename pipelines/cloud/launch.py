@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.artifacts.store_id import new_store_id, read_store_id, settled_store_id
 from pipelines.bench.throughput import trains_on_a_small_gpu
-from pipelines.cloud.catalog import CLUSTERS
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.control import on_another_server
 from pipelines.cloud.planner import CloudPlan, Report, installs, limits_of, priced_job, workload
@@ -134,7 +133,7 @@ def checked_job(
     job = priced_job(job, request, limits_of(request, store), work, report)
     dags = [dag_of(job, launch.secrets)]
     for dag in dags if ask and not wrong else []:
-        ask_optimizer(dag, quiet=any(cloud not in CLUSTERS for cloud in job.clouds))  # their plan was reported
+        ask_optimizer(dag)
     return job, dags, wrong
 
 

@@ -31,7 +31,7 @@ from pipelines.bench.throughput import (
     speed_on,
     trains_on_a_small_gpu,
 )
-from pipelines.cloud.catalog import CLOUDS, MachineRequest, Place, offers, place_of, with_traffic
+from pipelines.cloud.catalog import CLOUDS, MachineRequest, Place, is_cluster, offers, place_of, with_traffic
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.preflight import text_is_only_here
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
@@ -158,8 +158,8 @@ def cloud_plan(
     """Candidates for the rest of a run, on spot and on demand. UserError without prices, or without a machine that can
     train it.
 
-    Without `nodes`: the fewest that have the memory. Without `train_nodes`: TRAIN_NODES, or one GPU for a small
-    training, as a launch takes it.
+    Without `nodes`: the fewest that have the memory. Without `train_nodes`: TRAIN_NODES, or those of a launch for a
+    small training and for private clusters.
     """
     plans, places, small = plans or plans_of(recipe), list(places), trains_on_a_small_gpu(recipe)
     work = workload(recipe, store, plans, installs)
@@ -167,10 +167,8 @@ def cloud_plan(
         work.stages.remove("tokenize")
     name, infra = run_name(plans), ",".join(places)
     jobs = [
-        managed_job(
-            LaunchRequest(name, store.uri, infra=infra, spot=spot, nodes=nodes or 1, gpus=gpus), work.stages, small
-        )
-        for gpus in (*train_nodes,) or ((None,) if small else TRAIN_NODES)
+        managed_job(LaunchRequest(name, store.uri, infra=infra, spot=spot, gpus=gpus), work.stages, small)
+        for gpus in (*train_nodes,) or ((None,) if small or all(map(is_cluster, places)) else TRAIN_NODES)
         for spot in (False, True)
     ]
     offered, failed = offers_of(jobs)
@@ -230,7 +228,7 @@ def plan_run(
     for stage in work.stages:
         is_up = follows and stage == "export"
         sold = list(offered.get("evaluate" if is_up else stage, {}).values())
-        if sold and stage == "evaluate" and not (sold := holding(recipe, offered)):
+        if sold and stage == "evaluate" and not (sold := [one for one in sold if holds(one, recipe)]):
             found_notes["evaluate is left out: no GPU here holds all weights in float32"] = None
         if sold and stage != "train":
             cheapest = min(sold, key=price_of)
@@ -267,17 +265,9 @@ def plan_run(
     return CloudPlan(candidates, chosen, list(found_notes), assumed)
 
 
-def holding(recipe: Recipe, offered: Offered) -> list[Machine]:
-    """The machines of the stage evaluate, or else of train, whose GPU holds all float32 weights, as evaluate does."""
-    for stage in ("evaluate", "train"):
-        able = [
-            one
-            for one in offered.get(stage, {}).values()
-            if 4 * recipe.model.parameters <= (memory_on(one.accelerators or "") or math.inf)
-        ]
-        if able:
-            return able
-    return []
+def holds(machine: Machine, recipe: Recipe) -> bool:
+    """Whether a GPU holds all float32 weights, as evaluate does. An unknown one may."""
+    return 4 * recipe.model.parameters <= (memory_on(machine.accelerators or "") or math.inf)
 
 
 def estimate_stage(stage: str, work: Workload, machine: Machine, nodes: int, is_up: bool = False) -> StageEstimate:
@@ -397,6 +387,10 @@ def priced_job(job: ManagedJob, request: LaunchRequest, limits: Limits, work: Wo
     report(plan)
     if plan.chosen is None:
         raise UserError(f"launch: {plan.notes[-1]}")
+    small = [one for one, machine in offered.get("evaluate", {}).items() if not holds(machine, work.recipe)]
+    if len(small) < len(rank.get("evaluate", ())):
+        for one in small:
+            del rank["evaluate"][one]
     met = [one.machine for one in plan.candidates if limits.excess(one) <= 1]
     for one, machine in working.get("train", {}).items():
         if machine in met:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
 from pipelines.bench.throughput import gpu_of
-from pipelines.cloud.catalog import CLUSTERS, INSTALL
+from pipelines.cloud.catalog import CLUSTERS, INSTALL, is_cluster
 from pipelines.cloud.checks import Finding, broken, check_image_name, mlflow_answers, store_commits
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import ManagedJob
@@ -31,7 +31,7 @@ def preflight(
     job: ManagedJob, request: LaunchRequest, recipe: Recipe, store: Store, secrets: Mapping[str, str]
 ) -> Iterator[Finding]:
     """All checks of a job, the cheapest first. UserError for a malformed name of an image."""
-    remote = any(cloud not in CLUSTERS for cloud in job.clouds)
+    remote = not all(map(is_cluster, job.clouds))
     try:
         yield Finding("skypilot", version("skypilot"))
     except PackageNotFoundError:
@@ -119,7 +119,7 @@ def text_readable(text: TokensConfig) -> Finding:
 def text_is_only_here(recipe: Recipe, places: Iterable[str]) -> bool:
     """Whether a job in these places can't read the text to tokenize. Each version of Python has another library."""
     local = [one.source.removeprefix(LLMC) for one in recipe.tokens.each() if not is_remote(one.source)]
-    elsewhere = any(place.partition("/")[0].lower() not in CLUSTERS for place in places)
+    elsewhere = not all(map(is_cluster, places))
     return any(source == STDLIB or not os.path.isabs(source) or elsewhere for source in local)
 
 

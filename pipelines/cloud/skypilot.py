@@ -131,14 +131,13 @@ def dag_of(job: ManagedJob, secrets: Mapping[str, str]) -> "Dag":
         raise UserError(f"launch: SkyPilot refuses the job: {' '.join(str(error).split())}") from error
 
 
-def ask_optimizer(dag: "Dag", quiet: bool) -> None:
-    """Let SkyPilot choose machines; unless `quiet` it prints its choice. UserError if no machine fits."""
+def ask_optimizer(dag: "Dag") -> None:
+    """Let SkyPilot choose machines, without its tables: the plan was reported. UserError if no machine fits."""
     from sky import exceptions
     from sky.client import sdk
 
     try:
-        request = sdk.optimize(dag)
-        sdk.get(request) if quiet else sdk.stream_and_get(request)
+        sdk.get(sdk.optimize(dag))
     except (exceptions.ResourcesUnavailableError, exceptions.NoCloudAccessError) as error:
         plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("To fix:")[0]  # its hints are about its own CLI
         reason = " ".join(plain.split()).rstrip(".")

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import yaml
 
-from pipelines.cloud.catalog import CLUSTERS, MachineRequest
+from pipelines.cloud.catalog import MachineRequest, is_cluster
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.stage import STAGES
 from trainer.errors import UserError
@@ -114,7 +114,7 @@ def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = Fal
             f"--deadline: can't be kept with {option}: the task evaluate, on demand, finishes the training in time"
         )
     job = ManagedJob(request.job_name, tuple(tasks.values()))
-    if request.deadline and set(job.clouds) <= set(CLUSTERS):
+    if request.deadline and all(map(is_cluster, job.clouds)):
         raise UserError(f"--deadline: {request.infra} has no spot machines and no price list; leave it out")
     if request.deadline and request.spot is None and {"train", "evaluate"} <= set(tasks):
         tasks |= deadline_tasks(tasks["train"], tasks["evaluate"], request.deadline)
@@ -132,9 +132,8 @@ def requested_task(task: Task, request: LaunchRequest, folder: Path) -> Task:
     if all(machine.is_own for machine in task.machines):
         del resources["disk_size"], resources["autostop"]  # no disks and no machines to remove
     envs = dict(task.envs)
-    document = {name: value for name, value in task.document.items() if name != "secrets"}
+    document = {name: value for name, value in task.document.items() if name not in ("secrets", "workdir")}
     if request.image == WORK_TREE:
-        del resources["image_id"]
         document["workdir"] = str(folder)
     else:
         resources["image_id"] = f"docker:{request.image}"

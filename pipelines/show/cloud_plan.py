@@ -49,7 +49,7 @@ def print_cloud_plan(plan: CloudPlan) -> None:
 
 def machines_table(plan: CloudPlan) -> Table:
     """Make a row for each machine and market of a cloud. ~ marks an estimated speed, ? an assumed one."""
-    best: dict[tuple[str | None, str | None, bool | None], Candidate] = {}
+    best: dict[tuple[object, ...], Candidate] = {}
     for one in plan.candidates:
         best.setdefault(kind_of(one), one)
     chosen = None if plan.chosen is None else kind_of(plan.candidates[plan.chosen])
@@ -73,7 +73,7 @@ def machines_table(plan: CloudPlan) -> Table:
     return table
 
 
-def kind_of(one: Candidate) -> tuple[str | None, str | None, bool | None]:
-    """Cloud, type and market."""
+def kind_of(one: Candidate) -> tuple[object, ...]:
+    """Cloud, type, GPUs and market."""
     machine = one.machine or Machine()
-    return machine.cloud, machine.instance, machine.spot
+    return machine.cloud, machine.instance, machine.accelerators, machine.spot

@@ -22,11 +22,14 @@ from pipelines.cloud.planner import (
     cloud_plan,
     estimate_stage,
     evaluate_hours,
+    priced_job,
     workload,
 )
+from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe, shipped
 from pipelines.show.cloud_plan import print_cloud_plan
-from pipelines.stage import plans_of, run_name
+from pipelines.stage import STAGES, plans_of, run_name
 from pipelines.tracking.records import Heartbeat, Machine, Progress
 from trainer.checkpoint.commits import Commit, TrainState
 from trainer.errors import UserError
@@ -195,6 +198,23 @@ def test_gpus_that_cannot_share_a_step_are_no_candidates_and_a_small_training_ge
     assert list(plan.candidates[0].stages) == ["train", "evaluate", "export"]  # the text is on this machine
 
 
+def test_the_prices_of_a_task_with_many_places_fit_one_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def everywhere(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
+        regions = [f"northamerica-northeast{i}" for i in range(10)]
+        one = Machine(wanted.cloud, None, "", "gpu-h100-sxm_8gpu-128vcpu-1600gb", True, "H100:8", 31.92)
+        found = [replace(one, region=region) for region in regions]
+        return {replace(wanted, infra=f"{wanted.cloud}/{m.region}"): replace(m, usd_per_hour=19.123456) for m in found}
+
+    monkeypatch.setattr(planner, "offers", everywhere)
+    store, request = LocalStore(tmp_path), LaunchRequest("a-12345678", "s3://bucket")
+    work = replace(workload(SMALL, store, plans_of(SMALL)), place=Place("aws", "us-east-1"))
+    job = priced_job(managed_job(request, STAGES), request, Limits(), work, lambda _: None)
+    assert max(len(task.envs["SKYTRAIN_PRICES"] or "") for task in job.tasks) < 16_384
+    assert max(len(task.machines) for task in job.tasks) == 40
+
+
 def test_traffic_and_rarer_saves_are_part_of_the_plan(tmp_path: Path) -> None:
     gcp = Machine("gcp", "us-central1", spot=True, accelerators="H100:8", usd_per_hour=18.0)
     places = (None, Place("gcp", "us-central1"), Place("aws", "us-east-1"))
@@ -228,3 +248,6 @@ def test_the_plan_fits_the_terminal_and_says_what_it_assumes(
     assert "~" in shown and "tokens/s assumed: " in shown and "A100-80GB was never measured" in shown
     assert f"{first.hours:.2f} {first.usd:,.2f}" in shown and "assumed: a spot node lasts 2 h" in shown
     assert "chosen: aws p5.48xlarge spot" in shown
+    print_cloud_plan(planned(tmp_path, places=("slurm/here",)))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "slurm H100:8 ? " in shown and " ? slurm H100:1" in shown

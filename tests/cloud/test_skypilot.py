@@ -56,7 +56,7 @@ from types import SimpleNamespace
 from unittest import mock
 from typer.testing import CliRunner
 from pipelines import cli
-from pipelines.cloud import catalog, planner, skypilot
+from pipelines.cloud import catalog, planner, preflight, skypilot
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
@@ -79,7 +79,7 @@ def answer(question):
     enabled[:] = question["enabled"]
     secrets = list(question["secrets"].items())
     dag = dag_utils.load_chain_dag_from_yaml_str(question["yaml"], list(question["envs"].items()), secrets)
-    skypilot.ask_optimizer(dag, quiet=True)
+    skypilot.ask_optimizer(dag)
     execution._resolve_managed_secrets(dag)  # what a launch does next
     return {"name": dag.name, "tasks": [task_record(task) for task in dag.tasks]}
 
@@ -98,6 +98,9 @@ def priced(options, stages, spent=0.0, enabled=()):
     planner.find_run = lambda store, run: SimpleNamespace(account=SimpleNamespace(total=total))
     request = LaunchRequest(**options)
     job = managed_job(request, stages)
+    for finding in preflight.limits_of_clouds(job):
+        if finding.state == "broken":
+            raise UserError(finding.seen)
     recipe, store = load_recipe("gpt2-124m", ["evaluate.hellaswag=null"]), LocalStore("store")
     with contextlib.redirect_stdout(io.StringIO()) as output:
         work = planner.workload(recipe, store, plans_of(recipe), planner.installs(request))
@@ -181,6 +184,23 @@ QUESTIONS |= {
     "a budget that is spent": to_price(("evaluate", "export"), budget=20.0) | {"spent": 25.0},
     "a deadline without a price list": to_price(("train", "evaluate"), gpus="V100:8", deadline=4e9),
 }
+# A launch of all stages by cloud, nodes and market, without and with an image. None: accepted.
+NO_NETWORK = "UserError: runpod has no network between nodes"
+NOT_SOLD = "UserError: no machine for train: {} sells no H100:8 on spot"
+MATRIX: dict[tuple[str, int, bool], str | None] = {
+    (cloud, nodes, spot): None for cloud in ("aws", "gcp", "nebius") for nodes in (1, 2) for spot in (False, True)
+}
+MATRIX |= {
+    ("lambda", nodes, spot): NOT_SOLD.format("lambda") if spot else None for nodes in (1, 2) for spot in (False, True)
+}
+MATRIX |= {("runpod", nodes, spot): NO_NETWORK if nodes == 2 else None for nodes in (1, 2) for spot in (False, True)}
+QUESTIONS |= {
+    f"{cloud} {nodes} {spot} {image}": to_price(STAGES, infra=cloud, nodes=nodes, spot=spot, image=image)
+    | {"enabled": [cloud]}
+    for cloud, nodes, spot in MATRIX
+    for image in ("none", IMAGE)
+}
+QUESTIONS["H200:8 on aws"] = to_price(STAGES, infra="aws", gpus="H200:8") | {"enabled": ["aws"]}
 H100: dict[str, Any] = {"accelerators": "H100:8"}
 CPUS: dict[str, Any] = {"cpus": "16+"}
 WANTED = {
@@ -192,6 +212,10 @@ WANTED = {
     "gcp H200:8": {"infra": "gcp", "use_spot": False, "accelerators": "H200:8"},
     "lambda cpus": {"infra": "lambda", "use_spot": False} | CPUS,
     "aws cpus and memory": {"infra": "aws", "use_spot": True, "memory": "32+"} | CPUS,
+    "slurm H100:8": {"infra": "slurm/local", "use_spot": False} | H100,
+    "slurm L4:1": {"infra": "slurm/local", "use_spot": False, "accelerators": "L4:1"},
+    "slurm cpus": {"infra": "slurm/local", "use_spot": False} | CPUS,
+    "kubernetes cpus": {"infra": "kubernetes", "use_spot": False} | CPUS,
 }
 PLACES = {
     "mars": "--infra mars: Cloud 'mars' is not a valid cloud among ",
@@ -211,6 +235,10 @@ QUESTIONS |= {
         "env": KEYS | {"SKYPILOT_API_SERVER_ENDPOINT": closed_port()},
     },
     "servers": {"folders": ["one", "two", "one"]},
+    **{
+        f"a plan on {infra}": {"words": ["plan", "gpt2-124m", "--cloud", "--infra", infra, "--json"], "env": {}}
+        for infra in ("slurm/local", "kubernetes")
+    },
     "a dry run with faults": {"words": [*LAUNCH, "gpt2-124m"], "env": {}},
 }
 
@@ -276,7 +304,8 @@ def test_every_file_is_a_task_that_recovers_from_75_and_leaves_no_machine(answer
     assert task["recovery"] == {"strategy": "EAGER_NEXT_REGION", "recover_on_exit_codes": [75]}
     assert task["down"] is True
     assert task["labels"] == {"project": "skytrain"}
-    assert list(task["image"].values()) == ["docker:ghcr.io/your-name/skytrain:skypilot"]
+    assert task["image"] is None and json.loads(task["yaml"])["workdir"] == "."  # it runs as it stands, from a clone
+    assert len((SKY / f"{stage}.yaml").read_text().splitlines()) <= 60
 
 
 def test_a_pod_that_kubernetes_takes_back_stops_its_training(answers: dict[str, Any]) -> None:
@@ -376,6 +405,10 @@ def test_offers_are_the_catalogs_prices_by_region(answers: dict[str, Any]) -> No
         "gcp H200:8": [],
         "lambda cpus": [("us-east-1", "cpu_16x_general", 0.64, 0.64)],
         "aws cpus and memory": [("us-east-1", "c6i.4xlarge", 0.25, 0.7)],
+        "slurm H100:8": [("local", None, 28.0, 28.0)],
+        "slurm L4:1": [("local", None, None, None)],  # SkyPilot says 0
+        "slurm cpus": [("local", None, 0.16, 0.16)],
+        "kubernetes cpus": [(None, None, None, None)],
     }
     refused = answers["offers without a price list"]["error"], answers["offers of no cloud"]["error"]
     assert "azure: its price list cannot be fetched" in refused[0]
@@ -393,6 +426,41 @@ def test_a_place_that_does_not_exist_is_refused_with_the_names_there_are(answers
     assert answers[VALID] is None
     for place, expected in PLACES.items():
         assert expected in answers[place]["error"]
+
+
+def test_a_plan_on_a_private_cluster_has_hours_and_no_dollars_without_a_price(answers: dict[str, Any]) -> None:
+    for infra, usd in (("slurm/local", 30.0), ("kubernetes", None)):
+        done = answers[f"a plan on {infra}"]
+        assert done["ended"] == 0, done
+        (found,) = [
+            c for c in json.loads(done["stdout"])["cloud"]["candidates"] if c["machine"]["accelerators"] == "H100:8"
+        ]
+        assert 0.9 < found["hours"] < 2 and found["usd"] == (usd and pytest.approx(usd, rel=0.5))
+
+
+def test_six_clouds_tasks_are_refused_by_us_first_or_accepted_by_the_real_optimizer_with_mocked_accounts(
+    answers: dict[str, Any],
+) -> None:
+    """Kubernetes is the sixth: SkyPilot's optimizer asks a cluster, which is not here."""
+    for (cloud, nodes, spot), refusal in MATRIX.items():
+        for image in ("none", IMAGE):
+            answer = answers[f"{cloud} {nodes} {spot} {image}"]
+            assert answer.get("error") == refusal, (cloud, nodes, spot, image)
+            placed = {task["name"]: task for task in answer.get("placed", ())}
+            assert refusal or list(placed) == list(TASKS), (cloud, nodes, spot, image)
+            assert refusal or (placed["train"]["nodes"], placed["train"]["spot"]) == (nodes, spot)
+
+
+def test_evaluate_gets_its_own_machine_then_one_gpu_of_trains_then_trains_machine(answers: dict[str, Any]) -> None:
+    gpus = {
+        name: next(task["instance"] for task in answers[name]["placed"] if task["name"] == "evaluate")
+        for name in ("H200:8 on aws", "nebius 1 False none", "gcp 1 False none")
+    }
+    assert gpus == {
+        "H200:8 on aws": "g6.xlarge",
+        "nebius 1 False none": "gpu-h100-sxm_1gpu-16vcpu-200gb",
+        "gcp 1 False none": "a3-highgpu-8g",
+    }
 
 
 # A dry run

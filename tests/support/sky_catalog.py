@@ -42,6 +42,12 @@ ROWS = (
     Row("lambda", "gpu_1x_h100_sxm5", "us-east-1", "", 3.29, None, "H100:1", 26, 225),
     Row("lambda", "gpu_1x_a10", "us-east-1", "", 0.75, None, "A10:1", 30, 200),
     Row("lambda", "cpu_16x_general", "us-east-1", "", 0.64),
+    Row("nebius", "cpu-d3_16vcpu-64gb", "eu-north1", "", 0.4),
+    Row("nebius", "gpu-h100-sxm_1gpu-16vcpu-200gb", "eu-north1", "", 2.95, 1.25, "H100:1", 16, 200),
+    Row("nebius", "gpu-h100-sxm_8gpu-128vcpu-1600gb", "eu-north1", "", 23.6, 10.0, "H100:8", 128, 1600),
+    Row("runpod", "cpu3g-16-64", "CA", "CA-MTL-1", 0.64),
+    Row("runpod", "1x_L4_SECURE", "CA", "CA-MTL-1", 0.39, None, "L4:1", 12, 50),
+    Row("runpod", "8x_H100_SECURE", "CA", "CA-MTL-1", 19.12, 15.0, "H100:8", 128, 1408),
 )
 COLUMNS = {
     "aws": "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,"
@@ -49,6 +55,9 @@ COLUMNS = {
     "gcp": "InstanceType,vCPUs,MemoryGiB,AcceleratorName,AcceleratorCount,GpuInfo,Region,AvailabilityZone,Price,"
     "SpotPrice",
     "lambda": "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,Price,Region,GpuInfo,SpotPrice",
+    "nebius": "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,Price,Region,GpuInfo,SpotPrice",
+    "runpod": "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,Region,SpotPrice,Price,AvailabilityZone,"
+    "GpuInfo",
 }
 EMPTY = {  # other files that the clouds' modules read
     "aws/images.csv": "Tag,Region,OS,OSVersion,ImageId,CreationDate,BaseImageId",
