@@ -8,6 +8,7 @@ import io
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipelines.cloud.request import LaunchRecord, last_launch
@@ -28,7 +29,7 @@ from pipelines.cloud.tasks import run_label
 from pipelines.tracking.account import Forecast, forecast, location
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
-from pipelines.tracking.releases import Release, read_releases, write_releases
+from pipelines.tracking.releases import Release, write_releases
 from pipelines.tracking.runs import Run, RunRecord, Summary, usable_runs
 from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
 from trainer.config import TrainConfig
@@ -136,17 +137,17 @@ def on_another_server(launched: LaunchRecord) -> str | None:
 
 
 def record_releases(runs: list[Run], launches: Mapping[str, LaunchRecord]) -> list[Run]:
-    """Record when SkyPilot has released the machines of launched runs, if that is not on record. Returns the runs, new
-    snapshots of those with other bills."""
+    """Record when SkyPilot has released the machines of launched runs, if that is not on record and the store may be
+    written. Returns the runs, new snapshots of those with other bills."""
     missing = [run for run in runs if run.unreleased and run.name in launches]
     found, again = clusters() if missing else [], dict[str, Run]()
     for run in missing:
-        label = run_label(launches[run.name].request.job_name)
-        known = {*read_releases(run.store, run.name)}
+        label, known = run_label(launches[run.name].request.job_name), {*run.releases}
         ours = {Release(one.name, one.since, one.until) for one in found if one.run == label and one.until}
-        if not ours <= known:
-            write_releases(run.store, run.name, sorted(known | ours, key=lambda one: one.since))
-            again[run.name] = Run(run.store, run.record)
+        with suppress(UserError, OSError):
+            if not ours <= known:
+                write_releases(run.store, run.name, sorted(known | ours, key=lambda one: one.since))
+                again[run.name] = Run(run.store, run.record)
     return [again.get(run.name, run) for run in runs]
 
 

@@ -5,7 +5,7 @@ where every bill and the budget of a running job read them.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from pipelines.tracking.account import StoredHeartbeat
@@ -47,33 +47,19 @@ def until_release(
     """The heartbeats, with the time until the release of a machine as the end of its last attempt; and the last
     heartbeats of machines whose release is not on record."""
     billed, unknown = list(heartbeats), list[Heartbeat]()
-    for machines in machines_of(billed):
-        for machine in machines:
-            first, last = machine[0].beat, machine[-1]
-            beat = last.beat
-            if machine is not machines[-1] and (beat.state == "running" or beat.progress.notice):
-                continue  # the cloud took it away
-            known = (
-                one.until
-                for one in releases
-                if one.cluster == beat.machine.cluster and one.since - CLOCKS_SECONDS < first.started < one.until
-            )
-            if (until := next(known, None)) is None:
-                unknown += [beat] * (beat.state != "running")
-            elif until > beat.time:
-                phases = sum_by_key([beat.phases, {RELEASE: until - beat.time}])
-                billed[billed.index(last)] = replace(last, beat=replace(beat, time=until, phases=phases))
+    rented = sorted((one for one in billed if one.beat.machine.cluster), key=lambda one: one.beat.started)
+    for number, one in enumerate(rented):
+        beat, cluster = one.beat, one.beat.machine.cluster
+        # A recovery gives a new machine the name of the old one, and its first attempt has provisioned it.
+        later = next((other.beat for other in rented[number + 1 :] if other.beat.machine.cluster == cluster), None)
+        taken_away = beat.state == "running" or beat.progress.notice
+        if later and ("provision" not in later.phases or taken_away):
+            continue
+        of_cluster = (known for known in releases if known.cluster == cluster)
+        ends = [known.until for known in of_cluster if known.since - CLOCKS_SECONDS < beat.started < known.until]
+        if not ends:
+            unknown += [beat] * (beat.state != "running")
+        elif (more := ends[0] - beat.time) > 0:
+            phases = sum_by_key([beat.phases, {RELEASE: more}])
+            billed[billed.index(one)] = replace(one, beat=replace(beat, time=ends[0], phases=phases))
     return billed, unknown
-
-
-def machines_of(heartbeats: Iterable[StoredHeartbeat]) -> Iterator[list[list[StoredHeartbeat]]]:
-    """For each name of a cluster, the attempts on one machine after another. A recovery gives a new machine the name of
-    the old one; the first attempt on a machine has provisioned it."""
-    by_cluster: dict[str, list[list[StoredHeartbeat]]] = {}
-    for one in sorted(heartbeats, key=lambda one: one.beat.started):
-        if cluster := one.beat.machine.cluster:
-            machines = by_cluster.setdefault(cluster, [])
-            if not machines or "provision" in one.beat.phases:
-                machines.append([])
-            machines[-1].append(one)
-    yield from by_cluster.values()

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated
 
@@ -49,8 +48,7 @@ def status(
     found = usable_runs(opened, runs or [], read, print_note_on_stderr, last)
     tasks, failure = control.reported_tasks(print_note_on_stderr) if launches else ([], None)
     if launches and not failure:
-        with suppress(UserError, OSError):  # of a store that may only be read
-            found = control.record_releases(found, launches)
+        found = control.record_releases(found, launches)
     states = [control.status_of(run, launches.get(run.name), tasks) for run in found]
     if as_json:
         print(json.dumps([asdict(one) for one in states]), flush=True)

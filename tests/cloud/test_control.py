@@ -18,7 +18,8 @@ from pipelines.show.status import print_status
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
-from pipelines.tracking.runs import Run, RunRecord, read_records
+from pipelines.tracking.releases import Release, read_releases
+from pipelines.tracking.runs import Run, RunRecord, read_records, read_run
 from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, request_stop, watch_stop_request
 from pipelines.verbs.down import down
 from pipelines.verbs.logs import logs
@@ -251,6 +252,31 @@ def test_a_job_of_another_api_server_is_named_and_no_job_of_its_number_is_taken_
             verb(RUN, store=store.uri)
     status([RUN], store=store.uri)
     assert message in " ".join(capsys.readouterr().out.split()) and removed == []
+
+
+def test_status_records_the_release_of_a_machine_once_and_the_bill_ends_there(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(store)
+    launched(store)
+    now = time.time()
+    put_beat(store, 1, "stopped", now - 3600, machine=Machine(cluster="train-1"), phases={"provision": 10.0})
+    of_store, of_another = (Cluster("train-1", name, now - 3700, now + 90) for name in (JOB, f"{RUN}-{THEIRS}"))
+    with_skypilot(
+        monkeypatch, [job_record(1, JOB, "FAILED", now, None)], [of_store, of_another._replace(until=now + 9)]
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "put", read_only)
+        status([RUN], store=store.uri)
+    status([RUN], store=store.uri)
+    assert read_releases(store, RUN) == [Release("train-1", now - 3700, now + 90)]
+    assert read_run(store, RUN).account.total.hours == pytest.approx(3690 / 3600)
+    monkeypatch.setattr(control, "clusters", read_only)  # it is on record
+    status([RUN], store=store.uri)
+
+
+def read_only(*_: object) -> None:
+    raise UserError("access denied")
 
 
 class SilentStore(LocalStore):

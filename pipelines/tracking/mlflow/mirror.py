@@ -234,9 +234,8 @@ def _found_or_created(client: MlflowClient, run: Run, uri: str) -> str:
 
     def is_ours(tags: Mapping[str, str]) -> bool:
         """Another store may have a run of this name. Runs before version 0.2 have the URI of their store only."""
-        if store_id and tags.get(STORE_ID):
-            return tags[STORE_ID] == store_id
-        return tags.get(STORE, run.store.uri) == run.store.uri
+        known = store_id and tags.get(STORE_ID)
+        return known == store_id if known else tags.get(STORE, run.store.uri) == run.store.uri
 
     def found() -> str | None:  # the oldest one of several
         of_run = f"tags.`skytrain.run` = '{run.name}'"
