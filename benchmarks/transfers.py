@@ -1,9 +1,10 @@
 """GB/s of checkpoints and files to and from S3, whose connections are slow: 100 MB/s each, as those of real buckets.
 
-`python -m benchmarks.transfers [--gb GB] [--rounds N] [--connection MB]` starts a server of its own, in several
-processes, that speaks as much of S3 as a transfer needs and keeps objects in --place. It saves a checkpoint, loads it,
-uploads a file of an artifact and downloads it, verified, in rounds. The server takes cores, too: on a machine with few,
-they are the limit. With PYTHONPATH=OTHER_CHECKOUT, `python benchmarks/transfers.py` times the code of that checkout.
+`python -m benchmarks.transfers [--gb GB] [--rounds N] [--connection MB] [--against CHECKOUT]` starts a server of its
+own, in several processes, that speaks as much of S3 as a transfer needs and keeps objects in --place. It saves a
+checkpoint, loads it, uploads a file and downloads it, verified, in rounds. The server takes cores, too: on
+a machine with few, they are the limit, and the client's own seconds of processor time a GB show more. With --against it
+times the code of another checkout first, and prints the ratios.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import os
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +21,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -32,6 +35,7 @@ from trainer.metrics import PhaseClock
 from trainer.parallel import World
 
 SERVERS = 8
+T = TypeVar("T")
 BLOCK = 1 << 20
 
 
@@ -125,10 +129,11 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 1024
 
 
-def timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+def timed(work: Callable[[], T]) -> tuple[T, float, float]:
+    """What `work` returns, its seconds, and the seconds of processor time of this process."""
+    started, used = time.perf_counter(), time.process_time()
+    result = work()
+    return result, time.perf_counter() - started, time.process_time() - used
 
 
 def main() -> None:
@@ -137,7 +142,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connection", type=float, default=100.0, help="MB/s of each")
     parser.add_argument("--place", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--against", type=Path, help="a checkout of the code before")
     options = parser.parse_args()
+    if options.against:
+        return print_ratios(options.against.resolve(), sys.argv[1:])
     place = Path(tempfile.mkdtemp(dir=options.place))
     objects = place / "objects"
     objects.mkdir()
@@ -160,31 +168,50 @@ def main() -> None:
         shutil.rmtree(place)
 
 
+def print_ratios(other: Path, arguments: list[str]) -> None:
+    """Time the code of another checkout and this one, and print this one's speed over the other's."""
+    at = arguments.index("--against")
+    command, medians = [sys.executable, __file__, *arguments[:at], *arguments[at + 2 :]], []
+    for tree in (other, Path(__file__).resolve().parents[1]):
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.PIPE, text=True)
+        print(done.stdout, flush=True)
+        medians.append({name: float(speed) for name, speed in re.findall(r"(\w+) +([\d.]+) GB/s", done.stdout)})
+    for name, speed in medians[1].items():
+        print(f"{name:9} {speed / medians[0][name]:.2f} x", flush=True)
+
+
 def compare(store: S3Store, place: Path, gb: float, rounds: int) -> None:
     """Print the GB/s of each transfer, round by round and their median."""
     world = World(0, 0, 1, torch.device("cpu"))
     weights = torch.randint(0, 255, (int(gb * 1e9),), dtype=torch.uint8).view(torch.bfloat16)
     (file := place / "weights").write_bytes(weights.view(torch.uint8).numpy().data)
     speeds: dict[str, list[float]] = {"save": [], "load": [], "upload": [], "download": []}
+    processor: dict[str, float] = {}
     print(f"{gb:g} GB, {os.cpu_count()} cores, code in {sys.modules['trainer'].__path__[0]}")
+
+    def time_of(name: str, work: Callable[[], T]) -> T:
+        result, seconds, processor[name] = timed(work)
+        speeds[name].append(gb / seconds)
+        return result
+
     for number in range(rounds):
         pieces = {"model.w": Piece.whole(weights)}
         with Checkpointer(store, "run", world, attempt=number + 1, keep_last=1) as checkpointer:
             log = EventLog(place / "events.jsonl", PhaseClock())
             checkpointer.prepare(pieces)
             checkpointer.save(TrainState(step=number + 1), pieces, log)
-            speeds["save"].append(gb / timed(partial(checkpointer.finish, log)))
+            time_of("save", partial(checkpointer.finish, log))
             loaded = {"model.w": Piece.whole(torch.zeros_like(weights))}
-            speeds["load"].append(gb / timed(partial(checkpointer.load_latest, loaded, log)))
+            time_of("load", partial(checkpointer.load_latest, loaded, log))
             assert torch.equal(loaded["model.w"].live.view(torch.uint8), weights.view(torch.uint8))
-        started = time.perf_counter()
-        stored = upload(store, "artifact", number + 1, file)
-        speeds["upload"].append(gb / (time.perf_counter() - started))
-        path, key = place / "copy", f"artifact/{stored.key}"
-        speeds["download"].append(gb / timed(partial(download_verified, store, key, stored, path)))
+        stored = time_of("upload", partial(upload, store, "artifact", number + 1, file))
+        key = f"artifact/{stored.key}"
+        time_of("download", partial(download_verified, store, key, stored, place / "copy"))
         store.delete(key)
     for name, each in speeds.items():
-        print(f"{name:9} {statistics.median(each):6.2f} GB/s  [{', '.join(f'{one:.2f}' for one in each)}]", flush=True)
+        rounded = ", ".join(f"{one:.2f}" for one in each)
+        cost = f"{processor[name] / gb:.2f} s of processor time a GB"
+        print(f"{name:9} {statistics.median(each):6.2f} GB/s  [{rounded}], {cost}", flush=True)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,6 @@ def understood(request: Callable[[], T]) -> T:
 def is_transient(error: BaseException) -> bool:
     from botocore import exceptions
     from botocore.parsers import ResponseParserError
-    from s3transfer.exceptions import RetriesExceededError, S3DownloadFailedError
     from urllib3.exceptions import HTTPError
 
     if isinstance(error, exceptions.ClientError):
@@ -98,8 +97,6 @@ def is_transient(error: BaseException) -> bool:
         ResponseParserError,
         exceptions.CredentialRetrievalError,  # a short failure of the instance's metadata service
         exceptions.MetadataRetrievalError,
-        RetriesExceededError,  # of a part, whose body was cut again and again
-        S3DownloadFailedError,  # another process replaced the object while it was read
     )
     return isinstance(error, connection_errors)
 
@@ -192,7 +189,6 @@ def brief(error: BaseException | None) -> str:
     """A short name of an error. Not botocore's message: it repeats URLs, and one line is enough."""
     from botocore.exceptions import ClientError
 
-    error = getattr(error, "last_exception", error)  # of s3transfer, which has tried a part several times
     if isinstance(error, ClientError):
         return f"{code_of(error)} (HTTP {status_of(error)})"
     return re.sub(r"(Error|Exception)$", "", type(error).__name__)

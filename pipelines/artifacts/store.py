@@ -1,9 +1,9 @@
 """The store in a bucket, and `open_store`, which opens the store of a URI.
 
-Large files go up through s3transfer, in parts and in parallel, with botocore's retries. Around each request, and
-around each whole upload, tenacity repeats transient errors until the time limit; then StoreUnavailable is raised. So
-do answers that no S3 server gives: a proxy's page, an error or a success without its body. Permanent errors raise
-UserError at once, with the request and the remedy.
+Large files go in parts and in parallel. Python's lock is what limits them, so a part has one buffer, which system calls
+fill and send without a copy. Around each request, and around each whole upload, tenacity repeats transient errors until
+the time limit; then StoreUnavailable is raised. So do answers that no S3 server gives: a proxy's page, an error or a
+success without its body. Permanent errors raise UserError at once, with the request and the remedy.
 
 A refusal (wrong or expired credentials, no rights, no such bucket) is permanent at the first request of its kind. Once
 the server has accepted such a request, a refusal is transient: credentials are renewed, policies corrected, buckets
@@ -15,13 +15,13 @@ AWS_PROFILE, ~/.aws, the instance's role), unless SKYTRAIN_S3_* names others: th
 
 import base64
 import hashlib
-import itertools
 import logging
 import os
 import re
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PART_BYTES = 16 << 20  # the repetition of a lost part costs 0.2 s
-CHUNK_BYTES = 1 << 20
+MOST_PARTS = 10_000  # of an upload
 # One connection to S3 gives about 100 MB/s, so those of a node fill a link of 50 Gbit/s. A transfer holds a part in
 # memory for each.
 CONNECTIONS_OF_NODE = 64
@@ -155,46 +155,63 @@ class S3Store:
                     return 0, 0
                 raise self._absent(key) if code_of(error) == "NoSuchKey" else error from None
             size = int(answer.get("ContentRange", f"/{answer['ContentLength']}").rpartition("/")[2])
-            done = 0
-            for chunk in answer["Body"].iter_chunks(CHUNK_BYTES):
-                taken = chunk[: len(buffer) - done]  # a server may ignore the range
-                buffer[done : done + len(taken)] = taken
-                done += len(taken)
-            return done, size
+            return filled(buffer, answer), size
 
         return self._until_answered(f"get {self._uri_of(key)} from byte {start:,}", attempt)
 
     def upload(self, path: Path, key: str, check: Check | None = None) -> None:
         with open(path, "rb") as file:
 
-            def read(start: int, size: int) -> bytes:
+            def read(start: int, buffer: memoryview) -> None:
                 if check:
                     check()
-                return os.pread(file.fileno(), size, start)
+                while buffer and (count := os.preadv(file.fileno(), [buffer], start)):
+                    start, buffer = start + count, buffer[count:]
 
             self._upload_from(read, os.fstat(file.fileno()).st_size, key)
 
     def write(self, parts: Sequence[memoryview], key: str) -> None:
-        size = sum(len(part) for part in parts)
-        self._upload_from(lambda start, count: b"".join(slices(parts, start, count)), size, key)
+        def read(start: int, buffer: memoryview) -> None:
+            for piece in slices(parts, start, len(buffer)):
+                buffer[: len(piece)] = piece
+                buffer = buffer[len(piece) :]
 
-    def _upload_from(self, read: Callable[[int, int], bytes], size: int, key: str) -> None:
-        """Store the `size` bytes that `read(start, count)` gives; large ones in parts and in parallel."""
+        self._upload_from(read, sum(len(part) for part in parts), key)
+
+    def _upload_from(self, read: Callable[[int, memoryview], None], size: int, key: str) -> None:
+        """Store `size` bytes, of which `read(start, buffer)` fills a buffer; large ones in parts and in parallel."""
+        length = max(PART_BYTES, -(-size // MOST_PARTS))
+        own = threading.local()  # the buffer of a thread: new memory for each part would cost as much as sending it
+
+        def filled_part(start: int) -> bytearray:
+            count = min(length, size - start)
+            if count < length:
+                body = bytearray(count)
+            else:
+                body = own.body = getattr(own, "body", None) or bytearray(length)
+            read(start, memoryview(body))
+            return body
+
         if size <= PART_BYTES:
-            return self.put(key, read(0, size))
-        from s3transfer.manager import TransferConfig, TransferManager
-
-        config = TransferConfig(
-            multipart_threshold=PART_BYTES,
-            multipart_chunksize=PART_BYTES,
-            max_request_concurrency=self.connections,
-            max_in_memory_upload_chunks=self.connections,
-        )
+            return self.put(key, bytes(filled_part(0)))
 
         def attempt() -> None:
-            where = {"bucket": self.bucket, "key": self.prefix + checked_key(key)}
-            with TransferManager(self._transfer_client, config) as transfers:
-                transfers.upload(_Upload(read, size), **where, extra_args=_content_type(key)).result()
+            client, where = self._transfer_client, self._where(key)
+            where["UploadId"] = client.create_multipart_upload(**where, **_content_type(key))["UploadId"]
+
+            def send(start: int) -> dict[str, Any]:
+                number = start // length + 1
+                answer = client.upload_part(**where, PartNumber=number, Body=filled_part(start))
+                return {"PartNumber": number, "ETag": answer["ETag"]}
+
+            try:
+                with ThreadPoolExecutor(self.connections) as pool:
+                    parts = list(pool.map(send, range(0, size, length)))
+                client.complete_multipart_upload(**where, MultipartUpload={"Parts": parts})
+            except BaseException:
+                with suppress(Exception):  # the bucket's rule for uploads of lost nodes removes it
+                    client.abort_multipart_upload(**where)
+                raise
 
         self._until_answered(f"put {self._uri_of(key)}", attempt)
 
@@ -202,22 +219,28 @@ class S3Store:
         first = bytearray(PART_BYTES)
         count, size = self._read(key, 0, memoryview(first))
 
-        def part(start: int) -> bytearray:
-            buffer = bytearray(min(PART_BYTES, size - start))
-            if self.read_into(key, start, memoryview(buffer)) != len(buffer):
-                raise StoreUnavailable(f"{self._uri_of(key)}: changed while it was read; run again")
-            return buffer
-
-        digest, starts = hashlib.sha256(first[:count]), iter(range(count, size, PART_BYTES))
-        coming = deque[Future[bytearray]]()
+        digest, starts = hashlib.sha256(first[:count]), range(count, size, PART_BYTES)
+        coming = deque[tuple[bytearray, Future[memoryview]]]()
         with replacing(Path(path)) as file, ThreadPoolExecutor(self.connections) as pool:
-            file.write(first[:count])
-            coming.extend(pool.submit(part, start) for start in itertools.islice(starts, self.connections))
-            while coming:
-                arrived = coming.popleft().result()
-                coming.extend(pool.submit(part, start) for start in itertools.islice(starts, 1))
-                file.write(arrived)
-                digest.update(arrived)
+
+            def part(start: int, buffer: bytearray) -> memoryview:
+                """Fetch a part into its buffer and the file. Returns what is in the buffer."""
+                arrived = memoryview(buffer)[: size - start]
+                if self.read_into(key, start, arrived) != len(arrived):
+                    raise StoreUnavailable(f"{self._uri_of(key)}: changed while it was read; run again")
+                write_at(file.fileno(), arrived, start)
+                return arrived
+
+            write_at(file.fileno(), memoryview(first)[:count], 0)
+            for start in starts:
+                if len(coming) < self.connections:
+                    buffer = bytearray(PART_BYTES)
+                else:
+                    buffer, arriving = coming.popleft()
+                    digest.update(arriving.result())
+                coming.append((buffer, pool.submit(part, start, buffer)))
+            for _, arriving in coming:
+                digest.update(arriving.result())
         return digest.hexdigest()
 
     def _absent(self, key: str) -> FileNotFoundError:
@@ -361,16 +384,31 @@ class S3Store:
                 log.info("%s", end.text(now), extra={"outage": end})
 
 
-class _Upload:
-    """What s3transfer reads, part after part: `size` bytes from `read(start, count)`."""
+def filled(buffer: memoryview, answer: Mapping[str, Any]) -> int:
+    """Fill a buffer with the body of an answer. Returns the number of bytes. IncompleteReadError for a body that ends
+    too early.
 
-    def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
-        self._read, self._size, self._at = read, size, 0
+    botocore and urllib3 would copy each byte three times. The system call below them takes the buffer itself.
+    """
+    from botocore.exceptions import IncompleteReadError
 
-    def read(self, size: int) -> bytes:
-        body = self._read(self._at, min(size, self._size - self._at))
-        self._at += len(body)
-        return body
+    body, done = answer["Body"]._raw_stream, 0
+    wanted = min(len(buffer), answer["ContentLength"])  # a server may ignore the range
+    with body._error_catcher():
+        while done < wanted and (count := body._fp.readinto(buffer[done:wanted])):
+            done += count
+    if done < wanted:
+        raise IncompleteReadError(actual_bytes=done, expected_bytes=wanted)
+    if answer["ContentLength"] > wanted:
+        body.close()
+    return done
+
+
+def write_at(file: int, body: memoryview, start: int) -> None:
+    """Write a body into a file, from byte `start` on."""
+    while body:
+        count = os.pwrite(file, body, start)
+        start, body = start + count, body[count:]
 
 
 def open_store(uri: str) -> Store:
@@ -431,7 +469,6 @@ def client_from_environment(uri: str, time_limit_s: float, attempts: int) -> Any
     except (BotoCoreError, ValueError) as error:
         raise UserError(f"{uri}: {error}; correct SKYTRAIN_S3_*, AWS_* or ~/.aws/config") from error
     client.meta.events.register("before-send.s3", count_request)
-    client.meta.events.register("before-send.s3", send_whole)
     client.meta.events.register("after-call.s3", refuse_odd_answer)
     client.meta.events.register("after-call.s3", count_answer)
     return client
@@ -441,12 +478,6 @@ def _content_type(key: str) -> dict[str, str]:
     """The argument of a request that stores an object, by its name."""
     kind = CONTENT_TYPES.get(PurePosixPath(key).suffix)
     return {"ContentType": kind} if kind else {}
-
-
-def send_whole(request: Any, **_: Any) -> None:
-    """Send the body of a part as bytes, in one system call: http.client would read a file 16 KiB at a time."""
-    if hasattr(request.body, "read"):
-        request.body = request.body.read()
 
 
 def _range(start: int, size: int) -> str:

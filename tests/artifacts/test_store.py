@@ -604,7 +604,7 @@ def test_the_ranks_of_a_node_share_its_connections(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_big_files_need_little_memory(s3_store: S3Store, tmp_path: Path) -> None:
     """A child with two connections moves a 400 MB file both ways; its peak stays within 260 MB: Python, boto3,
-    s3transfer and parts, each of which is in memory three times while it goes up."""
+    and parts."""
     source = tmp_path / "source"
     with open(source, "wb") as file:
         file.truncate(400_000_000)
