@@ -38,6 +38,7 @@ class Command:
         settings = {"SKYTRAIN_HOME": str(self.home), "SKYTRAIN_TRACKING": "off", "SKYTRAIN_NOTICE": "off"}
         self.environment = os.environ | settings | ({} if own else RENTED)
         self.process: subprocess.Popen[bytes] | None = None
+        self.started = 0.0
 
     def first_step(self) -> dict[str, Any]:
         """The row of the next attempt's first step."""
@@ -53,6 +54,7 @@ class Command:
             return bool(found)
 
         if self.process is None or self.own:
+            self.started = time.time()
             self.process = subprocess.Popen(self.arguments, env=self.environment, start_new_session=True)
         until(stepped)
         return found
@@ -105,7 +107,8 @@ def main() -> None:
                 commits = command.commits()
                 row = command.first_step()
                 phases = "  ".join(f"{name} {row['phases'].get(name, 0.0):.2f}" for name in PHASES)
-                print(f"step {row['step']}: {others}first step {row['time'] - began:.2f}  {phases}", flush=True)
+                times = f"first step {row['time'] - began:.2f}, {row['time'] - command.started:.2f} from its command"
+                print(f"step {row['step']}: {others}{times}  {phases}", flush=True)
                 if number < options.kills:
                     until(lambda: bool(command.commits() - commits))  # noqa: B023
                     began = time.time()

@@ -16,7 +16,7 @@ from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat, Machine
 
 # The phases that an attempt repeats or waits for because its predecessor was interrupted.
-RECOVERY_PHASES = ("provision", "setup", "download", "compile", "idle")
+RECOVERY_PHASES = ("provision", "start", "setup", "download", "compile", "idle")
 TRAFFIC = "traffic"  # a phase of the bill, of no time
 LATE_SHARE = 0.001  # of the time of training, from which on late data is named
 TRAINING_PHASES = ("train", "redone", "checkpoint", "evaluate")  # they make steps, or steps wait for them

@@ -91,7 +91,7 @@ class Meter:
         An attempt has billed the time up to `billed`, even if the file lags behind: a kill may come between a
         heartbeat and the meter.
         """
-        reading = self.read() or (None if since is None else (since, "setup"))
+        reading = self.read() or (None if since is None else (since, "start"))
         if reading is None or max(reading[0], billed) >= now:
             return {}
         unbilled_since, phase = reading if reading[0] >= billed else (billed, "lost")
@@ -102,7 +102,7 @@ class Meter:
             phases = {"lost": lost, "idle": began - unbilled_since - lost}
         waited = min(idle, now - began)
         phases["idle"] = phases.get("idle", 0.0) + waited
-        phases["setup"] = phases.get("setup", 0.0) + now - began - waited
+        phases["start"] = phases.get("start", 0.0) + now - began - waited
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}
 
 

@@ -197,7 +197,7 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
     rented = 3600 * sum(attempt.bill.hours for attempt in bill.attempts if attempt.machine.cluster)
     assert rented == pytest.approx(cloud.allocated_seconds(), rel=0.03)
     assert abs(training[1].ended - preempted) < HEARTBEAT_SECONDS + HEAD_S
-    assert all(a.phases.get("provision") or a.phases.get("setup") for a in training)  # the meter ran before them
+    assert all(a.phases.get("provision") or a.phases.get("start") for a in training)  # the meter ran before them
 
 
 def jobs_of_training(cloud: LocalCloud) -> list[str]:

@@ -261,14 +261,14 @@ def test_the_first_attempt_pays_for_setting_up_the_machine_and_the_next_for_the_
     with claimed(store, 1, price=3600.0) as first:
         pass
     assert first.latest.started == pytest.approx(up, abs=1)
-    assert set(first.latest.phases) == {"provision", "setup"}
+    assert set(first.latest.phases) == {"provision", "start"}
     assert sum(first.latest.phases.values()) == pytest.approx(first.latest.time - up, abs=2)
     assert first.latest.phases["provision"] == pytest.approx(1000, abs=2)
     time.sleep(0.1)
     with claimed(store, 2) as second:
         pass
     assert second.latest.started == pytest.approx(first.latest.time)
-    assert set(second.latest.phases) == {"setup"}  # of the same process: no idle time
+    assert set(second.latest.phases) == {"start"}  # of the same process: no idle time
     billed = sum(b.time - b.started for b in attempts(store, PREFIX))
     assert billed == pytest.approx(second.latest.time - up, abs=1)  # every second once
 
