@@ -1,9 +1,6 @@
 """SkyPilot's prices: the machines of each cloud and region, and those of private clusters. They need no account."""
 
-import io
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -41,11 +38,6 @@ class MachineRequest:
         """ "H100:8" -> "H100"; "" without GPUs."""
         return (self.accelerators or "").partition(":")[0]
 
-    @property
-    def is_own(self) -> bool:
-        """Whether it belongs to a private cluster."""
-        return is_cluster(self.infra)
-
     def __str__(self) -> str:
         return f"{self.accelerators or f'{self.cpus} CPUs'}{' on spot' if self.use_spot else ''}"
 
@@ -72,14 +64,14 @@ def offers(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
     an unknown cloud, or without a catalog.
     """
     try:
-        import sky  # noqa: F401
+        from sky import sky_logging
     except ImportError as error:
         raise UserError(f"prices come from SkyPilot's catalog, which is not installed: {INSTALL}") from error
-    if wanted.is_own:
+    if is_cluster(wanted.infra):
         return {} if wanted.use_spot else {wanted: cluster_machine(wanted)}
     # SkyPilot asks EC2 for the account's regions as soon as there are keys. Prices need none, so keys that can't ask,
     # such as those of another S3 service, must not fail the plan.
-    with silent_sky():
+    with sky_logging.silent():
         try:
             found = read(wanted)
         except (OSError, ImportError) as error:
@@ -144,19 +136,6 @@ def read(wanted: MachineRequest) -> list[Machine]:
                 )
             )
     return found
-
-
-@contextmanager
-def silent_sky() -> Iterator[None]:
-    """Hide SkyPilot's output: it prints progress and long explanations of failures."""
-    log = logging.getLogger("sky")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        log.setLevel(level)
 
 
 # Traffic
@@ -229,7 +208,7 @@ def usd_per_gb(origin: Place, target: Place) -> float | None:
         from sky.utils.registry import CLOUD_REGISTRY
     except ImportError:
         return None
-    with silent_sky(), suppress(ValueError):
+    with suppress(ValueError):
         cloud = CLOUD_REGISTRY.from_str(origin.cloud)
         return round(float(cloud.get_egress_cost(101) - cloud.get_egress_cost(100)), 6) or None
     return None

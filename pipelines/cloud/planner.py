@@ -208,8 +208,8 @@ def offers_of(jobs: Iterable[ManagedJob]) -> tuple[dict[str, dict[MachineRequest
             except UserError as error:
                 failed[machine.cloud] = str(error)
         if not sold:
-            unsold = dict.fromkeys(f"{one.infra} sells no {one}" for one in machines)
-            raise UserError(f"no machine for {stage}: {'; '.join([*failed.values()] or unsold)}")
+            unsold = dict.fromkeys(failed.get(one.cloud, f"{one.infra} sells no {one}") for one in machines)
+            raise UserError(f"no machine for {stage}: {'; '.join(unsold)}")
     return offered, list(failed.values())
 
 
@@ -234,10 +234,11 @@ def plan_run(
             cheapest = min(sold, key=price_of)
             estimates[stage] = estimate_stage(stage, work, cheapest, node_counts.get(stage, 1), is_up)
     candidates: list[Candidate] = []
-    trained_on: Iterable[Machine | None] = offered.get("train", {}).values() or [None]
-    for machine in trained_on:
+    for machine in offered["train"].values() if "train" in offered else [None]:
         gpus, speed, memory, nodes = (machine and machine.accelerators) or "", None, None, node_counts.get("train")
         if machine:
+            if not gpus:  # a standby
+                continue
             try:
                 nodes = nodes or fewest_nodes(recipe, gpus)
                 check_gpus(recipe, gpus, nodes)
@@ -253,7 +254,7 @@ def plan_run(
         hours, usd = (sum(getattr(one, name) for one in stages.values()) for name in ("hours", "usd"))
         candidates.append(Candidate(machine, speed, stages, hours, usd, memory))
     if not candidates:
-        raise UserError("; ".join(found_notes))
+        raise UserError("; ".join(found_notes) or "no machine for train: none has GPUs")
     candidates.sort(key=lambda one: (one.usd, one.hours))
     chosen = next((i for i, one in enumerate(candidates) if limits.excess(one) <= 1), None)
     if chosen is None:
@@ -377,13 +378,9 @@ def priced_job(job: ManagedJob, request: LaunchRequest, limits: Limits, work: Wo
     if unpriced and request.budget is not None:
         raise UserError(f"--budget: can't be promised where a price is unknown: {unpriced[0]}")
     for reason in (*failed, *unpriced):
-        report(Finding("price", reason, "note"))
-    job = replace(job, tasks=tuple(replace(task, machines=tuple(offered[task.name])) for task in job.tasks))
-    working = {
-        task.name: {m: offered[task.name][m] for m in task.machines if m not in task.standbys} for task in job.tasks
-    }
+        report(Finding("machines", reason, "note"))
     rank = {stage: {one: price_of(machine) for one, machine in sold.items()} for stage, sold in offered.items()}
-    plan = plan_run(work, working, {task.name: task.num_nodes for task in job.tasks}, limits)
+    plan = plan_run(work, offered, {task.name: task.num_nodes for task in job.tasks}, limits)
     report(plan)
     if plan.chosen is None:
         raise UserError(f"launch: {plan.notes[-1]}")
@@ -392,10 +389,10 @@ def priced_job(job: ManagedJob, request: LaunchRequest, limits: Limits, work: Wo
         for one in small:
             del rank["evaluate"][one]
     met = [one.machine for one in plan.candidates if limits.excess(one) <= 1]
-    for one, machine in working.get("train", {}).items():
+    for one, machine in offered.get("train", {}).items():
         if machine in met:
             rank["train"][one] = met.index(machine)
-        else:
+        elif machine.accelerators:  # a standby stays
             del rank["train"][one]
     tasks = []
     for task in job.tasks:

@@ -69,8 +69,8 @@ def gpus_without_kernels(job: ManagedJob) -> Iterator[Finding]:
 
 def limits_of_clouds(job: ManagedJob) -> Iterator[Finding]:
     """Clouds whose nodes share no network, by SkyPilot's own list, and RunPod's slower H100."""
-    machines = {(task.num_nodes, machine) for task in job.tasks for machine in task.machines if not machine.is_own}
-    if clouds := {machine.cloud for nodes, machine in machines if nodes > 1}:
+    machines = {(task.num_nodes, machine) for task in job.tasks for machine in task.machines}
+    if clouds := {machine.cloud for nodes, machine in machines if nodes > 1 and not is_cluster(machine.infra)}:
         from sky import Resources
         from sky.clouds import CloudImplementationFeatures
         from sky.exceptions import NotSupportedError

@@ -97,7 +97,7 @@ def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = Fal
     machines = {stage: requested_machines(file.machines, request, stage) for stage, file in files.items()}
     one_gpu = [replace(one, accelerators=f"{one.gpu}:1") for one in machines["train"]]
     # A private cluster seldom has other GPUs than those to train on.
-    single = distinct([*(one for one in machines["evaluate"] if not one.is_own), *one_gpu])
+    single = distinct([*(one for one in machines["evaluate"] if not is_cluster(one.infra)), *one_gpu])
     if small and not request.gpus:
         machines["train"] = single
     machines["evaluate"] = distinct([*single, *machines["train"]])
@@ -129,7 +129,7 @@ def requested_task(task: Task, request: LaunchRequest, folder: Path) -> Task:
     """A task with the request's nodes, image and variables."""
     resources = {**task.resources, "labels": {**task.resources["labels"], "run": run_label(request.job_name)}}
     del resources["max_hourly_cost"]  # SkyPilot ignores it where the type is given; the plan shows the prices
-    if all(machine.is_own for machine in task.machines):
+    if all(is_cluster(machine.infra) for machine in task.machines):
         del resources["disk_size"], resources["autostop"]  # no disks and no machines to remove
     envs = dict(task.envs)
     document = {name: value for name, value in task.document.items() if name not in ("secrets", "workdir")}
@@ -176,14 +176,13 @@ def in_trial_order(task: Task, rank: Callable[[MachineRequest], float]) -> Task:
     SkyPilot's optimizer takes the cheapest of `any_of`. But the controller of managed jobs (0.14.1) makes a list of
     that set and tries it in arbitrary order.
     """
-    standbys = task.standbys
-    own = [machine for machine in task.machines if machine.is_own]
-    rented = [machine for machine in task.machines if machine not in (*own, *standbys)]
-    if standbys:
-        spot = [machine for machine in rented if machine.use_spot]
-        rented, standbys = (spot, standbys) if spot else (rented, ())
-    ordered = (*own, *sorted(rented, key=rank), *sorted(standbys, key=rank))
-    return replace(task, machines=ordered[:MOST_MACHINES])
+    standbys, on_spot = task.standbys, any(machine.use_spot for machine in task.machines)
+
+    def stays(machine: MachineRequest) -> bool:
+        return not standbys or is_cluster(machine.infra) or on_spot == (machine.use_spot or machine in standbys)
+
+    found = sorted(filter(stays, task.machines), key=lambda m: (not is_cluster(m.infra), m in standbys, rank(m)))
+    return replace(task, machines=tuple(found[:MOST_MACHINES]))
 
 
 def run_label(job_name: str) -> str:

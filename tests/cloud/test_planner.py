@@ -12,7 +12,7 @@ from sky_catalog import ROWS
 
 from pipelines.bench.throughput import speed_on
 from pipelines.cloud import planner
-from pipelines.cloud.catalog import MachineRequest, Place
+from pipelines.cloud.catalog import MachineRequest, Place, is_cluster
 from pipelines.cloud.planner import (
     Candidate,
     CloudPlan,
@@ -69,7 +69,7 @@ def stand_in(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
     """The machines of the tests' catalog: spot at its region's lowest price."""
     if wanted.cloud == "dear":
         raise UserError("dear: its price list cannot be fetched")
-    if wanted.is_own:
+    if is_cluster(wanted.infra):
         return {} if wanted.use_spot else {wanted: Machine(wanted.cloud, accelerators=wanted.accelerators)}
     found: dict[MachineRequest, Machine] = {}
     for row in ROWS:

@@ -93,7 +93,9 @@ def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_next_task
 
 def test_the_order_of_machines_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     def price(machine: MachineRequest) -> float:
-        return {"gcp": 1.0, "aws": 2.0, "lambda": 3.0}[machine.infra] / (2 if machine.use_spot else 1)
+        return {"gcp": 1.0, "aws": 2.0, "lambda": 3.0, "slurm/here": 9.0}[machine.infra] / (
+            2 if machine.use_spot else 1
+        )
 
     def order(task: Task) -> list[str]:
         resources = in_trial_order(task, price).to_yaml()["resources"]
