@@ -1,0 +1,210 @@
+"""The family modern beside nanochat's own code: equal tokens in an equal order, equal shape, batch and schedules.
+
+    python -m benchmarks.beside_nanochat PATH_OF_NANOCHAT SHARDS --json RESULTS
+    python -m benchmarks.beside_nanochat PATH_OF_NANOCHAT SHARDS --json RESULTS --depth 24 --speed 12 --arms ours
+    python -m benchmarks.beside_nanochat - SHARDS --json RESULTS --arms ours --without all
+
+PATH_OF_NANOCHAT is a checkout of github.com/karpathy/nanochat (July 2026, 92d63d4; `-`: none, for our arms alone), of
+which model, optimizer and fp8 are imported; nothing of it is part of this project. Its code computes its rates for
+batch and width itself, and follows the same schedules as ours: they are the same formulas. Without a network it has no
+FlashAttention 3, and runs on torch's attention, which is slow in windows; so all layers are long by default.
+
+SHARDS is a folder of llm.c's train_*.bin and val_*.bin, for example those that `benchmarks.beside_llmc prepare` and
+`skytrain run RECIPE --stage tokenize` make. Every run appends a line to RESULTS: validation losses at the steps
+of --at, and the median speed of the last half of its steps. Runs that RESULTS has are not repeated, so short calls add
+up.
+`--without NAME` trains ours without one of the things of nanochat that it has, by a patch: the ablation.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks import run_as_command
+from trainer.__main__ import TrainerConfig, read_config
+from trainer.amounts import micro_batch_count
+from trainer.data.batches import TokenData
+from trainer.data.shards import local_shards, sequences_of
+from trainer.engine import make_engine
+from trainer.errors import UserError
+from trainer.eval.evaluation import validation_loss
+from trainer.fused.flat import FlatState
+from trainer.models import modern_module
+from trainer.optim import muon, rates
+from trainer.parallel import World
+
+RECIPE = Path(__file__).parents[1] / "pipelines" / "recipes" / "modern-124m.yaml"
+ARMS = ("nanochat", "nanochat-fp8", "ours", "ours-fp8_head")
+OLD = rates.Moments(0.8, 0.95, 1e-8, 0.0)
+FLAT = {"resid_lambdas": (1.0, 1.0), "x0_lambdas": (0.1, 0.1)}
+WITHOUT: dict[str, tuple[Any, str, Any]] = {
+    "decay of tall matrices": (muon, "factor_of", lambda *_: 1.0),
+    "equal rows": (muon, "_row_norms", lambda m: muon._norms(m) / m.size(-2) ** 0.5),
+    "NorMuon": (muon, "_even", lambda d, *_: d * max(1.0, d.size(-2) / d.size(-1)) ** 0.5),
+    "falling momentum": (rates, "LAST_MOMENTUM", 1.0),
+    "moments by group": (rates, "BESIDE_MUON", dict.fromkeys(rates.BESIDE_MUON, OLD)),
+    "epsilon 1e-10": (rates, "BESIDE_MUON", {g: m._replace(epsilon=1e-8) for g, m in rates.BESIDE_MUON.items()}),
+    "first scalars": (modern_module, "SCALARS", {**modern_module.SCALARS, **FLAT}),
+    "vectors in float32": (FlatState, "_in_float32", lambda state: (state.master[:0], [])),
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "scaled rates": {"train": {"scale_rates": False}},
+    "queries and keys times 1.2": {"model": {"qk_scale": 1.0}},
+    "options": {"model": dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), False)},
+}
+
+
+def configured(options: argparse.Namespace, precision: str, without: str) -> TrainerConfig:
+    """The recipe at a depth, with the batch and the length of a call."""
+    base, heads = read_config(RECIPE), -(-options.depth // 2)
+    window = None if options.window == "L" else -(-options.T // 512) * 128
+    shape = {"n_layer": options.depth, "n_head": heads, "n_embd": 128 * heads, "block_size": options.T}
+    more: dict[str, Any] = {"batch_tokens": options.batch, "max_steps": options.steps, "precision": precision}
+    if options.speed:  # fp8 begins after the warm-up
+        more["warmup_steps"] = 0
+    fields = FIELDS.get(without, {})
+    model = base.model.model_copy(update={**shape, "window": window, **fields.get("model", {})})
+    train = base.train.model_copy(update={**more, **fields.get("train", {})})
+    return TrainerConfig(model=model, train=train, runtime=base.runtime)
+
+
+class Ours:
+    """Our engine for a configuration."""
+
+    def __init__(self, config: TrainerConfig, world: World, seed: int, *_: str) -> None:
+        self.config, self.engine = config, make_engine(config.model, config.train, config.runtime, world)
+        self.engine.initialize(seed)
+        self.loss = self.engine.loss
+
+    def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]], count: int) -> float:
+        train, model = self.config.train, self.config.model
+        found = self.engine.accumulate(batches, count, train.batch_tokens / model.block_size, step + 1)
+        self.engine.update(rates.rates_at(step, train, model), found, step + 1)
+        return float(found[0])
+
+
+class Nanochat:
+    """nanochat's model and optimizer, as its base_train.py sets them up."""
+
+    def __init__(self, config: TrainerConfig, world: World, seed: int, kind: str, pattern: str) -> None:
+        from nanochat.gpt import GPT, GPTConfig
+
+        model, train = config.model, config.train
+        self.config, self.on = config, world.device
+        torch.manual_seed(seed)
+        torch.set_float32_matmul_precision("high")
+        sizes = {"n_layer": model.n_layer, "n_head": model.n_head, "n_kv_head": model.n_head, "n_embd": model.n_embd}
+        with torch.device("meta"):
+            self.plain = GPT(GPTConfig(model.block_size, model.vocab_size, window_pattern=pattern, **sizes))
+        self.plain.to_empty(device=self.on)
+        self.plain.init_weights()
+        if kind == "fp8":
+            from nanochat.fp8 import Float8LinearConfig, convert_to_float8_training
+
+            def large(layer: Any, _: str) -> bool:
+                sizes = getattr(layer, "in_features", 1), getattr(layer, "out_features", 1)
+                return min(sizes) >= 128 and not any(size % 16 for size in sizes)
+
+            recipe = Float8LinearConfig.from_recipe_name("tensorwise")
+            convert_to_float8_training(self.plain, config=recipe, module_filter_fn=large)
+        batch = (train.batch_tokens / rates.REFERENCE_BATCH) ** 0.5
+        self.optimizer = self.plain.setup_optimizer(
+            unembedding_lr=0.008 * batch, embedding_lr=0.3 * batch, scalar_lr=0.5 * batch, matrix_lr=0.02 * batch
+        )
+        self.model = torch.compile(self.plain, dynamic=False) if self.on.type == "cuda" else self.plain
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            loss: Tensor = self.model(tokens.contiguous(), targets.contiguous())
+            return loss
+
+    def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]], count: int) -> float:
+        train, total = self.config.train, torch.zeros((), device=self.on)
+        for tokens, targets in batches:
+            loss = self.model(tokens.contiguous(), targets.contiguous()) / count
+            loss.backward()
+            total += loss.detach()
+        now = rates.rates_at(step, train, self.config.model)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * rates.learning_rate_at(step, train) / train.learning_rate
+            if group["kind"] == "muon":
+                group["momentum"], group["weight_decay"] = now.momentum, now.matrix_decay
+        self.optimizer.step()
+        self.plain.zero_grad(set_to_none=True)
+        return float(total)
+
+
+def run(arm: str, without: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train an arm from a seed; its losses and its speed."""
+    name, _, kind = arm.partition("-")
+    with ExitStack() as patches:
+        if without in WITHOUT:
+            patches.enter_context(mock.patch.object(*WITHOUT[without]))
+        config = configured(options, "bf16" if name == "nanochat" else kind or "auto", without)
+        world = World.alone(config.runtime)
+        cuda = world.device.type == "cuda"
+        trained = (Nanochat if name == "nanochat" else Ours)(config, world, seed, kind, options.window)
+        folder, T = options.shards, options.T
+        text, val = (TokenData(local_shards(folder, k), folder.joinpath, T, seed) for k in ("train", "val"))
+        losses, seconds, last = {}, [], options.speed or options.steps
+        for step in range(last):
+            began, sequences = time.perf_counter(), sequences_of(step, config.model, config.train, 0, 1)
+            batches = text.micro_batches(sequences, options.B, world.device)
+            loss = trained.step(step, batches, micro_batch_count(len(sequences), options.B))
+            if cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+            if not options.speed and step + 1 in options.at:
+                losses[step + 1] = validation_loss(trained.loss, val, options.val_tokens, options.B, world)
+                print(f"{arm} {without}: step {step + 1}: loss {loss:.4f}, val {losses[step + 1]:.4f}", flush=True)
+        device = torch.cuda.get_device_name() if cuda else "cpu"
+        speed = options.batch / statistics.median(seconds[last // 2 :])
+        return {"val": losses, "last_loss": loss, "tokens_per_second": speed, "device": device}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("nanochat", metavar="PATH_OF_NANOCHAT")
+    parser.add_argument("shards", type=Path)
+    parser.add_argument("--json", type=Path, required=True, help="file of the results, a line each")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["nanochat", "ours", "ours-fp8_head"])
+    parser.add_argument("--without", nargs="+", default=[""], choices=["", "all", *WITHOUT, *FIELDS])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    sizes = {"depth": 12, "T": 1024, "B": 64, "batch": 262_144, "steps": 450, "val-tokens": 1_048_576, "speed": 0}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--at", nargs="+", type=int, default=[150, 300, 450], help="steps with a validation")
+    parser.add_argument("--window", choices=("L", "SSSL"), default="L")
+    options = parser.parse_args()
+    if options.without == ["all"]:
+        options.without = ["", *WITHOUT, *FIELDS]
+    if any(arm.startswith("nanochat") for arm in options.arms):
+        if not (Path(options.nanochat) / "nanochat" / "gpt.py").is_file():
+            raise UserError(f"{options.nanochat}: has no nanochat/gpt.py; name a checkout of karpathy/nanochat")
+        sys.path.insert(0, options.nanochat)
+    asked = {name: vars(options)[name] for name in ("depth", "T", "B", "batch", "steps", "speed", "window")}
+    done = [json.loads(line) for line in options.json.read_text().splitlines()] if options.json.exists() else []
+    for seed in options.seeds:
+        for arm in options.arms:
+            for without in options.without if arm.startswith("ours") else [""]:
+                what = asked | {"arm": arm, "without": without, "seed": seed}
+                if any(what.items() <= one.items() for one in done):
+                    continue
+                line = json.dumps(what | run(arm, without, seed, options))
+                with options.json.open("a") as file:
+                    file.write(line + "\n")
+                print(line, flush=True)
+
+
+if __name__ == "__main__":
+    run_as_command(main)
