@@ -157,14 +157,6 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
     return loaded, plans
 
 
-def check_export(recipe: Recipe, until: str) -> None:
-    """UserError if a run would end with the export of a model that no class of transformers can hold."""
-    if until == "export" and (reason := recipe.model.not_exported):
-        raise UserError(
-            f"export: {reason}; add --stage evaluate, which ends before it: the weights are in the artifact of train"
-        )
-
-
 def missing(store: Store, plans: Mapping[str, ArtifactPlan], until: str) -> list[str]:
     """The stages up to `until` whose artifacts do not exist."""
     return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(store, plans[stage])]

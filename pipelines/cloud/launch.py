@@ -32,7 +32,7 @@ from pipelines.cloud.skypilot import (
 from pipelines.cloud.tasks import ManagedJob, managed_job
 from pipelines.plan import stage_plan
 from pipelines.recipe import Recipe
-from pipelines.stage import check_export, missing
+from pipelines.stage import missing
 from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.ledger import Attempt, Meter, claim, latest_number, working_attempt
 from pipelines.tracking.records import Billing
@@ -78,7 +78,6 @@ def planned_launch(
 ) -> Launch | None:
     """None if no stage is missing. UserError for a request that no machine can fulfil."""
     check_places(request.infra)
-    check_export(recipe, request.until)
     stages = missing(store, plans, request.until)
     if not stages:
         return None

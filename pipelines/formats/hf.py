@@ -1,7 +1,8 @@
 """The Hugging Face checkpoint: config, generation config, tokenizer and model.safetensors, or several such files with
 an index.
 
-`transformers` and vLLM load its folder.
+`transformers` and vLLM load its folder. A `modern` with options has modeling_skytrain.py beside it, which transformers
+runs if its user says trust_remote_code=True; no command of ours loads an export in this way.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.formats.weights import Weights, require, same
 from pipelines.text.tokenizer import tokenizer_files
+from trainer.models import modern
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import FLOATS, read_tensor, safetensors_header
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_BYTES = 10 * 10**9  # of a file
+REMOTE_CODE = f"{modern.REMOTE_CODE}.py"  # of a model that transformers has no class for
 COMPONENTS = "components"  # the folder where MLflow looks for the tokenizer
 TENSORS_AT_ONCE = 8  # in memory; the largest of 1558M has 0.3 GB in float32
 TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in safetensors
@@ -44,6 +47,8 @@ def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
         "MLmodel": _json(mlmodel(config["architectures"][0], json.loads(tokenizer["tokenizer_config.json"]), dtype)),
         **{f"{COMPONENTS}/tokenizer/{name}": body for name, body in tokenizer.items()},
     }
+    if "auto_map" in config:
+        texts[REMOTE_CODE] = remote_code()
     files = files_of(weights, dtype)
     for file, names in files.items():
         write_safetensors(weights, folder / file, names, dtype)
@@ -70,6 +75,11 @@ def files_of(weights: Weights, dtype: str) -> dict[str, list[str]]:
     if len(parts) == 1:
         return {FILE: parts[0]}
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def remote_code() -> bytes:
+    """The module of a model that transformers has no class for."""
+    return (Path(__file__).parent / REMOTE_CODE).read_bytes()
 
 
 def mlmodel(architecture: str, tokenizer: dict[str, Any], dtype: str) -> dict[str, Any]:

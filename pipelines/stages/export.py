@@ -14,7 +14,7 @@ from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.formats import hf
 from pipelines.formats.weights import Weights
 from pipelines.recipe import HF, Recipe
-from pipelines.stage import Built, Work, check_export
+from pipelines.stage import Built, Work
 from pipelines.stages.model_card import CARD, model_card
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.runs import find_run
@@ -47,7 +47,6 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 def build(work: Work) -> Built:
     """Write the formats one by one. RuntimeError if the weights of one, read back, differ from the trained ones."""
     recipe = work.recipe
-    check_export(recipe, "export")
     check_packages(recipe.export.other_formats)
     work.clock.enter("export")
     weights = Weights(

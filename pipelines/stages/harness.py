@@ -60,11 +60,13 @@ def harness_facts(work: Work, path: Path) -> dict[str, Any]:
     encoding = tokenizer_of(recipe.tokens, work.store, work.inputs["tokenize"].prefix)
     on_gpu = torch.cuda.is_available() and recipe.runtime.device != "cpu"
     dtype = "bfloat16" if on_gpu else "float32"
-    hf.write(Weights(path, recipe.model, encoding, recipe.name, work.check), folder / "hf", dtype)
+    written = hf.write(Weights(path, recipe.model, encoding, recipe.name, work.check), folder / "hf", dtype)
+    # The code of this installation, just written.
+    trust = ",trust_remote_code=True" if folder / "hf" / hf.REMOTE_CODE in written else ""
     log = folder / "log"
     command = [
         *(sys.executable, "-m", PACKAGE, "run", "--model", "hf"),
-        *("--model_args", f"pretrained=hf,dtype={dtype}", "--device", "cuda:0" if on_gpu else "cpu"),
+        *("--model_args", f"pretrained=hf,dtype={dtype}{trust}", "--device", "cuda:0" if on_gpu else "cpu"),
         *("--batch_size", "auto" if on_gpu else "16", "--output_path", "results.json", "--tasks", ",".join(tasks)),
     ]
     # Without the store's secrets, and without messages of how to use threads.

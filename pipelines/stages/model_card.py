@@ -6,12 +6,14 @@ The card has the state of the moment when export ran: after evaluate, and with t
 import json
 import re
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
 
 from pipelines.artifacts.manifest import Manifest
+from pipelines.formats import hf
 from pipelines.recipe import Recipe
 from pipelines.text.hub import HUB
 from pipelines.tracking.account import Account, nothing_priced
@@ -50,15 +52,22 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
         "precision": f"{facts.get('precision') or train.precision}; these weights: {recipe.export.dtype}",
         "cost": cost(run.account) if run else "no record",
     }
+    trust, remote_code = "", ""
+    if "auto_map" in model.hf_config():
+        trust = ", trust_remote_code=True"
+        remote_code = (
+            f"This model is remote code: transformers has no class for it, and runs `{hf.REMOTE_CODE}` of this folder "
+            f"(sha256 `{sha256(hf.remote_code()).hexdigest()}`). Read it first. Tried with transformers 4.57 and 5.\n\n"
+        )
     measured = {SCORES.get(name, name): f"{value:.4f}" for name, value in scores.items()}
     sections = [
         f"# {recipe.name}\n\nA {model.title} language model with {model.parameters:,} parameters, trained on {texts}: "
         f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, {model.details}, context "
         f"{model.block_size} tokens, {model.vocab_size:,} token ids.",
         "## Use\n\n```python\nfrom transformers import pipeline\n\n"
-        'generate = pipeline("text-generation", "PATH OF THIS FOLDER")\n'
+        f'generate = pipeline("text-generation", "PATH OF THIS FOLDER"{trust})\n'
         'print(generate("<|endoftext|>Once", max_new_tokens=50)[0]["generated_text"])\n```\n\n'
-        "In training, every document begins with `<|endoftext|>`. Formats in this folder: "
+        f"{remote_code}In training, every document begins with `<|endoftext|>`. Formats in this folder: "
         f"{', '.join(['hf', *recipe.export.other_formats])}.",
         "## Training\n\n" + table(training.items()),
         "## Evaluation\n\n" + table(measured.items() or [("scores", "none when this export was made")]),

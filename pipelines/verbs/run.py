@@ -80,7 +80,7 @@ def run(
     from pipelines.plan import stage_plan
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
-    from pipelines.stage import STAGES, check_export, missing, planned, run_name
+    from pipelines.stage import STAGES, missing, planned, run_name
     from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
     from trainer.process import StopSignal
 
@@ -96,7 +96,6 @@ def run(
         if unless_stopped and exited is None:  # otherwise the job would rent such a machine again and again
             raise UserError(f"{error}; this machine has never reached it") from error
         raise
-    check_export(loaded, stage)
     if exited:
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     check_home()

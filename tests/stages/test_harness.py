@@ -17,7 +17,7 @@ from pipelines.stages import evaluate, harness
 from pipelines.stages.harness import harness_facts, scores_in, verify_tasks
 from pipelines.text.tokenizer import tokenizer
 from trainer.errors import Interrupted, UserError
-from trainer.models.gpt2_module import GPT
+from trainer.models.family import plain_model
 
 ITEMS: list[dict[str, Any]] = [  # the model's context is 8 bytes
     {"question": "one", "choices": [" two", " no", " x"], "answer": 1},
@@ -51,7 +51,7 @@ def tasks(tmp_path: Path) -> Path:
 def own_scores(weights: Path, work: Work) -> tuple[float, float]:
     """acc and acc_norm as the harness defines them: the choice with the largest log-likelihood, in sum, and by length
     in characters."""
-    model = GPT(work.recipe.model).eval()
+    model = plain_model(work.recipe.model).eval()
     model.load_state_dict(load_file(weights))
     encoding = tokenizer(work.recipe.tokens.tokenizer)
     right = [0, 0]
@@ -76,11 +76,12 @@ def asking(work: Work, *tasks: str) -> Work:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [[], ["model.family=modern", "model.smear=true", "model.value_embeddings=true"]])
 def test_the_harness_scores_the_trained_weights_as_a_plain_loop_does(
-    work: Callable[[str], Work], tasks: Path, monkeypatch: pytest.MonkeyPatch
+    work: Callable[..., Work], tasks: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str]
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    mine, popen = asking(work("evaluate"), "four_items"), harness.subprocess.Popen
+    mine, popen = asking(work("evaluate", *changes), "four_items"), harness.subprocess.Popen
     monkeypatch.setattr(
         harness.subprocess, "Popen", lambda command, **how: popen([*command, "--include_path", str(tasks)], **how)
     )

@@ -14,8 +14,9 @@ from trainer.errors import UserError
 from trainer.models.family import plain_model, to_hf
 from trainer.models.weights import open_weights
 
+OPTIONS = {"value_embeddings": True, "window": 8, "smear": True, "qk_scale": 1.2}
 MODERN: dict[str, Any] = TINY | {
-    "model": TINY["model"] | {"family": "modern", "n_head": 4, "n_kv_head": 2},
+    "model": TINY["model"] | {"family": "modern", "n_head": 4, "n_kv_head": 2} | OPTIONS,
     "train": TINY["train"] | {"optimizer": "muon", "embedding_learning_rate": 0.1, "learning_rate": 4.0e-3},
 }
 
@@ -39,11 +40,11 @@ def test_a_killed_run_of_modern_and_muon_ends_as_an_undisturbed_one_and_transfor
     words = ["sample", run, "--prompt", prompt, "--tokens", "30", "--temperature", "0"]
     said = finished.run(*words, "--precision", "fp32").stdout.rstrip("\n")
     folder = finished.path("export", "config.json").parent
-    generate = transformers.pipeline("text-generation", str(folder))
+    generate = transformers.pipeline("text-generation", str(folder), trust_remote_code=True)
     made = generate(f"<|endoftext|>{prompt}", max_new_tokens=30, do_sample=False)[0]["generated_text"]
     assert made.removeprefix("<|endoftext|>") == said and len(said) > len(prompt) + 20
     card = (folder / "README.md").read_text()
-    assert "A nanochat language model" in card and "logits capped at 15" in card
+    assert "A nanochat language model" in card and "logits capped at 15" in card and "is remote code" in card
 
 
 TWO_LAYERS = ["model.n_layer=2", "model.backout=true"]
@@ -68,15 +69,8 @@ def test_what_a_family_does_not_have_is_refused_before_any_work(changes: list[st
     assert "\n" not in str(error.value)
 
 
-def test_a_model_without_a_class_in_transformers_is_refused_before_any_work(tmp_path: Path) -> None:
-    project = Project(tmp_path / FOLDER_NAME, MODERN)
-    ended = project.run("run", "tiny.yaml", "--set", "model.value_embeddings=true", expect=2)
-    assert ended.stderr.startswith("error: export: transformers has no class for model.value_embeddings; add --stage")
-    assert not list(project.store.entries(""))
-
-
 def test_weights_of_another_family_are_refused_by_name(tmp_path: Path) -> None:
-    gpt2, modern = load_recipe("smoke").model, load_recipe("smoke-modern").model
+    gpt2, modern = load_recipe("smoke").model, load_recipe("smoke-modern", ["model.smear=true"]).model
     (tmp_path / "config.json").write_text(json.dumps(modern.hf_config()))
     model = plain_model(modern)
     model.initialize(1)
@@ -84,5 +78,8 @@ def test_weights_of_another_family_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="its family is modern, and model.family is gpt2; --set model.family=modern"):
         open_weights(tmp_path).check(gpt2)
     open_weights(tmp_path).check(modern)
+    (tmp_path / "config.json").write_text(json.dumps(modern.hf_config() | {"gate_scale": 9.0}))
+    with pytest.raises(UserError, match="config.json: gate_scale is 9.0; family modern here has 3.0"):
+        open_weights(tmp_path)
     with pytest.raises(UserError, match="its family is gpt2, and model.family is modern"):
         check_model(gpt2, modern, "run:other")

@@ -12,7 +12,7 @@ from pipelines.stage import Work
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
 from trainer.data.shards import write_shard
-from trainer.models.gpt2_module import GPT
+from trainer.models.family import plain_model
 from trainer.process import StopSignal
 from trainer.store import LocalStore
 
@@ -44,13 +44,13 @@ class Recorder:
         self.notes.append(text)
 
 
-def tiny_work(folder: Path, stage: str) -> Work:
+def tiny_work(folder: Path, stage: str, *changes: str) -> Work:
     """The first attempt of a stage, with its inputs in the store."""
-    recipe, store = load_recipe("smoke", SMALL), LocalStore(folder / "store")
+    recipe, store = load_recipe("smoke", [*SMALL, *changes]), LocalStore(folder / "store")
     plan = ArtifactPlan(stage, "tiny", {"stage": stage})
     attempt = claim(store, plan.prefix, "tiny-1", stage, 1, Billing())
     assert attempt
-    model = GPT(recipe.model)
+    model = plain_model(recipe.model)
     model.initialize(0)
     save_file(model.state_dict(), folder / "model.safetensors")
     write_shard(folder / "val_000000.bin", np.zeros(100, np.uint16))

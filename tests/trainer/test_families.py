@@ -39,7 +39,7 @@ CONFIGS = {
     "modern, grouped": ModernConfig(**{**SIZES, "n_embd": 84, "vocab_size": 257}, n_kv_head=3, rope_base=777.0),
     "modern, own heads and epsilon": ModernConfig(**{**SIZES, "n_embd": 50}, head_dim=12, epsilon=1e-2),
 }
-WITHOUT_CLASS = {
+WITH_OUR_CODE = {
     "modern, weighted": ModernConfig(**SIZES, residual_lambdas=True),
     "modern, values": ModernConfig(**{**SIZES, "n_layer": 4, "vocab_size": 257}, n_kv_head=2, value_embeddings=True),
     "modern, both": ModernConfig(**SIZES, residual_lambdas=True, value_embeddings=True),
@@ -50,8 +50,7 @@ WITHOUT_CLASS = {
         **SIZES, residual_lambdas=True, value_embeddings=True, window=6, smear=True, backout=True, qk_scale=1.2
     ),
 }
-EXPORTED = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-CONFIGS = {**CONFIGS, **WITHOUT_CLASS}
+CONFIGS = {**CONFIGS, **WITH_OUR_CODE}
 ALL = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
@@ -76,7 +75,12 @@ def theirs_of(config: ModelConfig, state: dict[str, Tensor]) -> Any:
     """transformers' class with our weights, built from the config.json that we export."""
     transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
     values = config.hf_config()
-    theirs = getattr(transformers, values["architectures"][0])(transformers.AutoConfig.for_model(**values)).eval()
+    if values["model_type"] == "skytrain":
+        from pipelines.formats import modeling_skytrain
+
+        theirs = modeling_skytrain.SkytrainForCausalLM(modeling_skytrain.SkytrainConfig(**values)).eval()
+    else:
+        theirs = getattr(transformers, values["architectures"][0])(transformers.AutoConfig.for_model(**values)).eval()
     lacking = theirs.load_state_dict(to_hf(state, config), strict=False)
     assert set(lacking.missing_keys) <= {"lm_head.weight"} and not lacking.unexpected_keys
     theirs.tie_weights()
@@ -86,7 +90,7 @@ def theirs_of(config: ModelConfig, state: dict[str, Tensor]) -> Any:
 # --- against transformers
 
 
-@EXPORTED
+@ALL
 @pytest.mark.parametrize(("rows", "length"), [(3, 40), (1, 1), (2, 17)])
 def test_logits_equal_those_of_transformers_class(config: ModelConfig, rows: int, length: int) -> None:
     ours = made(config).eval()
@@ -98,7 +102,7 @@ def test_logits_equal_those_of_transformers_class(config: ModelConfig, rows: int
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@EXPORTED
+@ALL
 def test_the_config_and_weights_of_transformers_give_the_section_and_the_weights_back(config: ModelConfig) -> None:
     ours = made(config)
     theirs = theirs_of(config, ours.state_dict())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SECTIONS: dict[str, type[ModelConfig]] = {"gpt2": Gpt2Config, "llama": LlamaConfig, "modern": ModernConfig}
 # The families of a config.json's model_type.
-MODEL_TYPES = {"gpt2": "gpt2", "llama": "llama", "qwen3": "llama", "nanochat": "modern"}
+MODEL_TYPES = {"gpt2": "gpt2", "llama": "llama", "qwen3": "llama", "nanochat": "modern", "skytrain": "modern"}
 
 
 def family_in(section: Any) -> Any:

@@ -109,11 +109,6 @@ class ModelConfig(Section, ABC):
         return ("wte.weight",)
 
     @property
-    def not_exported(self) -> str | None:
-        """Why transformers has no class for this model; None if it has one."""
-        return None
-
-    @property
     def implied(self) -> dict[str, Any]:
         """The values that fields of null stand for, by field."""
         return {}

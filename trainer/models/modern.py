@@ -10,19 +10,23 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.errors import UserError, shown
+from trainer.errors import UserError, cut, shown
 from trainer.models.grouped import GroupedHeads
 
 GATE_WIDTH = 12  # the first numbers of the residual stream decide how much of a value embedding is added
+GATE_SCALE = 3.0  # the largest weight of a value embedding
 SMEAR_WIDTH = 24  # the first numbers of an embedding decide how much of the one before it is added
 SOFTCAP = 15.0  # logits are SOFTCAP · tanh(z / SOFTCAP), as in Gemma 2 (2024)
 # Ours in a block, and transformers'.
 LAYER = {
     **{f"attn.{one}": f"self_attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "o_proj")},
-    **{"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+    **{"attn.ve_gate": "self_attn.ve_gate", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
 }
+REMOTE_CODE = "modeling_skytrain"  # the module of an export with options, pipelines/formats/modeling_skytrain.py
 OUTSIDE = {"wte": "model.embed_tokens", "lm_head": "lm_head"}
 # What a model of this family is, in a config.json; absent fields have the first value.
+# Of remote code, which has no numbers of its own.
+CODE_NUMBERS = ("layer_windows", "value_layers", "gate_width", "gate_scale", "smear_width", "backout_layer")
 HF_CONSTANTS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("relu2",),
     "attention_bias": (False,),
@@ -46,19 +50,19 @@ class ModernConfig(GroupedHeads):
     residual_lambdas: bool = Field(
         default=False,
         description="A learned weight for the residual stream and one for the embedding before each block (nanochat, "
-        "after modded-nanogpt); transformers has no class for it",
+        "after modded-nanogpt); exported as remote code",
     )
     value_embeddings: bool = Field(
         default=False,
         description="Every second block, the last among them, adds an embedding of the token to its values (nanochat, "
-        "after modded-nanogpt); transformers has no class for it",
+        "after modded-nanogpt); exported as remote code",
     )
 
     window: int | None = Field(
         default=None,
         ge=1,
         description="Tokens that a token sees in a short layer, the last of which is itself; null: no layer is short; "
-        "transformers has no class for it",
+        "exported as remote code",
     )
     window_pattern: str = Field(
         default="SSSL",
@@ -69,12 +73,12 @@ class ModernConfig(GroupedHeads):
     smear: bool = Field(
         default=False,
         description="Adds a gated part of the previous token's embedding to each token's (nanochat, after "
-        "modded-nanogpt); transformers has no class for it",
+        "modded-nanogpt); exported as remote code",
     )
     backout: bool = Field(
         default=False,
         description="Takes a learned part of the middle block's output from the last one's (nanochat, after "
-        "modded-nanogpt); transformers has no class for it",
+        "modded-nanogpt); exported as remote code",
     )
 
     qk_scale: float = Field(
@@ -142,10 +146,6 @@ class ModernConfig(GroupedHeads):
         return super().why_not_fused
 
     @property
-    def not_exported(self) -> str | None:
-        return f"transformers has no class for {self.used}" if self.used else None
-
-    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c, kv, heads = self.n_embd, self.kv_heads * self.head_size, self.attention_width
         layer: dict[str, tuple[int, ...]] = {
@@ -182,7 +182,7 @@ class ModernConfig(GroupedHeads):
         )
 
     def hf_config(self) -> dict[str, Any]:
-        return self.grouped_config() | {
+        config = self.grouped_config() | {
             "architectures": ["NanoChatForCausalLM"],
             "model_type": "nanochat",
             "intermediate_size": 4 * self.n_embd,
@@ -192,6 +192,31 @@ class ModernConfig(GroupedHeads):
             "tie_word_embeddings": False,
             **({"head_dim": self.head_dim} if self.head_dim else {}),
         }
+        if not self.used:
+            return config
+        classes = {"AutoConfig": "SkytrainConfig", "AutoModelForCausalLM": "SkytrainForCausalLM"}
+        return config | {
+            "architectures": ["SkytrainForCausalLM"],
+            "model_type": "skytrain",
+            "auto_map": {auto: f"{REMOTE_CODE}.{name}" for auto, name in classes.items()},
+            "head_dim": self.head_size,
+            **{name: getattr(self, name) for name in self.options},
+            "layer_windows": [context if context < self.block_size else None for context in self.contexts],
+            "value_layers": self.value_layers,
+            "gate_width": min(GATE_WIDTH, self.n_embd),
+            "gate_scale": GATE_SCALE,
+            "smear_width": min(SMEAR_WIDTH, self.n_embd),
+            "backout_layer": self.n_layer // 2,
+        }
+
+    @classmethod
+    def hf_name(cls, name: str) -> str:
+        return f"model.{name}" if name.startswith("ve.") or "." not in name else super().hf_name(name)
+
+    @classmethod
+    def own_name(cls, theirs: str, fields: Mapping[str, Any]) -> str | None:
+        name = theirs.removeprefix("model.")
+        return name if name.startswith("ve.") or "." not in name else super().own_name(theirs, fields)
 
     @classmethod
     def fields_of_hf(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -199,4 +224,16 @@ class ModernConfig(GroupedHeads):
         if values.get("intermediate_size") != 4 * given["n_embd"]:
             inner = shown(values.get("intermediate_size"))
             raise UserError(f"{where}: intermediate_size is {inner}; family modern here has 4 x hidden_size")
+        if values.get("model_type") != "skytrain":
+            return given
+        given |= {name: values[name] for name in cls.options if name in values}
+        try:
+            expected = cls.model_validate(given).hf_config()
+        except ValueError as error:
+            raise UserError(f"{where}: not a model of family modern ({shown(cut(str(error)))})") from error
+        for name in CODE_NUMBERS:
+            if values.get(name) != expected[name]:
+                raise UserError(
+                    f"{where}: {name} is {shown(values.get(name))}; family modern here has {expected[name]}"
+                )
         return given

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trainer.models.language_model import Context, Embedding, LanguageModel, Linear, band
 from trainer.models.model_config import ModelConfig
-from trainer.models.modern import GATE_WIDTH, SMEAR_WIDTH, SOFTCAP, ModernConfig
+from trainer.models.modern import GATE_SCALE, GATE_WIDTH, SMEAR_WIDTH, SOFTCAP, ModernConfig
 from trainer.models.rotary import RotaryAttention, rms_norm, waves
 
 # First values, in the first and in the last block.
@@ -46,7 +46,7 @@ class Attention(RotaryAttention):
 
     def gated(self, x: Tensor, embedded: Tensor) -> Tensor:
         """Value embeddings (B, T, kv_heads · D) times a weight of 0 to 3 for each token and head, 1.5 at first."""
-        weight = 3 * torch.sigmoid(self.ve_gate(x[..., :GATE_WIDTH]))
+        weight = GATE_SCALE * torch.sigmoid(self.ve_gate(x[..., :GATE_WIDTH]))
         return weight[..., None] * embedded.view(*x.shape[:2], self.kv_heads, -1)
 
     def placed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
