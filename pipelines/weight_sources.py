@@ -17,14 +17,7 @@ from typing import Any
 from pipelines.artifacts.manifest import ArtifactPlan, File, fetch, read_manifest
 from pipelines.recipe import Recipe, TokenizerFile
 from pipelines.text.hub import asked
-from pipelines.text.tokenizer import (
-    TOKENIZER_FILE,
-    ids_in,
-    planned_tokenizer,
-    tokenizer_file_bytes,
-    tokenizer_files,
-    tokenizer_of,
-)
+from pipelines.text.tokenizer import TOKENIZER_FILE, ids_in, tokenizer_file_bytes, tokenizer_files, tokenizer_of
 from pipelines.tracking.runs import Run, find_run, full_names
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
@@ -177,7 +170,7 @@ def check_sources(recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store) 
     where = f"train.init_from: {init.partition('@sha256:')[0]}"
     if (theirs := tokenizer_beside(init, store, where)) is None:
         return
-    ours = tokenizer_files(planned_tokenizer(recipe.tokens, plans["tokenize"], store), 0)[TOKENIZER_FILE]
+    ours = tokenizer_files(tokenizer_of(recipe.tokens, store, plans["tokenize"].prefix), 0)[TOKENIZER_FILE]
     if not ids_in(ours, where).items() <= ids_in(theirs, f"{where}/{TOKENIZER_FILE}").items():
         raise UserError(
             f"{where}: its {TOKENIZER_FILE} has other ids than tokens.tokenizer '{recipe.tokens.tokenizer}'; set "

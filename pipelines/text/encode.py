@@ -7,7 +7,6 @@ which gigatoken knows and tiktoken does not, so texts with these go to tiktoken.
 
 import base64
 import functools
-import importlib.util
 import itertools
 import pickle
 import re
@@ -72,8 +71,8 @@ def encoder_name(encoding: "tiktoken.Encoding") -> str:
 
 
 def has_fast_encoder(encoding: "tiktoken.Encoding") -> bool:
-    """Whether gigatoken knows the tokenizer, and is installed."""
-    return not encoding.name.startswith(("bytes", HUB_NAME)) and importlib.util.find_spec("gigatoken") is not None
+    """Whether gigatoken knows the tokenizer."""
+    return not encoding.name.startswith(("bytes", HUB_NAME))
 
 
 class Encoder:

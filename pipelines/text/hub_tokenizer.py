@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # tokens between documents, by what is usual
-MAX_BYTES = 100_000_000  # of a file; Gemma's, the largest known, has 33 MB
 
 
 class HubTokenizer(tiktoken.Encoding):
@@ -27,8 +26,6 @@ class HubTokenizer(tiktoken.Encoding):
         """
         from tokenizers import Tokenizer
 
-        if len(body) > MAX_BYTES:
-            raise ValueError(f"it has {len(body):,} bytes, more than {MAX_BYTES:,}")
         values = json.loads(body)
         parts = values["decoder"].get("decoders", [values["decoder"]])
         if values["model"].get("type", "BPE") != "BPE" or "ByteLevel" not in [one["type"] for one in parts]:
@@ -75,13 +72,3 @@ class HubTokenizer(tiktoken.Encoding):
         import numpy as np
 
         return np.array(self.encode_ordinary(text), np.uint32)
-
-    def files(self, model_max_length: int) -> dict[str, bytes]:
-        """The file as it came, and the configuration with which `transformers` reads it."""
-        end = self.decode([self._end])
-        config = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end) | {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": model_max_length,
-            "clean_up_tokenization_spaces": False,
-        }
-        return {"tokenizer.json": self.body, "tokenizer_config.json": json.dumps(config, indent=1).encode() + b"\n"}

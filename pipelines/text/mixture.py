@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipelines.artifacts.manifest import HERE, ArtifactPlan, File, Manifest
-from pipelines.recipe import Recipe, TokensConfig
+from pipelines.recipe import Recipe
 from pipelines.text.llmc_shards import identity_of_shards, label_of, tokens_by_split
 from pipelines.text.sources import estimated_tokens, source_label, text_of
 from trainer.errors import UserError
@@ -27,25 +27,12 @@ def recipes_of_sources(recipe: Recipe) -> list[Recipe]:
 def plan_of_text(recipe: Recipe) -> ArtifactPlan:
     """The identity of the tokens of one text. UserError for a text that cannot be read or is not pinned."""
     t = recipe.tokens
-    identity: dict[str, Any]
-    if t.adopts:
-        identity = {"stage": "tokenize", "text": identity_of_shards(t), "tokenizer": t.tokenizer_identity}
-        return ArtifactPlan("tokenize", label_of_text(t), identity | recipe.packing_identity)
-    identity = {
-        "stage": "tokenize",
-        "text": text_of(t).identity(),
-        "tokenizer": t.tokenizer_identity,
-        "shard_tokens": t.shard_tokens,
-        "max_tokens": t.max_tokens,
-        **t.split_identity(),
-        **recipe.packing_identity,
-    }
-    return ArtifactPlan("tokenize", label_of_text(t), identity)
-
-
-def label_of_text(config: TokensConfig) -> str:
-    """The label of the tokens of one text."""
-    return label_of(config) if config.adopts else source_label(config.source, config.subset)
+    text = identity_of_shards(t) if t.adopts else text_of(t).identity()
+    identity: dict[str, Any] = {"stage": "tokenize", "text": text, "tokenizer": t.tokenizer_identity}
+    if not t.adopts:
+        identity |= {"shard_tokens": t.shard_tokens, "max_tokens": t.max_tokens, **t.split_identity()}
+    label = label_of(t) if t.adopts else source_label(t.source, t.subset)
+    return ArtifactPlan("tokenize", label, identity | recipe.packing_identity)
 
 
 def texts_of(recipe: Recipe, plan: ArtifactPlan) -> list[tuple[Recipe, ArtifactPlan]]:

@@ -71,34 +71,26 @@ def tokenizer(name: str) -> "tiktoken.Encoding":
 
 
 def tokenizer_of(tokens: TokensConfig, store: Store, prefix: str) -> "tiktoken.Encoding":
-    """The tokenizer of a run whose tokens are the artifact under `prefix`.
+    """The tokenizer of a run whose tokens are the artifact under `prefix`: its file is in the store, or not yet.
 
     UserError if it cannot be loaded; DamagedArtifact if the file in the store is not the one of the recipe.
     """
     if isinstance(tokens.tokenizer, str):
         return tokenizer(tokens.tokenizer)
-    where = f"{store.uri}/{prefix}/{TOKENIZER_FILE}"
+    own, where = tokens.tokenizer, f"{store.uri}/{prefix}/{TOKENIZER_FILE}"
     body = store.get(f"{prefix}/{TOKENIZER_FILE}")
     if body is None:
-        raise UserError(f"{where}: missing; `skytrain run` with the file of tokens.tokenizer brings it")
-    if sha256(body).hexdigest() != tokens.tokenizer.digest:
+        return own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.file}", own.end_of_text)
+    if sha256(body).hexdigest() != own.digest:
         raise DamagedArtifact(f"{where}: damaged (sha256 differs); remove it, and `skytrain run` brings it again")
-    return own_tokenizer(body, where, tokens.tokenizer.end_of_text)
-
-
-def planned_tokenizer(tokens: TokensConfig, plan: ArtifactPlan, store: Store) -> "tiktoken.Encoding":
-    """The tokenizer of a run before its tokens exist: its file is on this machine, in the store or on the Hub."""
-    own = tokens.tokenizer
-    if isinstance(own, str) or store.get(f"{plan.prefix}/{TOKENIZER_FILE}") is not None:
-        return tokenizer_of(tokens, store, plan.prefix)
-    return own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.file}", own.end_of_text)
+    return own_tokenizer(body, where, own.end_of_text)
 
 
 def check_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
     """UserError unless the file of the tokenizer can be had, the model has its ids, and the formats can carry it."""
     if isinstance(recipe.tokens.tokenizer, str):
         return
-    encoding = planned_tokenizer(recipe.tokens, plan, store)
+    encoding = tokenizer_of(recipe.tokens, store, plan.prefix)
     if encoding.name.startswith(HUB_NAME) and (others := recipe.export.other_formats):
         raise UserError(
             f"export.formats: {others[0]} cannot carry the tokenizer '{recipe.tokens.tokenizer}', only GPT-2's, bytes "
@@ -222,26 +214,23 @@ def vocabulary(encoding: "tiktoken.Encoding") -> Vocabulary:
 
 
 def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dict[str, bytes]:
-    """File name -> content of a Hugging Face GPT-2 tokenizer with the ids of `encoding`.
+    """File name -> content of a Hugging Face tokenizer with the ids of `encoding`.
 
     With them, `transformers.AutoTokenizer` gives the ids of `encoding.encode(text, allowed_special="all")`.
     transformers 4 and 5 need only tokenizer.json and tokenizer_config.json. The slow tokenizer of transformers 4 and
     tools outside Python read the other files. `model_max_length` is in tokens.
     """
-    if encoding.name.startswith(HUB_NAME):
-        from pipelines.text.hub_tokenizer import HubTokenizer
-
-        assert isinstance(encoding, HubTokenizer)
-        return encoding.files(model_max_length)
-    found = vocabulary(encoding)
-    vocab = {token: i for i, token in enumerate(found.tokens)}
-    end_of_text = found.tokens[found.end_of_text]
+    end_of_text = encoding.decode([encoding.eot_token])
     config = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), end_of_text) | {
-        "tokenizer_class": "GPT2Tokenizer",
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model_max_length,
-        "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,  # else decoding removes spaces before punctuation
     }
+    if body := getattr(encoding, "body", None):  # a HubTokenizer's, as it came
+        return {TOKENIZER_FILE: body, "tokenizer_config.json": _json(config)}
+    config |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
+    found = vocabulary(encoding)
+    vocab = {token: i for i, token in enumerate(found.tokens)}
     return {
         "tokenizer.json": _json(_fast_tokenizer(vocab, found.merges, end_of_text)),
         "tokenizer_config.json": _json(config),
