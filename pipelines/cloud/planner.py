@@ -219,8 +219,8 @@ def plan_run(
     """A candidate for every machine that is offered for training, with the other stages on their cheapest machines.
 
     Without machines to train on: one candidate of the other stages. `node_counts`: 1 where it has no stage, and for a
-    training the fewest that have the memory. Without
-    machines of its own, export is on that of evaluate. UserError if no machine can train the run.
+    training the fewest that have the memory. Without machines of its own, export is on that of evaluate. UserError if
+    no machine can train the run.
     """
     recipe, found_notes = work.recipe, dict.fromkeys(notes)
     follows = "evaluate" in offered and "export" not in offered

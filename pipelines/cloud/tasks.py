@@ -8,6 +8,7 @@ separately, as from `--secret`, so no dump of a task can hold one.
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -121,6 +122,7 @@ def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = Fal
     return replace(job, tasks=tuple(tasks.values()))
 
 
+@cache
 def read_task(folder: Path, stage: str) -> Task:
     return Task.from_yaml(yaml.safe_load((folder / "sky" / f"{stage}.yaml").read_text(encoding="utf8")))
 

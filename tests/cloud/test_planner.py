@@ -251,3 +251,5 @@ def test_the_plan_fits_the_terminal_and_says_what_it_assumes(
     print_cloud_plan(planned(tmp_path, places=("slurm/here",)))
     shown = " ".join(capsys.readouterr().out.split())
     assert "slurm H100:8 ? " in shown and " ? slurm H100:1" in shown
+    (unknown,) = planned(tmp_path, places=("slurm/here",), train_nodes=["RTX4090:1"]).to_json()["candidates"]
+    assert (unknown["hours"], unknown["usd"], unknown["speed"]) == (None, None, None)  # it can be launched all the same
