@@ -167,6 +167,8 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
         ended = threads.submit(run_alone, "run", str(user.recipe), *alone)
         with user.held_in_mid_training():
             run = user.record.run
+            elsewhere = user.skytrain("down", run, "--store", undisturbed.uri.replace("undisturbed", "other"), expect=2)
+            assert f"job 1 belongs to the store {user.store.uri}, not to " in elsewhere
             user.skytrain("stop", run, "--wait", "0", expect=1)
             user.wait_until(lambda: any(attempt.notice for attempt in user.bill.attempts))
         ended.result()
@@ -174,6 +176,8 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
     user.wait_until(lambda: not cloud.slurm("squeue", "-h"))
 
     assert "is launched as managed job" in user.skytrain("resume", run, "--yes")
+    threads = ThreadPoolExecutor(1)
+    followed = threads.submit(user.skytrain, "logs", run, "--follow")
     with user.held_in_mid_training():
         cloud.slurm("scancel", *jobs_of_training(cloud))  # preempted
     preempted = time.time()
@@ -182,6 +186,7 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
         next(one for one in commands if one.environ()["SKYPILOT_NODE_RANK"] == "0").kill()
     user.wait_until(lambda: user.summary.state == "done")
     assert any("the run's command was killed by SIGKILL" in (beat.progress.killed or "") for beat in user.trainings)
+    assert all(f"(attempt {number})" in followed.result() for number in (2, 3, 4))
     (status,) = json.loads(user.skytrain("status", "--json"))
     assert [task["recoveries"] for task in status["tasks"]] == [2]
     user.skytrain("down", run)
