@@ -17,6 +17,7 @@ import pytest
 
 import pipelines.pipeline
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
+from pipelines.artifacts.store_id import settled_store_id
 from pipelines.pipeline import Pipeline
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.show.console import TerminalScreen
@@ -354,6 +355,7 @@ def test_a_claim_that_the_store_refuses_for_ever_ends_the_run(
         store.put(f"{TOKENS}/attempts/999999999/heartbeat.json", body)
         store.put(f"{TOKENS}/attempts/1000000000/claim.json", body)
     else:
+        settled_store_id(store)
         monkeypatch.setattr(LocalStore, "create", lambda *_: False)
     with pytest.raises(UserError, match=f"{TOKENS}/attempts/: the store refuses to create attempt"):
         execute(store, tmp_path)
