@@ -34,7 +34,7 @@ def new_launcher() -> subprocess.Popen[bytes]:
         [sys.executable, "-u", "-m", LAUNCHER_MODULE],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,  # until it has its task, and so a log
         env={"GOMP_SPINCOUNT": str(SPINS), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ},
         start_new_session=True,
         preexec_fn=before_launcher,

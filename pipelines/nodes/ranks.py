@@ -83,9 +83,12 @@ def start_ranks(
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     launcher = prepared_launcher()
     task = str(folder), str(home / "cache"), grace_seconds, astuple(address), environment
-    assert launcher.stdin
-    with suppress(BrokenPipeError), launcher.stdin as pipe:  # it has died: its exit code shows how
-        pipe.write(json.dumps(task).encode())
+    assert launcher.stdin and launcher.stderr
+    try:
+        with launcher.stdin as pipe:
+            pipe.write(json.dumps(task).encode())
+    except BrokenPipeError:  # it has died, if not of a signal then because it can't import itself
+        (folder / LOG_FILE).write_bytes(launcher.stderr.read())
     return launcher
 
 

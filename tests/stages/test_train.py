@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipelines.nodes import launcher_process
 from pipelines.recipe import load_recipe
 from pipelines.stage import Work
 from pipelines.stages import train
@@ -70,3 +71,13 @@ def test_a_model_too_large_for_the_memory_ends_a_training_on_a_cpu_before_its_ra
     train.check_memory(mine.recipe, 1)
     with pytest.raises(UserError, match=r"18\.\d GB"):
         train.check_memory(mine.recipe, 2)
+
+
+def test_a_launcher_that_cannot_import_its_program_says_so(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_process, "LAUNCHER_MODULE", "pipelines.nodes.absent")
+    launcher_process.prepare_launcher()
+    launcher_process._prepared[-1].wait()
+    with pytest.raises(RuntimeError, match=r"(.|\n)*No module named pipelines.nodes.absent"):
+        train.build(work("train"))
