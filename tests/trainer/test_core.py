@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import trainer_runs
@@ -13,10 +14,12 @@ from core_bundle import make_bundle
 from tiny_models import model_of, transformers_copy
 
 from trainer.errors import Interrupted, UserError
-from trainer.eval.core import Task, answers, bundle_digest, core, read_bundle, read_items
+from trainer.eval.core import Task, answers, bundle_digest, core, item_rows, read_bundle, read_items
+from trainer.eval.scoring import score_rows
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
 from trainer.models.language_model import LanguageModel
+from trainer.models.modern import ModernConfig
 from trainer.parallel import World
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -125,6 +128,21 @@ def test_a_choice_that_begins_another_is_never_the_answer(tmp_path: Path) -> Non
     task = Task("x", "multiple_choice", 0, " ", 0.5, path)
     model = model_of(Gpt2Config(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=257))
     assert answers(model, ALONE, nothing, task, read_items(task), as_bytes, 256) == [True]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_model_with_rotary_positions_sees_a_whole_prompt(window: int | None) -> None:
+    config = ModernConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=257, window=window)
+    model, ids = model_of(config), np.arange(40, dtype=np.int32)
+    (row,) = item_rows("language_modeling", [ids[:30], ids], config.reach)
+    assert list(row.tokens) == list(ids) and row.start == 30
+    (score,) = score_rows(model, [row], ALONE)
+    with torch.no_grad():
+        logits = model.head(model.hidden(torch.tensor(ids[None, :-1], dtype=torch.int64)))[0, 29:]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[30:], dtype=torch.int64), reduction="sum")
+    assert score.loss == pytest.approx(float(expected), rel=1e-5)
+    cropped = item_rows("language_modeling", [ids[:30], ids], 16)
+    assert list(cropped[0].tokens) == list(ids[-16:]) and cropped[0].start == 6
 
 
 # --- the bundle
