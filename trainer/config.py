@@ -313,7 +313,7 @@ class RuntimeConfig(Section):
         default="auto",
         description="Implementation of a step. fused: our own forward and backward pass for CUDA; compiled: "
         "torch.compile; eager: plain PyTorch; sharded: FSDP2, which divides weights, gradients and optimizer over the "
-        "ranks, for AdamW in bf16 or fp32; auto: fused where it runs, sharded where that is too large for "
+        "ranks, in bf16 or fp32; auto: fused where it runs, sharded where that is too large for "
         "the memory of several GPUs, else compiled on a GPU, else eager",
     )
     shard_size: int | None = Field(

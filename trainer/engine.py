@@ -320,9 +320,8 @@ def choose_engine(
     if runtime.engine == "fused" and obstacle:
         raise UserError(f"runtime.engine: fused cannot run here: {obstacle}; use 'auto'")
     if runtime.engine == "sharded":
-        if train.precision == "fp16" or train.optimizer == "muon":
-            what = "optimizer: muon" if train.optimizer == "muon" else "precision: fp16"
-            raise UserError(f"train.{what} does not work in the engine sharded; use runtime.engine: auto")
+        if train.precision == "fp16":
+            raise UserError("train.precision: fp16 does not work in the engine sharded; use bf16 or fp32")
         return "sharded", f"sharded, {on}; as configured"
     if runtime.engine == "auto" and device.type == "cuda" and not obstacle:
         memory = torch.cuda.get_device_properties(device).total_memory

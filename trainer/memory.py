@@ -36,14 +36,16 @@ def memory_of(
     again: Recompute = "selective" if engine == "fused" and runtime.recompute else runtime.recompute
     inside = 2 * tokens * numbers_saved(model, again) * model.n_layer
     block_again = 2 * tokens * numbers_saved(model, False) if again else 0
+    moments = 12 * model.parameters - (4 * model.matrix_parameters if muon else 0)  # and float32 weights
     if engine == "fused":
-        moments = 12 * model.parameters - (4 * model.matrix_parameters if muon else 0)
         reduced = 2 if runtime.reduce_dtype == "bf16" and ranks > 1 else 0
         return Memory((6 + reduced) * model.parameters + moments / ranks, 0.0, inside + max(FUSED_LOGITS, block_again))
     # bf16 weights and gradients outside the blocks, and of two blocks, one of whose gradients are reduced in float32.
     gathered = 4.0 * outside + 2 * 2 * block + 6 * block if ranks > 1 else 0.0
     logits = 4 * tokens * model.padded_vocab_size  # compiled: bf16, and their gradients
-    return Memory(16 * model.parameters / (runtime.shard_size or ranks), gathered, inside + max(logits, block_again))
+    return Memory(
+        (4 * model.parameters + moments) / (runtime.shard_size or ranks), gathered, inside + max(logits, block_again)
+    )
 
 
 def why_sharded(
@@ -51,7 +53,7 @@ def why_sharded(
 ) -> str | None:
     """Why the engine `auto` is sharded on GPUs with `memory` bytes where fused runs; None if it is fused."""
     needed = memory_of("fused", model, runtime, ranks, muon).total
-    if ranks == 1 or muon or precision not in ("auto", "bf16") or needed <= USABLE * memory:
+    if ranks == 1 or precision not in ("auto", "bf16") or needed <= USABLE * memory:
         return None
     return f"fused would need about {needed / 1e9:.0f} of {memory / 1e9:.0f} GB on each GPU"
 

@@ -15,6 +15,7 @@ run as many batches on every rank.
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,10 @@ from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.models.family import plain_model
 from trainer.models.model_config import ModelConfig
-from trainer.optim.adamw import optimizer_for
-from trainer.optim.rates import Rates
+from trainer.optim import muon
+from trainer.optim.adamw import AdamW, parameters_of
+from trainer.optim.owners import Owners, Slice
+from trainer.optim.rates import Group, Rates, group_of
 from trainer.parallel import World, precision_on
 from trainer.process import failpoint
 
@@ -62,11 +65,11 @@ class ShardedEngine:
         size = runtime.shard_size or world.world_size
         if world.world_size % size:
             raise UserError(f"runtime.shard_size: {size} does not divide the {world.world_size} ranks; use a divisor")
-        if size < world.world_size:
-            self.why += f"; {world.world_size // size} copies of the state, each over {size} ranks"
-        self.mesh = init_device_mesh(
-            world.device.type, (world.world_size // size, size), mesh_dim_names=("replicate", "shard")
-        )
+        self.copies, self.copy = world.world_size // size, world.rank // size
+        if self.copies > 1:
+            self.why += f"; {self.copies} copies of the state, each over {size} ranks"
+        shape, names = ((self.copies, size), ("replicate", "shard")) if self.copies > 1 else ((size,), ("shard",))
+        self.mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self.precision == "bf16" else None,
             reduce_dtype=torch.bfloat16 if runtime.reduce_dtype == "bf16" else torch.float32,
@@ -81,7 +84,8 @@ class ShardedEngine:
             setattr(self.model, f"gathered_{method}", getattr(self.model, method))
             register_fsdp_forward_method(self.model, f"gathered_{method}")
         self.shards = Shards(self.model)
-        self.optimizer = optimizer_for(self.shards, train)
+        kind = ShardedMuon if train.optimizer == "muon" else AdamW
+        self.optimizer: AdamW = kind(self.shards, train)
 
     def initialize(self, seed: int) -> None:
         def draw(key: str, piece: Piece) -> None:
@@ -146,16 +150,19 @@ class ShardedEngine:
         found = self._pieces_of("model", shards)
         for kind, tensors in self.optimizer.state().items():
             found |= self._pieces_of(kind, {name: tensors[p] for name, p in shards.items() if p in tensors})
+        if isinstance(self.optimizer, ShardedMuon):
+            for name, squares in self.optimizer.owners.squares.items():
+                found[f"squares.{name}"] = Piece(squares, 0, tuple(squares.shape), False, stored=self.copy == 0)
         return found
 
     def _pieces_of(self, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
         """The pieces of tensors that are cut as the parameters with their names."""
-        found, copies, copy = {}, self.mesh.size(0), self.mesh.get_local_rank("replicate")
+        found = {}
         for number, (name, p) in enumerate(self.shards.whole.items()):
             if name in tensors:
                 _, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
                 start = offsets[0] * (p.numel() // p.shape[0])
-                live, stored = tensors[name].detach().view(-1), number % copies == copy
+                live, stored = tensors[name].detach().view(-1), number % self.copies == self.copy
                 found[f"{kind}.{name}"] = Piece(live, start, tuple(p.shape), replicated=False, stored=stored)
         return found
 
@@ -192,6 +199,54 @@ class Shards(nn.Module):
 
     def named_parameters(self, *_: object, **__: object) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.own.items()
+
+
+class ShardedMuon(AdamW):
+    """Muon for the matrices of the blocks, whose directions their owners make (trainer/optim/owners.py), and AdamW for
+    all other parameters."""
+
+    def __init__(self, shards: Shards, config: TrainConfig) -> None:
+        super().__init__(shards, config, [group for group in get_args(Group) if group != "matrix"])
+        self.matrices = parameters_of(shards, "matrix")
+        self.momentum = {p: torch.zeros_like(p, requires_grad=False) for p in self.matrices.values()}
+        whole = {name: p for name, p in shards.whole.items() if group_of(name, p.dim()) == "matrix"}
+        mesh = next(iter(whole.values())).device_mesh
+        ranks = mesh.size(-1)
+        slices: list[list[Slice]] = []
+        for rank in range(ranks):
+            slices.append([])
+            at = 0
+            for name, p in whole.items():
+                rows = -(-p.size(0) // ranks)  # as FSDP2 cuts them
+                start, end = (min(n * rows, p.size(0)) * p.size(1) for n in (rank, rank + 1))
+                if start < end:
+                    slices[-1].append(Slice(name, start, end, at))
+                    at += end - start
+        own = mesh.get_local_rank("shard")
+        self.shapes = {name: (p.size(0), p.size(1)) for name, p in whole.items()}
+        self.slices, group = {one.name: one for one in slices[own]}, mesh.get_group("shard")
+        device = next(iter(shards.own.values())).device
+        self.owners = Owners(self.shapes, slices, own, device, group=group)
+
+    @torch.no_grad()
+    def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+        super().step(divisor, skip)
+        rates, applied = self.rates, 1.0 if skip is None else 1.0 - skip
+        size = sum(one.size for one in self.slices.values())
+        ahead = torch.empty(size, dtype=torch.bfloat16, device=self.owners.device)
+        for name, p in self.matrices.items():
+            assert p.grad is not None
+            gradient = p.grad if divisor is None else p.grad / divisor
+            if skip is not None:
+                gradient = torch.where(skip > 0, self.momentum[p], gradient)  # then the momentum stays
+            self.slices[name].of(ahead).copy_(muon.look_ahead(self.momentum[p], gradient, rates.momentum).view(-1))
+        self.owners.begin(ahead).finish((1 - muon.BETA2) * applied)
+        for name, p in self.matrices.items():
+            decay = rates.matrix_decay * muon.factor_of(name, *self.shapes[name])
+            muon.move_(p, self.slices[name].of(ahead).view(p.shape), rates.of["matrix"] * applied, decay)
+
+    def state(self) -> dict[str, Mapping[Tensor, Tensor]]:
+        return super().state() | {"momentum": self.momentum}
 
 
 def shard_of(tensor: Tensor) -> Tensor:

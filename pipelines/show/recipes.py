@@ -17,12 +17,13 @@ def print_recipes(recipes: Iterable[dict[str, Any]], usd_per_hour: float) -> Non
             f"{one['parameters'] / 1e6:,.1f}M",
             f"{one['tokens'] / 1e9:,.2f}B" if one["tokens"] > 1e8 else f"{one['tokens'] / 1e6:,.1f}M",
             f"{one['flops']:.1e}",
-            cost(one["node_hours"], one["usd"]),
+            cost(one["node_hours"] / one["nodes"], one["usd"])
+            + (f", {one['nodes']} nodes" if one["nodes"] > 1 else ""),
         )
     console().print(table)
     console().print(
-        f"[dim]time and dollars: training alone on 8xH100 at ${usd_per_hour}/h, by the speeds in "
-        f"docs/measurements.md; `plan RECIPE --cloud` has the whole run[/]"
+        f"[dim]time and dollars: training alone on the fewest 8xH100 with the memory, at ${usd_per_hour}/h, by the "
+        f"speeds in docs/measurements.md; `plan RECIPE --cloud` has the whole run[/]"
     )
 
 

@@ -32,6 +32,7 @@ _one_thread, data = trainer_runs._one_thread, trainer_runs.data
 
 RANKS, STEPS = 4, 3
 TRAIN = TrainConfig(batch_tokens=10 * 32, max_steps=STEPS, learning_rate=1e-3, grad_clip=0.3)
+MUON = TRAIN.model_copy(update={"optimizer": "muon", "muon_learning_rate": 1e-3})
 SIZES = {"n_layer": 3, "n_head": 6, "n_embd": 36, "block_size": 32, "vocab_size": 70}
 MODELS: tuple[dict[str, Any], ...] = (
     {"family": "gpt2"},
@@ -48,7 +49,7 @@ MODELS: tuple[dict[str, Any], ...] = (
 )
 
 
-def trained(engine: Engine, world: World, most: int) -> dict[str, Any]:
+def trained(engine: Engine, train: TrainConfig, world: World, most: int) -> dict[str, Any]:
     """What an engine measures and holds after a few steps with micro-batches of up to `most` sequences."""
     numbers = []
     for step in range(STEPS):
@@ -57,7 +58,7 @@ def trained(engine: Engine, world: World, most: int) -> dict[str, Any]:
         batches = [(part[:, :-1], part[:, 1:]) for part in tokens[share.start : share.stop].split(most)]
         loss_and_norm = engine.accumulate(iter(batches), len(batches), 10 / world.world_size, step + 1)
         numbers += [world.sum(float(loss_and_norm[0]))[0] / world.world_size, float(loss_and_norm[1])]
-        engine.update(rates_at(step, TRAIN, engine.config), loss_and_norm, step + 1)
+        engine.update(rates_at(step, train, engine.config), loss_and_norm, step + 1)
         numbers.append(float(engine.loss(tokens[:, :-1], tokens[:, 1:])))
     # Items and texts that do not divide evenly: some ranks have none.
     scores = score_items(engine, 5, lambda which: [[Row([1, 2, 3 + i], 1)] for i in which], world)
@@ -65,24 +66,38 @@ def trained(engine: Engine, world: World, most: int) -> dict[str, Any]:
     return {"numbers": numbers + [score.loss for (score,) in scores], "texts": texts, "weights": dict(engine.weights())}
 
 
-def begun(config: ModelConfig, world: World, **runtime: Any) -> Engine:
-    engine = make_engine(config, TRAIN, RuntimeConfig(**runtime), world)
+def begun(config: ModelConfig, train: TrainConfig, world: World, **runtime: Any) -> Engine:
+    engine = make_engine(config, train, RuntimeConfig(**runtime), world)
     engine.initialize(7)
     return engine
 
 
-def compare_with_eager(config: ModelConfig, world: World, **runtime: Any) -> None:
-    plain, sharded = begun(config, ALONE, engine="eager"), begun(config, world, engine="sharded", **runtime)
+def compare_with_eager(config: ModelConfig, train: TrainConfig, world: World, **runtime: Any) -> None:
+    plain, sharded = (
+        begun(config, train, ALONE, engine="eager"),
+        begun(config, train, world, engine="sharded", **runtime),
+    )
     drawn = dict(plain.weights())
     for name, weight in sharded.weights():
         assert torch.equal(weight, drawn[name]), f"{name} was drawn otherwise"
     held = sum(piece.live.numel() for name, piece in sharded.pieces().items() if name.startswith("model."))
     whole = sum(weight.numel() for weight in drawn.values())
     assert held < 1.15 * whole / (runtime["shard_size"] or world.world_size) + 64
-    expected, found = trained(plain, ALONE, 10), trained(sharded, world, 1 + world.rank)  # unequal micro-batches
-    assert found["numbers"] == pytest.approx(expected["numbers"], rel=2e-4) and found["texts"] == expected["texts"]
+    expected = trained(plain, train, ALONE, 10)
+    found = trained(sharded, train, world, 1 + world.rank)  # unequal micro-batches
+    near = 2e-4 if train is TRAIN else 2e-3  # Muon enlarges rounding along small singular values
+    assert found["numbers"] == pytest.approx(expected["numbers"], rel=near)
+    assert found["texts"] == expected["texts"] or train is MUON
     for name, weight in found["weights"].items():
-        torch.testing.assert_close(weight, expected["weights"][name], rtol=1e-3, atol=2e-4)
+        if train is MUON and weight.dim() == 1:  # whose rates of up to 0.5 enlarge it, too
+            continue
+        torch.testing.assert_close(weight, expected["weights"][name], rtol=1e-3, atol=near)
+    state = {name: piece.live.clone() for name, piece in sharded.pieces().items()}
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    sharded.accumulate(iter([(tokens, tokens)]), 1, 1.0, STEPS + 1)
+    sharded.update(rates_at(STEPS, train, config), torch.tensor([torch.nan, 1.0]), STEPS + 1)
+    for name, piece in sharded.pieces().items():
+        assert torch.equal(piece.live, state[name]), f"{name} moved by an update that is not finite"
 
 
 def saved_in_two_files(folder: Path) -> None:
@@ -112,7 +127,8 @@ def on_rank(rank: int, folder: Path) -> None:
     try:
         for number, section in enumerate(MODELS):
             runtime = {"recompute": (False, True, "selective")[number % 3], "shard_size": (None, 2)[number % 2]}
-            compare_with_eager(ANY_MODEL.validate_python(SIZES | section), world, **runtime)
+            for train in (TRAIN, MUON) if number in (0, 3) else (TRAIN,):
+                compare_with_eager(ANY_MODEL.validate_python(SIZES | section), train, world, **runtime)
         begins_with_the_files(ANY_MODEL.validate_python(SIZES | MODELS[1]), world, folder)
         (folder / f"done-{rank}").touch()
     except BaseException:
@@ -137,29 +153,30 @@ def test_four_ranks_draw_load_train_and_score_as_one_eager_rank(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_run_killed_on_four_ranks_goes_on_with_two_and_ends_as_one_eager_rank(data: Path, tmp_path: Path) -> None:
-    undisturbed = Command(data, tmp_path / "eager", configured(**LONG))
+    run: dict[str, Any] = LONG | {"optimizer": "muon", "muon_learning_rate": 0.002}
+    undisturbed = Command(data, tmp_path / "eager", configured(**run))
     undisturbed.finish()
     for ranks in (4, 2):
-        command = Command(data, tmp_path / "out", configured(engine="sharded", shard_size=2, **LONG))
+        command = Command(data, tmp_path / "out", configured(engine="sharded", shard_size=2, **run))
         with command.started(ranks) as process:
             command.wait_for_rows(6, process)
             command.wait_for_commits(1, process)
             kill_tree(process)
             assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
-    Command(data, tmp_path / "out", configured(engine="eager", **LONG)).finish()
+    Command(data, tmp_path / "out", configured(engine="eager", **run)).finish()
     starts = command.events_of(Started)
     assert [e.world_size for e in starts] == [4, 2, 1] and starts[-1].step > 0
     rows, expected = command.rows(), undisturbed.rows()
     assert [row.get("data/digest") for row in rows] == [row.get("data/digest") for row in expected]
     for a, b in zip(expected, rows, strict=True):
-        assert b == pytest.approx(a, rel=2e-3)
+        norms = [row.pop("train/grad_norm", 0.0) for row in (a, b)]
+        assert b == pytest.approx(a, rel=5e-3) and norms[1] == pytest.approx(norms[0], rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("train", "message"),
     [
         ({"precision": "fp16"}, "train.precision: fp16 does not work in the engine sharded"),
-        ({"optimizer": "muon"}, "train.optimizer: muon does not work in the engine sharded"),
         ({"precision": "fp8"}, "train.precision: fp8 needs the fused engine: runtime.engine is sharded"),
     ],
 )

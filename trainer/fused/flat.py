@@ -14,7 +14,7 @@ it. A shard is one W-th of every bucket, not of the whole, so all ranks share in
 in place: a rank receives its shard of the summed gradient where its own gradient lay, and the all-gather sends its
 shard of the new weights from where the update wrote it.
 
-With Muon, the matrices of the blocks have a momentum instead of two moments; trainer/fused/owners.py tells how a matrix
+With Muon, the matrices of the blocks have a momentum instead of two moments; trainer/optim/owners.py tells how a matrix
 that shards cut gets its direction.
 
 Nothing here waits for the device: it decides itself whether to apply a step, and how much to clip it.
@@ -32,10 +32,10 @@ from torch import Tensor
 
 from trainer.checkpoint.pieces import Piece
 from trainer.config import RuntimeConfig, TrainConfig
-from trainer.fused.owners import Exchange, Owners, Slice
 from trainer.models.family import plain_model
 from trainer.models.model_config import ModelConfig
 from trainer.optim import muon
+from trainer.optim.owners import Exchange, Owners, Slice
 from trainer.optim.rates import Group, Moments, Rates, group_of, moments_of
 from trainer.parallel import World
 

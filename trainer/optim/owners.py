@@ -54,7 +54,8 @@ class Owners:
     """One rank's part in the directions of all matrices.
 
     slices: of every rank, which together are all matrices, and in the same order on every rank. squares: those of
-    `muon.to_directions_`, of the matrices that this rank owns, by name. squared: muon's.
+    `muon.to_directions_`, of the matrices that this rank owns, by name. squared: muon's. group: of these ranks; None:
+    all.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class Owners:
         rank: int,
         device: torch.device,
         squared: muon.Squared = muon.squared,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         owners = owners_of(shapes, len(slices))
         self.shapes = {name: shape for name, shape in shapes.items() if owners[name] == rank}
         self.squares = {name: torch.zeros(max(shape), device=device) for name, shape in self.shapes.items()}
-        self.squared = squared
+        self.squared, self.group, self.device = squared, group, device
         self.alone = len(slices) == 1
         self.mine = sorted(slices[rank], key=lambda s: owners[s.name])  # by the rank that gets them; a stable sort
         self.theirs = [s for of_rank in slices for s in of_rank if owners[s.name] == rank]  # by the rank that has them
@@ -89,7 +91,7 @@ class Exchange:
             self.outgoing = torch.cat([s.of(buffer) for s in owners.mine]) if owners.mine else buffer.new_empty(0)
             self.incoming = buffer.new_empty(sum(owners.receives))
             self.work = dist.all_to_all_single(
-                self.incoming, self.outgoing, owners.receives, owners.sends, async_op=True
+                self.incoming, self.outgoing, owners.receives, owners.sends, group=owners.group, async_op=True
             )
 
     def finish(self, new: Tensor | float) -> None:
@@ -107,7 +109,7 @@ class Exchange:
             torch._foreach_copy_(flat, received)
             muon.to_directions_(matrices, owners.squares, new, owners.squared)
             torch._foreach_copy_(received, flat)
-        dist.all_to_all_single(self.outgoing, self.incoming, owners.sends, owners.receives)
+        dist.all_to_all_single(self.outgoing, self.incoming, owners.sends, owners.receives, group=owners.group)
         if owners.mine:
             sent = self.outgoing.split([s.size for s in owners.mine])
             torch._foreach_copy_([s.of(self.buffer) for s in owners.mine], sent)
