@@ -301,13 +301,13 @@ class Training:
         A rank that cannot get the shards of its next step (`upcoming`) votes for a stop. So all ranks leave between two
         steps, with the state in the store, and not in a step, where the state would be lost.
         """
-        digest = self.data.digest(sequences)  # some ms for 512 sequences, while the GPU computes
+        checksum = self.data.checksum(sequences)  # some ms for 512 sequences, while the GPU computes
         stop = self.stop.asked
         if not stop and self.data.is_late(upcoming):
             numbers.values()  # as long as the device computes, the data is not late
         failure = None if stop else self.data.failure(upcoming)
         loss, grad_norm = numbers.values()
-        agreed = self.world.agree(loss, grad_norm, stop or failure is not None, save_due, digest)
+        agreed = self.world.agree(loss, grad_norm, stop or failure is not None, save_due, checksum)
         health, anomaly = self.state.health.after(
             agreed.loss, agreed.grad_norm, self.config, self.engine.overflow_allowed
         )
@@ -325,7 +325,7 @@ class Training:
             "train/lr": learning_rate,
             "train/grad_norm": agreed.grad_norm,
             "perf/tokens_per_second": tokens_per_second,
-            "data/digest": agreed.digest,
+            "data/checksum": agreed.checksum,
         }
         if self.peak_flops:
             row["perf/mfu"] = mfu(tokens_per_second, self.model, self.world.world_size, self.peak_flops)

@@ -34,7 +34,7 @@ class Agreement:
     grad_norm: float = 0.0  # of the mean gradient, before clipping
     stop: bool = False  # any rank was asked to stop
     save: bool = False  # a checkpoint is due
-    digest: int = 0  # of the windows that all ranks read, see `sequence_digest`
+    checksum: int = 0  # of the tokens that all ranks read, see `TokenData.checksum`
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,15 @@ class World:
             dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return int(number)
 
-    def agree(self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int) -> Agreement:
+    def agree(self, loss: float, grad_norm: float, stop: bool, save: bool, checksum: int) -> Agreement:
         """One small all-reduce a step, so that all ranks stop, save, skip an update or give up together.
 
         The norm of the mean gradient is equal on all ranks. Its mean is exact, because float64 holds the sum of
         float32 numbers; a rank that computed another norm still decides like the others.
         """
-        loss, grad_norm, stops, saves, digests = self.sum(loss, grad_norm, stop, save, digest)
+        loss, grad_norm, stops, saves, checksums = self.sum(loss, grad_norm, stop, save, checksum)
         n = self.world_size
-        return Agreement(loss / n, grad_norm / n, stops > 0, saves > 0, int(digests))
+        return Agreement(loss / n, grad_norm / n, stops > 0, saves > 0, int(checksums))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of ranks, on every rank."""

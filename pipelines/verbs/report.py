@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.verbs.options import Json, Last, RunNames, StoreUri, default_tracking_uri, store_uri
+from pipelines.verbs.options import Json, Last, RunNames, StoreUri, default_tracking_uri, home, store_uri
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def report(
     series: Annotated[bool, typer.Option("--series", help="Print the metrics of a run as CSV, a row a step.")] = False,
     audit_: Annotated[
         bool,
-        typer.Option("--audit", help="Recompute which sequences each step read; exit with 1 if they differ."),
+        typer.Option("--audit", help="Read the tokens of each step again; exit with 1 if they differ."),
     ] = False,
     html: Annotated[
         Path | None,
@@ -89,7 +89,7 @@ def audit_runs(runs: "list[Run]", as_json: bool) -> None:
     from pipelines.show.runs import print_audits
     from pipelines.tracking.audit import audit
 
-    audits = [audit(run) for run in runs]
+    audits = [audit(run, home() / "cache") for run in runs]
     print(json.dumps([asdict(a) for a in audits])) if as_json else print_audits(audits)
     sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
 

@@ -26,7 +26,7 @@ import yaml
 from pipelines.recipe import load_recipe
 
 WAYS = ("rank", "torchrun", "SIGTERM")
-SAME = ("train/loss", "train/grad_norm", "val/loss", "data/digest")
+SAME = ("train/loss", "train/grad_norm", "val/loss", "data/checksum")
 
 
 class Run:

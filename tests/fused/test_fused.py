@@ -249,7 +249,7 @@ def test_three_ranks_that_share_a_batch_unequally_train_as_one(data: Path, tmp_p
     for command, ranks in ((one, 1), (three, 3)):
         command.finish(ranks)
     for a, b in zip(one.rows(), three.rows(), strict=True):
-        assert b.get("data/digest") == a.get("data/digest")
+        assert b.get("data/checksum") == a.get("data/checksum")
         norms = [row.pop("train/grad_norm", 0.0) for row in (a, b)]
         assert b == pytest.approx(a, rel=3e-3) and norms[1] == pytest.approx(norms[0], rel=0.03)
 

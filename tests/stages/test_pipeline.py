@@ -113,9 +113,9 @@ def test_an_audit_detects_a_step_that_read_other_text(undisturbed: Callable[[int
     forged = undisturbed(1).copy(tmp_path / "forged")
     segment = max(forged.found("train/*/metrics/*.jsonl"), key=lambda path: path.stat().st_size)
     rows = [json.loads(line) for line in segment.read_text().splitlines()]
-    other, gone = [row for row in rows if "data/digest" in row][:2]
+    other, gone = [row for row in rows if "data/checksum" in row][:2]
     assert forged.run("report", "--audit").stdout.endswith("recipe and the seed\n")
-    other["data/digest"] += 1
+    other["data/checksum"] += 1
     segment.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] != gone["step"]))
     audit = forged.run("report", "--audit", expect=1).stdout
     assert f"1 steps read other sequences (the first: {other['step']})" in audit

@@ -40,7 +40,7 @@ from trainer.store import LocalStore, Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALONE = World(0, 0, 1, torch.device("cpu"))
-SERIES = ("train/loss", "train/lr", "train/grad_norm", "val/loss", "data/digest")
+SERIES = ("train/loss", "train/lr", "train/grad_norm", "val/loss", "data/checksum")
 EVERY_STEP = 1e-9  # minutes between checkpoints
 
 E = TypeVar("E", bound=Event)

@@ -1,16 +1,17 @@
 """An audit recomputes the data of every committed step."""
 
+from pathlib import Path
 from typing import Any
 
-from run_records import RECIPE, RUN, TRAIN, finished, recorded, row, segment
+import numpy as np
+from run_records import PLANS, RECIPE, RUN, TRAIN, finished, recorded, row, segment
 
-from pipelines.artifacts.manifest import File
-from pipelines.tracking.audit import Audit, audit
-from pipelines.tracking.runs import (
-    Run,
-)
+from pipelines.artifacts.manifest import upload
+from pipelines.tracking.audit import CHECKSUM, Audit, audit
+from pipelines.tracking.runs import Run
 from trainer.checkpoint.commits import Commit, TrainState
-from trainer.data.shards import Order, Shard, sequence_digest, sequences_of, shard_bytes
+from trainer.data.batches import TokenData
+from trainer.data.shards import HEADER_BYTES, Shard, sequences_of, write_shard
 from trainer.store import LocalStore, Store
 
 
@@ -19,26 +20,48 @@ def committed(store: Store, step: int, attempt: int, rollbacks: tuple[tuple[int,
     store.put(f"{TRAIN}/checkpoints/step-{step:08d}-a{attempt:04d}/COMMIT.json", commit.encode())
 
 
-def read_at(step: int, shards: dict[str, int], place: int | None = None) -> dict[str, Any]:
-    """The row of a step that read its own position of the data order, or another one."""
-    order = Order([Shard(name, n) for name, n in shards.items()], RECIPE.model.block_size, RECIPE.train.seed)
-    mine = sequences_of(step - 1 if place is None else place, RECIPE.model, RECIPE.train, 0, 1)
-    return row(step, 1.0) | {"data/digest": sequence_digest(order, mine)}
+SHARDS = {"train_000000.bin": 300_000, "train_000001.bin": 200_000}
 
 
-def test_an_audit_ends_where_the_newest_commit_does(store: LocalStore) -> None:
-    shards = {"train_000000.bin": 300_000, "train_000001.bin": 200_000}
-    files = tuple(File(name, f"a0001/{name}", shard_bytes(n), "0" * 64) for name, n in shards.items())
-    finished(store, "tokenize", files, shards=shards)
-    seen = recorded(store)
-    rows = [read_at(step, shards) for step in range(1, 7)]
+def stored_shards(store: LocalStore, folder: Path) -> TokenData:
+    files = []
+    for number, (name, count) in enumerate(SHARDS.items()):
+        write_shard(folder / name, np.random.default_rng(number).integers(0, 50_257, count).astype(np.uint16))
+        files.append(upload(store, PLANS["tokenize"].prefix, 1, folder / name))
+    finished(store, "tokenize", tuple(files), shards=SHARDS)
+    shards = [Shard(name, count) for name, count in SHARDS.items()]
+    return TokenData(shards, folder.joinpath, RECIPE.model.block_size, RECIPE.train.seed)
+
+
+def test_an_audit_reads_the_committed_steps_again(store: LocalStore, tmp_path: Path) -> None:
+    data, seen, cache = stored_shards(store, tmp_path), recorded(store), tmp_path / "cache"
+
+    def read_at(step: int, place: int | None = None) -> dict[str, Any]:
+        """The row of a step that read its own position of the data order, or another one."""
+        mine = sequences_of(step - 1 if place is None else place, RECIPE.model, RECIPE.train, 0, 1)
+        return row(step, 1.0) | {CHECKSUM: data.checksum(mine)}
+
+    rows = [read_at(step) for step in range(1, 7)]
     segment(store, 4, 1, rows[:4])
     segment(store, 6, 1, rows[4:])  # it was never committed
     committed(store, 4, 1)
-    assert audit(Run(store, seen)) == Audit(RUN, 4, 4 * 8192 // RECIPE.model.block_size, (), ())
+    assert audit(Run(store, seen), cache) == Audit(RUN, 4, 4 * 8192 // RECIPE.model.block_size, (), ())
     committed(store, 6, 1)
-    assert audit(Run(store, seen)).steps == 6
+    assert audit(Run(store, seen), cache).steps == 6
     committed(store, 8, 2)  # and its rows are missing
-    assert audit(Run(store, seen)).missing_steps == (7, 8)
-    segment(store, 8, 2, [read_at(7, shards), read_at(8, shards, place=3)])
-    assert audit(Run(store, seen)).wrong_steps == (8,)
+    assert audit(Run(store, seen), cache).missing_steps == (7, 8)
+    segment(store, 8, 2, [read_at(7), read_at(8, place=3)])
+    assert audit(Run(store, seen), cache).wrong_steps == (8,)
+
+
+def test_an_audit_detects_tokens_that_were_overwritten_while_the_run_read_them(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    data, seen = stored_shards(store, tmp_path), recorded(store)
+    place = sequences_of(0, RECIPE.model, RECIPE.train, 0, 1)
+    shard, window = data.order[place[0]]
+    tokens = np.memmap(tmp_path / list(SHARDS)[shard], np.uint16, "r+", HEADER_BYTES)
+    tokens[window * RECIPE.model.block_size] ^= 1
+    segment(store, 1, 1, [row(1, 1.0) | {CHECKSUM: data.checksum(place)}])
+    committed(store, 1, 1)
+    assert audit(Run(store, seen), tmp_path / "cache").wrong_steps == (1,)

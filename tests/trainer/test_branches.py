@@ -49,8 +49,8 @@ def test_a_branch_with_another_text_reads_it_from_the_start(parent: Runner, runn
     branch = branch_of(parent, runner, 6, whole=True, other_text=True)
     branch.attempt(stop_after=2)
     _, state = branch.attempt()
-    digests = {row["step"]: row["data/digest"] for row in branch.rows() if "data/digest" in row}
-    first = {row["step"]: row["data/digest"] for row in parent.rows() if "data/digest" in row}
+    digests = {row["step"]: row["data/checksum"] for row in branch.rows() if "data/checksum" in row}
+    first = {row["step"]: row["data/checksum"] for row in parent.rows() if "data/checksum" in row}
     assert digests == {step: first[step - 6] for step in range(7, 13)}
     assert (state.step, state.text_from, state.data_step) == (12, 6, 6)
     assert [row["train/lr"] for row in branch.rows() if "train/lr" in row] == [

@@ -128,10 +128,8 @@ def test_every_window_is_read_exactly_once_an_epoch(sizes: list[int], block: int
 
 
 @settings(max_examples=30, deadline=None)
-@given(sizes, seeds, st.integers(1, 8), st.integers(0, 40), st.integers(0, 20))
-def test_ranks_share_a_step_without_gap_or_overlap(
-    sizes: list[int], seed: int, world_size: int, step: int, more: int
-) -> None:
+@given(st.integers(1, 8), st.integers(0, 40), st.integers(0, 20))
+def test_ranks_share_a_step_without_gap_or_overlap(world_size: int, step: int, more: int) -> None:
     per_step = world_size + more
     train = TrainConfig(batch_tokens=4 * per_step, max_steps=50, learning_rate=0.1)
     whole = list(sequences_of(step, MODEL, train, 0, 1))
@@ -139,9 +137,6 @@ def test_ranks_share_a_step_without_gap_or_overlap(
     parts = [sequences_of(step, MODEL, train, rank, world_size) for rank in range(world_size)]
     assert [g for part in parts for g in part] == whole
     assert all(len(part) in (per_step // world_size, -(-per_step // world_size)) for part in parts)
-    if sum((n - 1) // 4 for n in sizes if n > 0) > 0:
-        data = TokenData(shards_of(sizes), Path, 4, seed)
-        assert sum(data.digest(part) for part in parts) == data.digest(range(whole[0], whole[-1] + 1))
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
@@ -240,9 +235,9 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) 
     assert len(list(everything.micro_batches(range(20), 20, CPU))) == 1
 
 
-def test_a_digest_distinguishes_other_data_from_the_same(tmp_path: Path) -> None:
+def test_a_checksum_distinguishes_other_data_and_is_the_sum_over_ranks(tmp_path: Path) -> None:
     data = numbered_data(tmp_path, [200, 150], block_size=4)
-    digests = [data.digest(range(8 * step, 8 * step + 8)) for step in range(10)]
-    assert len(set(digests)) == 10
+    assert len({data.checksum(range(8 * step, 8 * step + 8)) for step in range(10)}) == 10
+    assert data.checksum(range(8)) == data.checksum(range(5)) + data.checksum(range(5, 8))
     # A step's sum travels as a float64: exact up to 2^53.
-    assert data.digest(range(8192)) < 2**53
+    assert data.checksum(range(8192)) < 2**53

@@ -38,7 +38,7 @@ def test_the_log_has_each_change_of_phase_and_redone_steps_have_their_own(tmp_pa
 
 
 EVENTS: tuple[Event, ...] = (
-    Row(3, 1.25, {"train/loss": 4.5, "data/digest": 7}, {"setup": 1.5}, "train"),
+    Row(3, 1.25, {"train/loss": 4.5, "data/checksum": 7}, {"setup": 1.5}, "train"),
     PhaseChanged({"setup": 1.5, "train": 2.0}, "train"),
     Started(0, 2, "cpu", "eager, on cpu", "fp32", 9, 4, "as configured"),
     Damaged("run/checkpoints/a", "b"),

@@ -35,7 +35,7 @@ def test_a_run_learns_and_logs_every_step(runner: Callable[..., Runner]) -> None
     assert rows[-1]["train/loss"] < 0.6 * rows[1]["train/loss"]
     assert state.val_loss == rows[-1]["val/loss"] < 0.6 * rows[0]["val/loss"]
     assert (state.step, state.optimizer_steps, state.tokens_seen) == (60, 60, 60 * 256)
-    assert len({row["data/digest"] for row in rows[1:]}) == 60
+    assert len({row["data/checksum"] for row in rows[1:]}) == 60
     val = TokenData(local_shards(run.data, "val"), run.data.joinpath, 32, 0)
     assert validation_loss(model, val, 400, 7, ALONE) == pytest.approx(state.val_loss, rel=1e-5)
 
@@ -47,7 +47,7 @@ def test_the_accumulated_gradient_is_that_of_the_whole_batch(runner: Callable[..
     first, *others = (run.rows() for run in runs)
     for rows in others:
         for a, b in zip(first, rows, strict=True):
-            assert a.get("data/digest") == b.get("data/digest")
+            assert a.get("data/checksum") == b.get("data/checksum")
             assert b == pytest.approx(a, rel=1e-4)
 
 

@@ -78,7 +78,7 @@ def test_a_run_resumes_with_fewer_and_with_more_ranks(
     assert [e.world_size for e in starts] == [3, 1, 2]
     assert [e.step > 0 for e in starts] == [False, True, True]
     rows, expected = command.rows(), undisturbed(2).rows()
-    assert [row.get("data/digest") for row in rows] == [row.get("data/digest") for row in expected]
+    assert [row.get("data/checksum") for row in rows] == [row.get("data/checksum") for row in expected]
     for a, b in zip(expected, rows, strict=True):
         assert b == pytest.approx(a, rel=2e-3)
 

@@ -92,7 +92,7 @@ def records(store: LocalStore) -> dict[str, bytes]:
     attempted(store, "train", 2, state="running", progress=Progress(step=200, metrics={"train/loss": 2.5}))
     commit = Commit(200, 2, 1, 1.0, TrainState(step=200), "", ())
     store.put(f"{TRAIN}/checkpoints/step-00000200-a0002/COMMIT.json", commit.encode())
-    segment(store, 2, 1, [row(1, 5.0), row(2, 4.0) | {"samples": ["a text"], "data/digest": 12}])
+    segment(store, 2, 1, [row(1, 5.0), row(2, 4.0) | {"samples": ["a text"], "data/checksum": 12}])
     write_launch(store, LaunchRecord(LaunchRequest(RUN, store.uri), ["train"], [3], [], 1.0))
     request_stop(store, RUN, "enough")
     return {entry.key: store.get(entry.key) or b"" for entry in store.entries("")}

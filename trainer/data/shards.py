@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from hashlib import blake2b
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -332,13 +331,3 @@ def slices(sequences: range, count: int) -> list[range]:
     """`sequences` in `count` consecutive parts whose lengths differ by at most one."""
     starts = [len(sequences) * i // count for i in range(count)]
     return [sequences[start:end] for start, end in zip(starts, [*starts[1:], len(sequences)], strict=False)]
-
-
-def sequence_digest(order: Order | Mixture, sequences: range) -> int:
-    """A checksum of the windows of `sequences`. It is a sum, so it does not depend on their division between ranks."""
-    return sum(_window_digest(*order[s]) for s in sequences)
-
-
-def _window_digest(shard: int, window: int) -> int:
-    # 32 bits: the sum over up to 2 million sequences is exact in float64.
-    return int.from_bytes(blake2b(f"{shard}:{window}".encode(), digest_size=4).digest(), "little")

@@ -84,7 +84,7 @@ class Mirror:
             if row.get("samples") and step > self._last.get(SAMPLES, -1):
                 self._log_text(f"samples/step-{step:08d}.txt", f"\n\n{'-' * 8}\n\n".join(row["samples"]))
                 self._last[SAMPLES] = step
-            values = ((legal_name(key), value) for key, value in row.items() if "/" in key and key != "data/digest")
+            values = ((legal_name(key), value) for key, value in row.items() if "/" in key and key[:5] != "data/")
             points += [(key, value, row["time"], step) for key, value in values if step > self._last.get(key, -1)]
         self._log(points)
         self._last |= {key: step for key, _, _, step in points}
