@@ -125,9 +125,9 @@ def remove_run(store: Store, name: str, dry_run: bool = False) -> Iterator[Lefto
     Of each artifact the claim of this removal stays, so that an attempt that was frozen meanwhile is stale. UserError
     if an attempt works on the run, or if another run still begins with it.
     """
-    records = read_records(store)
+    everything = read_records(store)
     (run,) = read_records(store, [name])
-    others = [record for record in records if record.run != run.run]
+    others = [record for record in everything if record.run != run.run]
     for other in others:
         sources = [other.recipe["train"].get(field) or "" for field in ("branch_from", "init_from")]
         begins = any(source.startswith(f"run:{run.run}@") for source in sources)
@@ -137,7 +137,13 @@ def remove_run(store: Store, name: str, dry_run: bool = False) -> Iterator[Lefto
     own = {prefix for stage in run.prefixes for prefix in run.all_prefixes(stage)} - shared
     if working := [prefix for prefix in sorted(own) if working_attempt(store, prefix)]:
         raise UserError(f"{run.run}: an attempt works on {working[0]}; `skytrain stop {run.run}` stops it")
-    for prefix in [*sorted(own), f"control/{run.run}", f"launches/{run.run}", f"runs/{run.run}"]:
+    for prefix in [
+        *sorted(own),
+        f"control/{run.run}",
+        f"launches/{run.run}",
+        f"summaries/{run.run}",
+        f"runs/{run.run}",
+    ]:
         number, attempt = latest_number(store, prefix) + 1, None
         if prefix in own and not dry_run:
             attempt = claim(store, prefix, GC, GC, number, Billing(), meter=Meter(None))

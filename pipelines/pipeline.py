@@ -7,6 +7,7 @@ stage's `build`, and commits. A crash is recorded here too, by the next command.
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from pipelines.tracking.ledger import (
 )
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
-from pipelines.tracking.runs import Run, RunRecord, read_run, record
+from pipelines.tracking.runs import Run, RunRecord, read_run, record, store_summary
 from trainer.errors import Crashed, Interrupted, StaleAttempt, Stopped, StoreUnavailable, UnfitMachine, UserError
 from trainer.process import StopSignal, failpoint
 from trainer.store import Store
@@ -85,6 +86,8 @@ class Pipeline:
             self.stop.check()
             self.skipped[stage] = False
             self.made[stage] = self._existing(stage) or self._make(stage)
+        with suppress(OSError, UserError):  # tables read the records instead
+            store_summary(self.snapshot())
 
     def _existing(self, stage: str) -> Manifest | None:
         manifest = find(self.store, self.plans[stage])

@@ -7,7 +7,7 @@ has the facts of the store only.
 import io
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -30,7 +30,7 @@ from pipelines.tracking.account import Forecast, forecast, location
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.releases import Release, write_releases
-from pipelines.tracking.runs import Run, RunRecord, Summary, usable_runs
+from pipelines.tracking.runs import Run, RunRecord, Summary, store_summary, usable_runs
 from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
 from trainer.config import TrainConfig
 from trainer.errors import UserError
@@ -52,21 +52,26 @@ class Status:
     step: int
     max_steps: int
     summary: Summary  # as in a report
-    newest: Heartbeat | None  # of the newest attempt
-    places: list[str]  # of the rented machines, in the order of time, each once
-    recoveries: int  # by SkyPilot, of the last launch
-    to_come: Forecast | None  # of training
-    stop_request: StopRequest | None
-    unsaved_seconds: float | None  # since the store takes no checkpoint of the newest attempt, up to its last heartbeat
     tasks: list[TaskStatus]
-    silent_seconds: float | None  # since the last heartbeat of a running attempt
-    stepless_seconds: float | None  # of a training that runs, from its last row to its last heartbeat
+    recoveries: int  # by SkyPilot, of the last launch
     budget: float | None  # dollars, of the last launch
+    # Of a run that is not done:
+    newest: Heartbeat | None = None  # of the newest attempt
+    places: Sequence[str] = ()  # of the rented machines, in the order of time, each once
+    to_come: Forecast | None = None  # of training
+    stop_request: StopRequest | None = None
+    # Since the store takes no checkpoint of the newest attempt, up to its last heartbeat:
+    unsaved_seconds: float | None = None
+    silent_seconds: float | None = None  # since the last heartbeat of a running attempt
+    stepless_seconds: float | None = None  # of a training that runs, from its last row to its last heartbeat
 
 
 def status_of(run: Run, launched: LaunchRecord | None, all_tasks: list[TaskStatus]) -> Status:
     """The status of a run, from its snapshot, its last launch and SkyPilot's tasks."""
     tasks = tasks_of(launched, all_tasks) if launched else []
+    recoveries, budget = sum(task.recoveries for task in tasks), launched.request.budget if launched else None
+    if (listed := run.listed).state == "done":
+        return Status(run.name, "done", listed.steps, listed.steps, listed, tasks, recoveries, budget)
     machines = [attempt.machine for attempt in run.account.attempts]
     summary, present = run.summary, run.record.prefixes.values()
     stored = max((one for one in run.heartbeats if one.prefix in present), key=lambda o: o.beat.started, default=None)
@@ -86,14 +91,14 @@ def status_of(run: Run, launched: LaunchRecord | None, all_tasks: list[TaskStatu
         summary=summary,
         newest=newest,
         places=list(dict.fromkeys(f"{m.cloud}/{location(m)}" for m in machines if m.cloud and location(m))),
-        recoveries=sum(task.recoveries for task in tasks),
+        recoveries=recoveries,
         to_come=training_to_come(run, run.recipe.train),
         stop_request=read_stop_request(run.store, run.name),
         unsaved_seconds=newest.time - progress.unsaved_since if newest and progress.unsaved_since else None,
         tasks=tasks,
         silent_seconds=max(0.0, run.store.clock() - (stored.stored or 0.0)) if stored and running else None,
         stepless_seconds=newest.time - progress.time if newest and training and progress.time else None,
-        budget=launched.request.budget if launched else None,
+        budget=budget,
     )
 
 
@@ -139,7 +144,7 @@ def on_another_server(launched: LaunchRecord) -> str | None:
 def record_releases(runs: list[Run], launches: Mapping[str, LaunchRecord]) -> list[Run]:
     """Record when SkyPilot has released the machines of launched runs, if that is not on record and the store may be
     written. Returns the runs, new snapshots of those with other bills."""
-    missing = [run for run in runs if run.unreleased and run.name in launches]
+    missing = [run for run in runs if run.name in launches and not run.stored_summary and run.unreleased]
     found, again = clusters() if missing else [], dict[str, Run]()
     for run in missing:
         label, known = run_label(launches[run.name].request.job_name), {*run.releases}
@@ -148,6 +153,7 @@ def record_releases(runs: list[Run], launches: Mapping[str, LaunchRecord]) -> li
             if not ours <= known:
                 write_releases(run.store, run.name, sorted(known | ours, key=lambda one: one.since))
                 again[run.name] = Run(run.store, run.record)
+                store_summary(again[run.name])
     return [again.get(run.name, run) for run in runs]
 
 

@@ -86,8 +86,8 @@ class RunRecord(Stored):
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A run in a row of a table."""
+class Summary(Stored):
+    """A run in a row of a table. That of a finished run is in the store, too."""
 
     run: str
     # done, running, interrupted, stopped (on request), failed, lost (crashed without a last heartbeat), damaged
@@ -258,6 +258,21 @@ class Run:
         return state_of(present, self.store.clock)
 
     @cached_property
+    def stored_summary(self) -> Summary | None:
+        """The summary in the store; None if there is none, or the run began again since."""
+        with suppress(DamagedRecord, NewerRecord, NotAFile):
+            body, where = self.store.get(summary_key(self.name)), f"{self.store.uri}/{summary_key(self.name)}"
+            stored = record_in(Summary, body, where) if body else None
+            if stored and (stored.run, stored.updated, stored.state) == (self.name, self.record.updated, "done"):
+                return stored
+        return None
+
+    @property
+    def listed(self) -> Summary:
+        """The summary for a list of runs: the stored one, if there is one."""
+        return self.stored_summary or self.summary
+
+    @cached_property
     def summary(self) -> Summary:
         step, metrics = 0, dict[str, float]()
         for beat in self.attempts.get("train", []):
@@ -347,6 +362,13 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
     return made
 
 
+def store_summary(run: Run) -> None:
+    """Store the summary of a finished run whose bill is complete, so that a list of many runs reads one object of
+    each."""
+    if run.state == "done" and not run.unreleased:
+        run.store.put(summary_key(run.name), json.dumps(asdict(run.summary)).encode())
+
+
 def read_record(store: Store, run: str) -> RunRecord | None:
     """The record of the run with this full name; None if the store has none."""
     body, where = store.get(key_of(run)), f"{store.uri}/{key_of(run)}"
@@ -361,6 +383,21 @@ def read_record(store: Store, run: str) -> RunRecord | None:
 
 def key_of(run: str) -> str:
     return f"runs/{run}.json"
+
+
+def summary_key(run: str) -> str:
+    return f"summaries/{run}.json"
+
+
+def without_failed_trials(runs: Iterable[Run], skip: Callable[[str], None]) -> list[Run]:
+    """Runs for a table, oldest first: a failed one leaves it once its recipe has begun a newer run. `skip` gets a
+    message about them."""
+    known = list(runs)
+    newest = {run.record.run.rpartition("-")[0]: run for run in known}
+    shown = [run for run in known if run.listed.state != "failed" or run in newest.values()]
+    if len(shown) < len(known):
+        skip(f"{len(known) - len(shown)} failed runs with a newer one of their recipe are not shown; name them")
+    return shown
 
 
 def read_records(store: Store, names: Iterable[str] = ()) -> list[RunRecord]:

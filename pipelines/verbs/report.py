@@ -52,7 +52,7 @@ def report(
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
     from pipelines.show.runs import print_runs, print_series
-    from pipelines.tracking.runs import usable_runs
+    from pipelines.tracking.runs import usable_runs, without_failed_trials
 
     if overlay and not html:
         raise UserError("--overlay: the page shows it; add --html FILE")
@@ -60,6 +60,8 @@ def report(
     asked = rebuild_mlflow or series or audit_ or as_json
 
     def read(run: "Run") -> object:  # all that is shown, so that a record of another version is left out
+        if not (asked or html or runs):
+            return run.listed
         return run.summary, run.account, *([run.recipe, run.series] if html or series or audit_ else [])
 
     found = usable_runs(opened, runs or [], read, print_note_on_stderr, last)
@@ -77,7 +79,8 @@ def report(
     elif as_json:
         print(json.dumps([asdict(run.summary) | {"account": run.account.to_json()} for run in found]))
     elif not html:
-        print_runs([run.summary for run in found], opened.uri)
+        shown = found if runs else without_failed_trials(found, print_note_on_stderr)
+        print_runs([run.summary if runs else run.listed for run in shown], opened.uri)
         if runs and len(found) == 1:
             (run,), launched = found, last_launch(opened, found[0].name)
             say("")

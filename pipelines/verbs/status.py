@@ -27,7 +27,7 @@ def status(
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
     from pipelines.show.status import print_jobs, print_status
-    from pipelines.tracking.runs import Run, usable_runs
+    from pipelines.tracking.runs import Run, usable_runs, without_failed_trials
     from trainer.errors import UserError
 
     if orphans:
@@ -46,6 +46,7 @@ def status(
             launches[run.name] = launched
 
     found = usable_runs(opened, runs or [], read, print_note_on_stderr, last)
+    found = found if runs else without_failed_trials(found, print_note_on_stderr)
     tasks, failure = control.reported_tasks(print_note_on_stderr) if launches else ([], None)
     if launches and not failure:
         found = control.record_releases(found, launches)

@@ -21,14 +21,10 @@ from run_records import (
 from pipelines.stage import STAGES, planned
 from pipelines.tracking.ledger import this_process
 from pipelines.tracking.records import Progress
-from pipelines.tracking.runs import (
-    Run,
-    full_names,
-    read_run,
-)
+from pipelines.tracking.runs import Run, full_names, read_run, store_summary, usable_runs, without_failed_trials
 from trainer.errors import UserError
 from trainer.models.model_config import REMOVED_FIELDS
-from trainer.store import LocalStore
+from trainer.store import Entry, LocalStore
 
 
 def test_a_run_with_all_its_artifacts_is_done_and_carries_their_facts(store: LocalStore) -> None:
@@ -85,6 +81,48 @@ def test_the_progress_of_an_unfinished_run_is_in_its_heartbeats(store: LocalStor
     summary = Run(store, recorded(store)).summary
     assert (summary.steps, summary.tokens) == (150, 150 * 8192)
     assert (summary.train_loss, summary.val_loss) == (2.9, 3.1)
+
+
+class Counted(LocalStore):
+    """A store that counts what it is asked for."""
+
+    asked = 0
+
+    def get(self, key: str) -> bytes | None:
+        self.asked += 1
+        return super().get(key)
+
+    def entries(self, prefix: str) -> list[Entry]:
+        self.asked += 1
+        return super().entries(prefix)
+
+
+def test_a_list_asks_twice_for_a_finished_run_that_stored_its_summary(store: LocalStore) -> None:
+    store_summary(Run(store, done_run(store)))
+    counted = Counted(store.root)
+    (run,) = usable_runs(counted, [], lambda run: run.listed, lambda text: None)
+    assert counted.asked == 3 and run.listed == run.summary  # two, after the listing of all runs
+    recorded(store)  # it began again
+    other = json.loads(store.get(f"summaries/{RUN}.json") or b"") | {"usd": 99.0}
+    store.put(f"summaries/{RUN}.json", json.dumps(other).encode())
+    assert read_run(store, RUN).listed.usd == pytest.approx(20.0)
+    store.put(f"summaries/{RUN}.json", b"{")
+    assert read_run(store, RUN).listed.usd == pytest.approx(20.0)
+
+
+def test_an_unfinished_run_stores_no_summary(store: LocalStore) -> None:
+    attempted(store, "train", state="failed")
+    store_summary(Run(store, recorded(store)))
+    assert store.entries("summaries/") == []
+
+
+def test_a_failed_run_leaves_the_lists_once_its_recipe_has_a_newer_run(store: LocalStore) -> None:
+    attempted(store, "train", state="failed")
+    failed, notes = Run(store, recorded(store)), list[str]()
+    newer, other = (Run(store, replace(failed.record, run=name)) for name in (f"{RUN[:-1]}x", "other-12345678"))
+    assert without_failed_trials([failed, other], notes.append) == [failed, other] and not notes
+    assert without_failed_trials([failed, other, newer], notes.append) == [other, newer]
+    assert notes == ["1 failed runs with a newer one of their recipe are not shown; name them"]
 
 
 def test_a_run_is_found_by_the_beginning_of_its_name(store: LocalStore) -> None:
