@@ -43,8 +43,8 @@ STEADY_SECONDS_BETWEEN_FAILURES = 30 * 86_400.0
 class Meter:
     """The time up to which attempts have billed this machine, and the phase that follows.
 
-    A file of the machine, named by SKYTRAIN_METER: unix seconds, the phase after them, and the seconds since boot. The
-    set-up of the machine creates it with a number alone: the next attempt's bill begins there, with "provision".
+    A file of the machine, named by SKYTRAIN_METER: unix seconds, the phase after them, and the same time in seconds
+    since boot. The set-up of the machine creates it: the next attempt's bill begins there, with "provision".
     """
 
     def __init__(self, path: Path | None) -> None:

@@ -17,6 +17,7 @@ from pipelines.cloud.tasks import Task, in_trial_order, managed_job, run_label
 from pipelines.job.deadline import DEADLINE
 from pipelines.stage import STAGES
 from trainer.errors import UserError
+from trainer.process import since_boot
 
 ROOT = Path(__file__).resolve().parents[2]
 SKY = ROOT / "sky"
@@ -31,7 +32,12 @@ def test_the_meter_starts_once_and_not_before_the_machine_is_rented(tmp_path: Pa
     def meter(**environment: str) -> int:
         command = ["bash", "-euc", setup]
         subprocess.run(command, env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]} | environment, cwd=tmp_path)
-        return int((tmp_path / ".skytrain-meter").read_text())
+        since, phase, booted = (tmp_path / ".skytrain-meter").read_text().split()
+        by_boot_clock = (
+            time.time() - since_boot() + float(booted)
+        )  # what our first process computes: no clock jumps here
+        assert phase == "provision" and abs(by_boot_clock - int(since)) < 1
+        return int(since)
 
     handed_over = int(time.time()) - 100
     (tmp_path / ".hushlogin").touch()
