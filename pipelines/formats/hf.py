@@ -39,8 +39,10 @@ def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
     )
     texts = {
         "config.json": _json(config),
+        # Without a length, a pipeline of transformers, so also MLflow, generates 256 tokens, beyond a short context.
         "generation_config.json": _json(
-            {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
+            dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
+            | {"max_length": weights.config.block_size}
         ),
         **tokenizer,
         # So that MLflow loads the folder as the registered model.

@@ -108,7 +108,8 @@ def test_mlflow_loads_the_folder_as_its_registered_model(exported: tuple[Work, B
     assert {"MLmodel", "components/tokenizer/tokenizer.json"} <= {file.name for file in built.files}
     (answer,) = mlflow.transformers.load_model(str(folder))("ab", max_new_tokens=4)
     assert answer["generated_text"].startswith("ab")
-    assert mlflow.pyfunc.load_model(str(folder)).metadata.flavors.keys() == {"python_function", "transformers"}
+    (text,) = mlflow.pyfunc.load_model(str(folder)).predict(["ab"])  # without a length: up to the context of 8 tokens
+    assert text.startswith("ab")
 
 
 def test_weights_that_a_number_format_cannot_hold_are_named(

@@ -17,11 +17,18 @@ from typing import Any
 import pytest
 from mlflow_runs import Seen, own_experiment, until
 from pipeline_runs import PRICE, Project, committed
-from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, recorded, row, segment
-from servers import MlflowServer, free_ports
+from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, recorded, row, segment
+from safetensors.torch import save_file
+from servers import MlflowServer, S3Account, free_ports
+from text_runs import RECIPE as speaker
+from text_runs import speaking_model
 
-from pipelines.artifacts.manifest import scratch
+from pipelines.artifacts.manifest import scratch, upload
+from pipelines.artifacts.store import S3Store
 from pipelines.cloud.checks import mlflow_answers
+from pipelines.formats import hf
+from pipelines.formats.weights import Weights
+from pipelines.text.tokenizer import tokenizer
 from pipelines.tracking.ledger import this_process
 from pipelines.tracking.mlflow import child
 from pipelines.tracking.mlflow.child import MirrorProcess
@@ -132,6 +139,33 @@ def test_a_finished_export_is_one_version_with_the_target_that_it_passed(
     client = Seen(mlflow_server, experiment).client
     (version,) = client.search_model_versions(f"name = '{experiment}'")
     assert version.source == version.tags["skytrain.uri"] and version.tags["skytrain.passed"] == "hellaswag"
+
+
+@pytest.mark.slow
+def test_a_registered_model_loads_from_the_registry(
+    fresh_s3_store: Callable[[S3Account], S3Store],
+    moto_server: S3Account,
+    mlflow_server: str,
+    experiment: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import mlflow
+
+    store = fresh_s3_store(moto_server)
+    save_file(speaking_model().state_dict(), tmp_path / "trained.safetensors")
+    weights = Weights(tmp_path / "trained.safetensors", speaker.model, tokenizer("bytes"), "speaker")
+    paths = hf.write(weights, tmp_path, "float32")
+    names = [path.relative_to(tmp_path).as_posix() for path in paths]
+    prefix = PLANS["export"].prefix
+    files = [upload(store, prefix, 1, path, name) for path, name in zip(paths, names, strict=True)]
+    finished(store, "train")
+    finished(store, "export", tuple(files))
+    recorded(store, recipe=RECIPE.model_copy(update={"name": experiment}))
+    Mirror(store, RUN, mlflow_server).send(ended=True)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
+    (text,) = mlflow.pyfunc.load_model(f"models:/{experiment}/1").predict(["ab"])
+    assert text.startswith("ab")
 
 
 def test_a_server_that_refuses_the_version_has_the_rest(
