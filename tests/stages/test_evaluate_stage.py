@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,20 @@ def test_an_evaluation_computes_in_the_precision_of_the_training_and_names_it(
     built = evaluate.build(mine)
     assert logits == [torch.bfloat16 if computed == "bf16" else torch.float32]
     assert json.loads((mine.folder / "report.json").read_text())["precision"] == built.facts["precision"] == computed
+
+
+def test_an_evaluation_says_that_fewer_tokens_are_held_out_than_it_is_to_read(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = work("evaluate")
+    tokens = mine.inputs["tokenize"]
+    mine.inputs["tokenize"] = replace(tokens, facts=tokens.facts | {"val_tokens": 100})
+    mine.screen = console.TerminalScreen()
+    monkeypatch.setattr("trainer.eval.evaluation.validation", lambda *arguments, on_batch: (1.0, 1.0))
+    monkeypatch.setattr("trainer.eval.evaluation.Sampling.texts_of", lambda *arguments: [""])
+    evaluate.build(mine)
+    wanted = f"{mine.recipe.evaluate.val_tokens:,}"
+    assert f"evaluate.val_tokens is {wanted}, and 100 tokens are held out: it reads those" in capsys.readouterr().err
 
 
 def test_an_evaluation_shows_how_far_it_is(

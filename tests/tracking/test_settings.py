@@ -1,5 +1,6 @@
 """Settings of MLflow: where it is, under which names, and whose password is hidden."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,18 @@ def test_the_tracking_uri_is_the_environments_then_the_default(
     assert tracking_uri("sqlite:///d") == "sqlite:///d"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://e")
     assert tracking_uri("sqlite:///d") == "http://e"
+
+
+@pytest.mark.parametrize("uri", ["./mlruns", "mlruns", "file:///data/mlruns", "s3://bucket/mlruns"])
+def test_a_folder_that_mlflow_would_not_write_to_is_refused_at_the_start(
+    uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(UserError, match=re.escape(f"MLFLOW_TRACKING_URI: {uri}: ") + ".*sqlite:///mlflow.db"):
+        MirrorProcess("file:///s", RUN, tmp_path, default_uri="sqlite:///d")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    with pytest.raises(UserError, match="takes no % or"):
+        tracking_uri("sqlite:////home/a%41b/mlflow.db")
 
 
 def test_experiment_and_own_tags_reach_the_record_of_the_run_and_the_node_of_a_launch(

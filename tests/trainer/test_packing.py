@@ -146,4 +146,4 @@ def test_a_mixture_reads_the_same_at_any_number_of_ranks(tmp_path: Path) -> None
     again = [row for part in parts for tokens, _ in data.micro_batches(part, 4, CPU) for row in tokens.tolist()]
     assert whole == again
     assert Counter(row[0] >= 200 for row in whole) == {False: 18, True: 6}
-    assert sum(map(data.digest, parts)) == data.digest(range(24, 48))
+    assert sum(map(data.checksum, parts)) == data.checksum(range(24, 48))
