@@ -118,9 +118,13 @@ class Files:
         if self.kind == "parquet":
             yield from self._rows(piece)
         elif self.kind == "jsonl":
-            for number, line in self._lines(piece):
-                if line.strip():
-                    yield utf8(self._text_of(line, piece, number))
+            try:
+                for number, line in self._lines(piece):
+                    if line.strip():
+                        yield utf8(self._text_of(line, piece, number))
+            except MemoryError as error:
+                where = piece.names[0]
+                raise UserError(f"tokens.source: a line of '{where}' does not fit into memory; split it") from error
         else:
             for path in piece.names:
                 with reading(path), unpacked(path) as file:

@@ -379,3 +379,16 @@ def test_transformers_gives_the_ids_of_tiktoken(name: str, shared_data: Path, tm
         assert loaded(document)["input_ids"] == encoding.encode_ordinary(document), document[:80]
     for odd in ODD_TEXTS:
         assert loaded.decode(encoding.encode_ordinary(odd)) == odd
+
+
+def test_a_line_beyond_the_memory_of_the_machine_is_named(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "long.jsonl.gz", "wb", 1) as file:
+        file.write(b'{"text": "' + b"a word " * 20_000_000 + b'"}\n')
+    script = (
+        "import resource, sys; from pipelines.text.sources import open_source; "
+        "source = open_source(sys.argv[1], None, None, 'text'); "
+        "resource.setrlimit(resource.RLIMIT_DATA, (300 << 20, 300 << 20)); "
+        "[list(source.read(piece)) for piece in source.pieces()]"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "long.jsonl.gz"], capture_output=True, text=True)
+    assert "UserError: tokens.source: a line of '" in done.stderr and "does not fit into memory" in done.stderr
