@@ -63,7 +63,7 @@ def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
 
 
 @dataclass(frozen=True)
-class Held:
+class CachedShard:
     """A shard that the cache holds, or the room that it keeps for a download."""
 
     name: str
@@ -134,12 +134,12 @@ class ShardCache:
         `full`: the disk is full although it seemed to have the room.
         """
         with _locked(self._removing):
-            held = [one for one in self._held() if one.name != part.parent.name]
+            cached = [one for one in self._cached() if one.name != part.parent.name]
             free = 0 if full else shutil.disk_usage(self.folder).free
-            total = sum(one.size for one in held)
+            total = sum(one.size for one in cached)
             over = total + file.size - self._budget_bytes(total + free)
             lacking, removed = file.size - free, False
-            for one in sorted(held, key=lambda one: one.used):
+            for one in sorted(cached, key=lambda one: one.used):
                 if over <= 0 and lacking <= 0:
                     break
                 if self._remove(one.name):
@@ -157,7 +157,7 @@ class ShardCache:
         """`available`: bytes that are free, or that the cache holds."""
         return available / 2 if self.budget_gb == "auto" else self.budget_gb * 1e9
 
-    def _held(self) -> Iterator[Held]:
+    def _cached(self) -> Iterator[CachedShard]:
         for entry in os.scandir(self.folder):  # strings: a Path takes longer than the system calls
             with suppress(FileNotFoundError):  # arrived, or gone, meanwhile
                 if entry.name.endswith(COMPLETE):
@@ -166,7 +166,7 @@ class ShardCache:
                     status = os.stat(f"{entry.path}/{PART}")
                 else:
                     continue
-                yield Held(entry.name, status.st_size, status.st_atime)
+                yield CachedShard(entry.name, status.st_size, status.st_atime)
 
     def _remove(self, name: str) -> bool:
         """Remove a shard that nobody leases, or a download whose process was killed. Whether it did."""

@@ -20,7 +20,7 @@ from pipelines.nodes.ranks import RankSpec, start_ranks, wait_for_orphans
 from pipelines.recipe import Recipe
 from pipelines.sample import load_weights
 from pipelines.stage import Built, Work
-from pipelines.stages.follow import follow_events, held, pass_on_stop, raise_error_of_ranks
+from pipelines.stages.follow import attempt_of, follow_events, pass_on_stop, raise_error_of_ranks
 from pipelines.stages.harness import harness_facts, verify_tasks
 from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_identity, measures_of
 from pipelines.text.llmc_shards import places_of
@@ -118,7 +118,7 @@ def measured_on_ranks(work: Work, weights: Path, processes: int, show: Callable[
     work.clock.enter("ranks")
     launcher = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, NodeAddress())
     stopping = False
-    with held(work, launcher):
+    with attempt_of(work, launcher):
         for events in follow_events(work.folder / EVENTS_FILE, launcher):
             for event in events:
                 match event:

@@ -70,7 +70,7 @@ def follow(work: Work, launcher: subprocess.Popen[bytes], workers: Workers | Non
 
 
 @contextmanager
-def held(work: Work, launcher: subprocess.Popen[bytes]) -> Iterator[None]:
+def attempt_of(work: Work, launcher: subprocess.Popen[bytes]) -> Iterator[None]:
     """Record that the attempt lives as long as its ranks hold the GPUs, even if this process dies. Ends the ranks
     after an error of this process."""
     own = work.attempt.latest.process

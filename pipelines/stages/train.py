@@ -16,7 +16,7 @@ from pipelines.nodes.ranks import RankSpec, start_ranks
 from pipelines.nodes.workers import Workers, write_spec
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
-from pipelines.stages.follow import follow, held
+from pipelines.stages.follow import attempt_of, follow
 from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_identity
 from pipelines.text.mixture import sources_planned
 from pipelines.tracking.ledger import (
@@ -92,7 +92,7 @@ def build(work: Work) -> Built:
         if workers:
             write_spec(work.store, spec)
         launcher = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, address)
-        with held(work, launcher):
+        with attempt_of(work, launcher):
             follow(work, launcher, workers)
     work.clock.enter("upload")
     state = committed_state(work.store, work.plan.prefix)
