@@ -50,7 +50,8 @@ def fields() -> Iterator[str]:
     head = ("field", "type", "unit", "default", "meaning")
     for section, info in Recipe.model_fields.items():
         families = section == "model"
-        model = ModelConfig if families else info.annotation
+        (each,) = get_args(info.annotation) if get_origin(info.annotation) is list else (info.annotation,)
+        model = ModelConfig if families else each
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             continue
         yield from ("", f"### {section}", "", (model.__doc__ or "").split("\n\n")[0].replace("\n", " "), "")
@@ -100,6 +101,8 @@ def names_of(annotation: Any) -> list[str]:
         return [f"`{value}`" for value in get_args(annotation)]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [f"{{{', '.join(f'{name}: …' for name in annotation.model_fields)}}}"]
+    if get_origin(annotation) is dict:
+        return ["{NAME: VALUE, …}"]
     if get_origin(annotation) is list:
         return [f"list of {', '.join(names_of(get_args(annotation)[0]))}"]
     return [{int: "integer", float: "number", str: "text", bool: "boolean", NoneType: "null"}[annotation]]

@@ -133,8 +133,8 @@ def remove_run(store: Store, name: str, dry_run: bool = False) -> Iterator[Lefto
         begins = any(source.startswith(f"run:{run.run}@") for source in sources)
         if begins and "train" in other.prefixes and read_manifest(store, other.prefixes["train"]) is None:
             raise UserError(f"{run.run}: {other.run} begins with it and has not trained yet; remove that run first")
-    shared = {prefix for other in others for stage in other.prefixes for prefix in other.all_prefixes(stage)}
-    own = {prefix for stage in run.prefixes for prefix in run.all_prefixes(stage)} - shared
+    shared = {prefix for other in others for stage in other.stages for prefix in other.all_prefixes(stage)}
+    own = {prefix for stage in run.stages for prefix in run.all_prefixes(stage)} - shared
     if working := [prefix for prefix in sorted(own) if working_attempt(store, prefix)]:
         raise UserError(f"{run.run}: an attempt works on {working[0]}; `skytrain stop {run.run}` stops it")
     for prefix in [

@@ -15,7 +15,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
 from pipelines.provenance import provenance
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
-from pipelines.stage import STAGES, Built, Work, missing, run_name, stage_named
+from pipelines.stage import Built, Work, missing, run_name, stage_named, stages_until
 from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.crashes import UNFIT, after_crash
 from pipelines.tracking.ledger import (
@@ -82,7 +82,7 @@ class Pipeline:
         return read_run(self.store, self.run) if self._recorded is None else Run(self.store, self._recorded)
 
     def _make_all(self, last: str) -> None:
-        for stage in STAGES[: STAGES.index(last) + 1]:
+        for stage in stages_until(self.plans, last):
             self.stop.check()
             self.skipped[stage] = False
             self.made[stage] = self._existing(stage) or self._make(stage)

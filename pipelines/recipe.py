@@ -31,15 +31,30 @@ OTHER_FORMATS = ("gguf", "llmc")
 HUB_FILE = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[0-9a-f]{40})")  # of a tokenizer
 # The families that each can hold.
 FORMATS_OF: dict[str, tuple[str, ...]] = {"gguf": ("gpt2", "llama"), "llmc": ("gpt2",)}
+CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")  # ChatML's, which tuning adds to the tokenizer
+METHODS = ("sft", "dpo", "grpo", "rloo")  # of a step of tuning
+REWARDED = ("grpo", "rloo")
 REMOVED_FORMATS = {
     "nanogpt": "hf has the same weights, and nanoGPT's GPT.from_pretrained shows how to read them",
     "onnx": "run `optimum-cli export onnx` on the files of hf",
 }
 SHIPPED = (
-    *("smoke", "smoke-modern", "gpt2-124m", "llama-124m", "modern-124m", "gpt3-125m"),
+    *("smoke", "smoke-chat", "smoke-modern", "gpt2-124m", "llama-124m", "modern-124m", "gpt3-125m"),
     *("gpt2-350m", "gpt2-774m", "llama-1b", "modern-d24", "gpt2-1558m", "llama-8b"),
     *("gpt3-6.7b", "gpt3-13b", "gpt3-175b"),
 )
+# Arguments of TRL that a step of tuning may set, by method. The others are fields, or decide what resumes exactly.
+TRL_OPTIONS = {
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"), METHODS),
+    **dict.fromkeys(("lr_scheduler_type", "warmup_steps", "gradient_accumulation_steps"), METHODS),
+    "gradient_checkpointing": METHODS,
+    "loss_type": ("sft", "dpo", "grpo"),
+    "label_smoothing": ("dpo",),
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), REWARDED),
+    **dict.fromkeys(("epsilon", "epsilon_high", "mask_truncated_completions"), REWARDED),
+    "scale_rewards": ("grpo",),
+    "normalize_advantages": ("rloo",),
+}
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
 GOOD_EPOCHS = 4
@@ -283,6 +298,120 @@ class ExportConfig(Section):
         return sorted({*self.formats} - {HF})
 
 
+class RewardConfig(Section):
+    """A reward of generated answers, 0 to 1."""
+
+    kind: Literal["exact_match", "format", "length"] = Field(
+        description="exact_match: the final answer, what follows the last ####, is that of the row's `answer`; format: "
+        "the whole answer matches `pattern`; length: it has at most `characters`, and falls to 0 at twice as many"
+    )
+    weight: float = Field(default=1.0, allow_inf_nan=False, description="Factor in the sum of all rewards")
+    pattern: str | None = Field(default=None, max_length=1000, description="Regular expression of `format`")
+    characters: int | None = Field(default=None, ge=1, description="Limit of `length`")
+
+    @model_validator(mode="after")
+    def _has_what_it_needs(self) -> Self:
+        for kind, field in (("format", "pattern"), ("length", "characters")):
+            if (self.kind == kind) != (getattr(self, field) is not None):
+                raise ValueError(f"{field} belongs to kind {kind}, and {kind} needs it (kind is {self.kind})")
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            raise ValueError(f"pattern {shown(self.pattern)} is not a regular expression: {error}") from error
+        return self
+
+
+class TuneConfig(Section):
+    """A step of the list `tune`: the export, or the model of the step before it, is tuned on conversations, by TRL
+    (extra `tune`)."""
+
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9-]{0,30}$", description="Name of the step: up to 31 of a-z, 0-9 and '-'"
+    )
+    method: Literal["sft", "dpo", "grpo", "rloo"] = Field(
+        description="sft: on the answers of `messages`; dpo: on pairs of `chosen` and `rejected`; grpo, rloo: on "
+        "answers that the model generates to `prompt`, by rewards"
+    )
+    data: str = Field(
+        min_length=1,
+        max_length=1000,
+        description="hf://datasets/ORG/NAME, or a path, glob or s3:// URL of .parquet or .jsonl files; addition: sums "
+        "made on the fly",
+    )
+    revision: str | None = Field(default=None, description="As tokens.revision")
+    content: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{64}$",
+        description="sha256 that identifies the data, which a run records; null: of the data as it is",
+    )
+    learning_rate: float = Field(default=1e-5, gt=0, le=1, description="Highest learning rate")
+    epochs: int = Field(default=1, ge=1, le=10_000, description="Passes over the data")
+    batch: int = Field(default=32, ge=1, description="Conversations, pairs or generated answers of an optimizer step")
+    max_length: int | None = Field(
+        default=None, ge=8, description="Longer conversations are cropped; null: the model's block_size [tokens]"
+    )
+    beta: float | None = Field(
+        default=None,
+        ge=0,
+        le=100,
+        description="dpo, grpo, rloo: strength of the pull to the model before the step; null: TRL's default",
+    )
+    generations: int = Field(default=8, ge=2, description="grpo, rloo: answers to a prompt; must divide batch")
+    max_answer: int = Field(default=64, ge=1, description="grpo, rloo: longest generated answer [tokens]")
+    rewards: list[RewardConfig] = Field(
+        default=[],
+        max_length=20,
+        description="grpo, rloo: a list of {kind, weight, …}; kinds: exact_match, format, length",
+    )
+    held_out: int = Field(
+        default=0,
+        ge=0,
+        description="Rows, the first of the data, that no step reads: the share of exact answers is measured on them, "
+        "before and after [rows]",
+    )
+    seed: int = Field(default=0, ge=0, lt=2**31, description="Of the order of the data and of generation")
+    options: dict[str, bool | int | float | str] = Field(
+        default={}, description="Further arguments of TRL by name: " + ", ".join(TRL_OPTIONS)
+    )
+
+    @field_validator("options")
+    @classmethod
+    def _known(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name in options:
+            if name not in TRL_OPTIONS:
+                own = {"per_device_train_batch_size": "batch", "num_train_epochs": "epochs"}
+                near = difflib.get_close_matches(name, [*cls.model_fields, *TRL_OPTIONS], 1)
+                hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(TRL_OPTIONS)}"
+                raise ValueError(
+                    f"{shown(name)}: " + (f"is the field {own[name]}" if name in own else f"unknown; {hint}")
+                )
+        return options
+
+    @model_validator(mode="after")
+    def _fits_the_method(self) -> Self:
+        if reason := self._misfit():
+            raise ValueError(f"{self.name}: {reason}")
+        return self
+
+    def _misfit(self) -> str | None:
+        """Why the fields do not fit together; None if they do."""
+        rewarded, accumulated = self.method in REWARDED, self.options.get("gradient_accumulation_steps", 1)
+        for name in self.options:
+            if self.method not in TRL_OPTIONS[name]:
+                return f"options.{name} belongs to {', '.join(TRL_OPTIONS[name])}, not to {self.method}"
+        if rewarded and not self.rewards:
+            return f"rewards: {self.method} needs at least one; name {{kind: exact_match}}"
+        if self.rewards and not rewarded:
+            return f"rewards: {self.method} generates no answers; remove them"
+        if rewarded and self.batch % self.generations:
+            return f"batch {self.batch} is not divisible by generations {self.generations}"
+        if self.beta is not None and self.method == "sft":
+            return "beta belongs to dpo, grpo and rloo; remove it"
+        if type(accumulated) is not int or accumulated < 1 or self.batch % accumulated:
+            return f"options.gradient_accumulation_steps must divide batch {self.batch}"
+        return None
+
+
 class Recipe(Section):
     """A whole run: data, model, training, evaluation, export and the way it is carried out."""
 
@@ -295,6 +424,7 @@ class Recipe(Section):
     train: TrainConfig
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
+    tune: list[TuneConfig] = Field(default=[], max_length=20, description="Steps after the export, one after the other")
     runtime: RuntimeConfig = RuntimeConfig()
 
     @model_validator(mode="before")
@@ -313,6 +443,7 @@ class Recipe(Section):
         sequences_per_step(self.model, self.train)
         self._family_is_served()
         self._target_is_measured()
+        self._steps_of_tuning_fit()
         self._splits_hold_a_sequence()
         return self
 
@@ -355,6 +486,19 @@ class Recipe(Section):
                 raise ValueError(
                     f"train.stop_at.{name} needs an evaluation while training, and evaluate.every is null; "
                     f"set it to {self.train.val_every or 250}"
+                )
+
+    def _steps_of_tuning_fit(self) -> None:
+        names = [step.name for step in self.tune]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"tune: two steps have the name {twice}; rename one")
+        if self.tune and "auto_map" in self.model.hf_config():
+            raise ValueError("tune: the export of this model has remote code, which nothing here runs; remove tune")
+        for step in self.tune:
+            longest = step.max_length or 0
+            if max(longest, step.max_answer * (step.method in REWARDED)) > self.model.block_size:
+                raise ValueError(
+                    f"tune.{step.name}: max_length and max_answer are at most block_size {self.model.block_size}"
                 )
 
     def _splits_hold_a_sequence(self) -> None:

@@ -4,9 +4,11 @@ import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from pipelines.artifacts.manifest import fetch, read_manifest
+from pipelines.artifacts.manifest import Manifest, fetch, fetch_folder, read_manifest
+from pipelines.text.chat import ChatTokens
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.runs import Run, key_of, read_run
 from trainer.checkpoint.commits import Commit, DamagedCommit, committed_folders, step_of
@@ -46,7 +48,7 @@ class GrowingText:
 
     def add(self, token: int) -> bool:
         """Add a token. Returns whether the text ends here."""
-        if token == self.encoding.eot_token:
+        if token == self.encoding.eot_token or token >= self.encoding.n_vocab:  # a special token of ChatML
             self.finish = "stop"
             return True
         self.tokens += 1
@@ -77,6 +79,7 @@ class TextModel:
     step: int | None  # of the commit; None for final weights
     decoder: "Decoder"
     encoding: "tiktoken.Encoding"
+    chat: ChatTokens | None = None  # of a model that was tuned to answer
 
     @property
     def context(self) -> int:
@@ -115,9 +118,10 @@ class TextModel:
 
 
 def load_text_model(
-    store: Store, cache: Path, name: str, at: int | None = None, precision: str | None = None
+    store: Store, cache: Path, name: str, at: int | None = None, precision: str | None = None, tuned: bool = False
 ) -> TextModel:
-    """The final weights of a run, or the newest commit of a run without any; with `at`, the commit of that step.
+    """The final weights of a run, or the newest commit of a run without any; with `at`, the commit of that step. With
+    `tuned`, the model of the last finished step of tuning, if there is one.
 
     `precision` is one of trainer.models.decoder.PRECISIONS; None: the best one of this machine. UserError without
     such weights.
@@ -131,9 +135,21 @@ def load_text_model(
     if precision == "int8" and device.type != "cpu":
         raise UserError(f"--precision {precision}: is for CPUs, and this machine has {device.type}; use bf16")
     encoding = tokenizer_of(run.recipe.tokens, store, run.record.prefixes["tokenize"])
-    model, step = read_weights(store, cache, run, at)
-    decoder = Decoder(model.to(device), precision or best_precision(device), encoding.n_vocab)
-    return TextModel(run.name, step, decoder, encoding)
+    steps = [read_manifest(store, prefix) for prefix in run.record.tunings.values()] if tuned else []
+    made = next((manifest for manifest in reversed(steps) if manifest), None)
+    chat, precision = ChatTokens(encoding) if made else None, precision or best_precision(device)
+    model, step = (read_tuned(store, cache, run, made), None) if made else read_weights(store, cache, run, at)
+    return TextModel(run.name, step, Decoder(model.to(device), precision, (chat or encoding).n_vocab), encoding, chat)
+
+
+def read_tuned(store: Store, cache: Path, run: Run, made: Manifest) -> "LanguageModel":
+    """The model that a step of tuning made."""
+    import torch
+
+    config = run.recipe.model.model_copy(update={"vocab_size": made.fact("vocab_size")})
+    with TemporaryDirectory() as scratch:
+        folder = fetch_folder(store, made, cache, Path(scratch) / "tuned")
+        return load_weights(open_weights(folder, f"{store.uri}/{made.prefix}"), config, torch.device("cpu"))
 
 
 def read_weights(store: Store, cache: Path, run: Run, at: int | None) -> "tuple[LanguageModel, int | None]":

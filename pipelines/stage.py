@@ -23,17 +23,19 @@ from pipelines.artifacts.manifest import (
 )
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.screen import Screen
+from pipelines.text.conversations import content_of
 from pipelines.text.tokenizer import check_tokenizer
 from pipelines.tracking.ledger import Attempt
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import read_run
 from pipelines.weight_sources import check_sources, pinned
-from trainer.errors import UserError
+from trainer.errors import UserError, cut
 from trainer.metrics import PhaseClock
 from trainer.process import StopSignal
 from trainer.store import Store
 
-STAGES = tuple(FOLDERS)
+TUNE = "tune"
+STAGES = tuple(name for name in FOLDERS if name != TUNE)  # of every run; the steps of `tune` follow as tune.NAME
 RUN = "run:"
 
 
@@ -114,14 +116,14 @@ class Stage(Protocol):
 
 
 def stage_named(name: str) -> Stage:
-    """The module of a stage."""
-    return cast(Stage, importlib.import_module(f"pipelines.stages.{name}"))
+    """The module of a stage, or of a step of one."""
+    return cast(Stage, importlib.import_module(f"pipelines.stages.{name.partition('.')[0]}"))
 
 
 def plans_of(recipe: Recipe, known: Mapping[str, ArtifactPlan] | None = None) -> dict[str, ArtifactPlan]:
     """The plan of every stage, except for known ones. Reads local text, changes nothing."""
     plans: dict[str, ArtifactPlan] = {}
-    for name in STAGES:
+    for name in (*STAGES, *(f"{TUNE}.{step.name}" for step in recipe.tune)):
         plans[name] = (known or {}).get(name) or stage_named(name).plan(recipe, plans)
     return plans
 
@@ -135,6 +137,8 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
     """
     if not recipe.startswith(RUN):
         loaded = pinned(load_recipe(recipe, changes), store)
+        contents = [step.model_copy(update={"content": content_of(step)}) for step in loaded.tune]
+        loaded = loaded.model_copy(update={"tune": contents})
         plans = plans_of(loaded)
         check_tokenizer(loaded, plans["tokenize"], store)
         check_sources(loaded, plans, store)
@@ -159,7 +163,16 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
 
 def missing(store: Store, plans: Mapping[str, ArtifactPlan], until: str) -> list[str]:
     """The stages up to `until` whose artifacts do not exist."""
-    return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(store, plans[stage])]
+    return [stage for stage in stages_until(plans, until) if not find(store, plans[stage])]
+
+
+def stages_until(plans: Mapping[str, ArtifactPlan], until: str) -> list[str]:
+    """The stages of a run up to `until`; "tune" means all its steps. UserError if the run has no such stage."""
+    stages = list(plans)
+    last = stages[-1] if until == TUNE and len(stages) > len(STAGES) else until
+    if last not in stages:
+        raise UserError(f"--stage {cut(until)}: the recipe has no such stage; choose one of {', '.join(stages)}")
+    return stages[: stages.index(last) + 1]
 
 
 def run_name(plans: dict[str, ArtifactPlan]) -> str:

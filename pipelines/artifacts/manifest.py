@@ -38,7 +38,7 @@ from trainer.record import (
 from trainer.store import ABSENT, PARTIAL, Check, LocalStore, Store, sha256_of, unavailable_if_failing
 
 FORMAT = 1
-FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export"}
+FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export", "tune": "tune"}
 HERE = "."  # the place of a file that belongs to another artifact of the same store
 SHORT = 8  # hex digits of a fingerprint in names; the manifest holds all 64
 SMALL = 16 << 20  # bytes of a cached file that is hashed at every start: 10 ms
@@ -297,6 +297,15 @@ def fetch(store: Store, prefix: str, file: File, cache: Path, places: Collection
             seal(arriving, file.sha256)
             arriving.rename(path)
     return path
+
+
+def fetch_folder(store: Store, manifest: Manifest, cache: Path, folder: Path) -> Path:
+    """`folder`, made, with links to verified local copies of the files at the top of an artifact."""
+    folder.mkdir(parents=True)
+    for file in manifest.files:
+        if "/" not in file.name:
+            (folder / file.name).symlink_to(fetch(store, manifest.prefix, file, cache).absolute())
+    return folder
 
 
 def download_verified(store: Store, key: str, file: File, path: Path) -> None:

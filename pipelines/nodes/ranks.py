@@ -56,6 +56,7 @@ class RankSpec:
     port: int = 0  # on node 0, where the ranks of several nodes meet
     cluster: str = ""  # see `NodeAddress`
     weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
+    tune: str | None = None  # name of a step of tuning: the ranks tune the model in the folder `weights`
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"recipe": self.recipe.model_dump()}

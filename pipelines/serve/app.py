@@ -4,8 +4,8 @@ It is made for a look at a run on one's own machine: one generation at a time, a
 requests that name it in their Host header, and none that a foreign page sends: a page whose name resolves to 127.0.0.1
 gets nothing. There is no CORS, and no account. Bytes, tokens, texts, waiting requests and seconds are bounded.
 
-Source of the shapes: OpenAI's API reference, "Completions" (legacy). Arguments that this endpoint does not have are
-refused by name, never silently ignored.
+Source of the shapes: OpenAI's API reference, "Completions" (legacy) and "Chat". Arguments that this endpoint does not
+have are refused by name, never silently ignored.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib import resources
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -37,6 +38,7 @@ WAIT_SECONDS = 120.0  # then a waiting request is refused
 GENERATION_SECONDS = 600.0  # of one request, with the time that its client takes to read
 ARRIVAL_SECONDS = 10.0  # of a request: else silent connections would use up all that the server takes
 MAX_STOPS = 4
+MAX_MESSAGES = 1000
 PAGE = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -78,13 +80,12 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class CompletionRequest(BaseModel):
-    """The arguments of a request that this endpoint serves; unknown ones are errors. `top_k` is our addition."""
+class TextRequest(BaseModel):
+    """The arguments that both kinds of requests have; unknown ones are errors. `top_k` is our addition."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     model: str | None = None
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)] = ""
     max_tokens: int = Field(default=16, ge=1, le=1 << 20)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
@@ -105,9 +106,31 @@ class CompletionRequest(BaseModel):
         given = {k: v for k, v in values.items() if v is not None}
         return given | {"stop": [given["stop"]]} if isinstance(given.get("stop"), str) else given
 
+
+class CompletionRequest(TextRequest):
+    """A request to continue one or several prompts."""
+
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)] = ""
+
     @property
     def prompts(self) -> list[str]:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+
+class ChatMessage(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class ChatRequest(TextRequest):
+    """A request to answer a conversation. `max_tokens` is by default what the context leaves."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
 
 
 class Answer(JSONResponse):
@@ -191,28 +214,38 @@ def make_app(
         return about
 
     @app.post("/v1/chat/completions")
-    async def chat() -> None:
-        raise Refused(404, "chat is not served: a base model continues text; use /v1/completions")
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        if model.chat is None:
+            raise Refused(404, "chat is not served: a base model continues text; use /v1/completions")
+        prompt = model.chat.prompt([message.model_dump() for message in asked.messages])
+        given = asked.max_completion_tokens or ("max_tokens" in asked.model_fields_set and asked.max_tokens)
+        room = asked.model_copy(update={"max_tokens": given or max(1, model.context - len(prompt))})
+        return await answer(room, checked_prompts(model, room, [prompt], "messages"), CHAT, request)
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
-        prompts = checked_prompts(model, asked)
+        prompts = checked_prompts(model, asked, [model.ids_of(prompt) for prompt in asked.prompts], "prompt")
+        return await answer(asked, prompts, TEXT, request)
+
+    async def answer(asked: TextRequest, prompts: list[list[int]], shape: Shape, request: Request) -> Response:
+        """The texts, or a stream of them."""
         queue.check()
-        base = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        base = {"id": f"{shape.id}-{uuid.uuid4().hex}", "object": shape.object, "created": int(time.time())}
         base["model"] = model.run
         if asked.stream:
-            return StreamingResponse(events(asked, prompts, base), media_type="text/event-stream")
+            stream = events(asked, prompts, base | {"object": shape.streamed}, shape)
+            return StreamingResponse(stream, media_type="text/event-stream")
         texts, ends = [""] * len(prompts) * asked.n, [Fragment(0, "")] * len(prompts) * asked.n
         async for one in fragments(asked, prompts):
             texts[one.number] += one.text
             ends[one.number] = one
             if await request.is_disconnected():
                 return Response(status_code=499)
-        choices = [choice(n, text, end) for n, (text, end) in enumerate(zip(texts, ends, strict=True))]
+        choices = [choice(n, shape.whole(text), end) for n, (text, end) in enumerate(zip(texts, ends, strict=True))]
         usage = usage_of(prompts, [end.tokens for end in ends])
         return Answer(base | {"choices": choices, "usage": usage})
 
-    async def fragments(asked: CompletionRequest, prompts: list[list[int]]) -> AsyncIterator[Fragment]:
+    async def fragments(asked: TextRequest, prompts: list[list[int]]) -> AsyncIterator[Fragment]:
         """Wait for the turn, and generate: n texts for each prompt, one prompt after the other, in a thread."""
         from trainer.models.decoder import Sampling
 
@@ -229,14 +262,16 @@ def make_app(
                     for one in step:
                         yield Fragment(first * asked.n + one.number, one.text, one.finish, one.tokens)
 
-    async def events(asked: CompletionRequest, prompts: list[list[int]], base: dict[str, Any]) -> AsyncIterator[str]:
+    async def events(
+        asked: TextRequest, prompts: list[list[int]], base: dict[str, Any], shape: Shape
+    ) -> AsyncIterator[str]:
         """Server-sent events, to the last one, "[DONE]"."""
         usage = asked.stream_options is not None and asked.stream_options.include_usage
         more, tokens = ({"usage": None} if usage else {}), [0] * len(prompts) * asked.n
         try:
             async for one in fragments(asked, prompts):
                 tokens[one.number] = one.tokens
-                yield event(base | {"choices": [choice(one.number, one.text, one)]} | more)
+                yield event(base | {"choices": [choice(one.number, shape.part(one.text), one)]} | more)
             if usage:
                 yield event(base | {"choices": [], "usage": usage_of(prompts, tokens)})
         except (Refused, UserError) as error:
@@ -246,8 +281,29 @@ def make_app(
     return Guard(app, hosts)
 
 
-def choice(number: int, text: str, end: Fragment) -> dict[str, Any]:
-    return {"text": text, "index": number, "logprobs": None, "finish_reason": end.finish}
+@dataclass(frozen=True)
+class Shape:
+    """How answers of one kind look: the beginning of their ids, their objects, and a text, whole or in parts."""
+
+    id: str
+    object: str
+    streamed: str
+    whole: Callable[[str], dict[str, Any]]
+    part: Callable[[str], dict[str, Any]]
+
+
+TEXT = Shape("cmpl", "text_completion", "text_completion", lambda text: {"text": text}, lambda text: {"text": text})
+CHAT = Shape(
+    "chatcmpl",
+    "chat.completion",
+    "chat.completion.chunk",
+    lambda text: {"message": {"role": "assistant", "content": text}},
+    lambda text: {"delta": {"role": "assistant", "content": text}},
+)
+
+
+def choice(number: int, text: dict[str, Any], end: Fragment) -> dict[str, Any]:
+    return text | {"index": number, "logprobs": None, "finish_reason": end.finish}
 
 
 def event(values: dict[str, Any]) -> str:
@@ -260,21 +316,20 @@ def usage_of(prompts: Sequence[list[int]], texts: list[int]) -> dict[str, int]:
     return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 
 
-def checked_prompts(model: TextModel, asked: CompletionRequest) -> list[list[int]]:
+def checked_prompts(model: TextModel, asked: TextRequest, prompts: list[list[int]], param: str) -> list[list[int]]:
     """The token ids of the prompts. Refused if the request is for another model or too large."""
     if asked.model not in (None, model.run):
         message = f"the model '{cut(asked.model)}' does not exist; this endpoint serves {model.run}"
         raise Refused(404, message, "model", "model_not_found")
-    if len(asked.prompts) * asked.n > MAX_TEXTS:
-        raise Refused(400, f"n: {len(asked.prompts)} prompts x {asked.n} are more than {MAX_TEXTS} texts", "n")
-    prompts = [model.ids_of(prompt) for prompt in asked.prompts]
+    if len(prompts) * asked.n > MAX_TEXTS:
+        raise Refused(400, f"n: {len(prompts)} prompts x {asked.n} are more than {MAX_TEXTS} texts", "n")
     longest = max(map(len, prompts))
     if longest + asked.max_tokens > model.context:
         message = (
             f"this model's maximum context length is {model.context} tokens; a prompt has {longest} (one begins the "
             f"document) and max_tokens is {asked.max_tokens}; shorten the prompt, or ask for less"
         )
-        raise Refused(400, message, "prompt", "context_length_exceeded")
+        raise Refused(400, message, param, "context_length_exceeded")
     return prompts
 
 

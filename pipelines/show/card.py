@@ -40,6 +40,7 @@ def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
         out.print(f"  {escape(command)}")
 
 
+TUNED = ("exact", "reward", "loss")  # of a step of tuning: exact answers to held-out prompts, …
 TARGET_NAMES = {"hellaswag": "HellaSwag", "core": "CORE", "val_loss": "val loss"}
 
 
@@ -85,6 +86,10 @@ def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = N
         facts.append(("HellaSwag", f"{summary.hellaswag_acc_norm:.4f} (completion style, acc_norm)"))
     if summary.core is not None:
         facts.append(("CORE", f"{summary.core:.4f} (centred accuracy, 22 tasks)"))
+    for stage, made in pipeline.made.items():
+        values = ((name, made.facts.get(f"tune/{name}_before"), made.facts.get(f"tune/{name}")) for name in TUNED)
+        if changes := [f"{name} {before:.3f} → {now:.3f}" for name, before, now in values if now is not None]:
+            facts.append((stage, ", ".join(changes)))
     if passed:
         facts.append(("passed", passed_text(passed)))
     phases = sorted(summary.phases.items(), key=lambda item: -item[1])

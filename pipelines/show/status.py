@@ -32,6 +32,10 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
         losses = [("train", summary.train_loss), ("val", summary.val_loss)]
         known = [f"{name} loss {value:.4f}" for name, value in losses if value is not None]
         out.print("  " + "  ".join(filter(None, [f"step {run.step:,} of {run.max_steps:,}", speed, *known])))
+        if stage and stage.startswith("tune."):
+            now = {name.rpartition("/")[2]: value for name, value in progress.metrics.items()}
+            values = [f"{name} {now[name]:.4f}" for name in ("loss", "reward") if name in now]
+            out.print("  " + "  ".join([f"{shown(stage)}: step {progress.step or 0:,}", *values]))
         where = f" on {shown(', then '.join(run.places))}" if run.places else ""
         recovered = f", {run.recoveries} recovered by SkyPilot" if run.tasks else ""
         spent = f"${money(summary.usd, summary.unpriced_hours)} so far"

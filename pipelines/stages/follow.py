@@ -50,8 +50,9 @@ SIGNALS_SECONDS = (
 def follow(work: Work, launcher: subprocess.Popen[bytes], workers: Workers | None = None) -> int | None:
     """Follow the ranks until they end. Returns their last step; raises the error that ended them early."""
     follower, stopping = Follower(work), False
+    steps = work.recipe.train.max_steps if work.plan.stage == "train" else None  # of tuning, the ranks count them
     exit_code: int | None = None
-    with work.screen.bar("train", work.recipe.train.max_steps) as bar:
+    with work.screen.bar(work.plan.stage, steps) as bar:
         for events in follow_events(work.folder / EVENTS_FILE, launcher):
             for event in events:
                 follower.handle(event, bar)
@@ -158,7 +159,7 @@ class Follower:
         bar.update(row.step, describe(row.step, self.metrics))
         self.work.rank_phases = row.phases, row.phase
         counts: dict[str, int] = {}
-        if "train/loss" in row.metrics:
+        if any(name.endswith("/loss") and name != "val/loss" for name in row.metrics):
             progress = self.work.attempt.latest.progress
             highest = progress.highest_step or 0  # of this and all earlier attempts
             counts["steps_done"] = (progress.steps_done or 0) + 1
@@ -252,6 +253,8 @@ def describe(step: int, metrics: Mapping[str, float]) -> str:
     facts = [f"step {step:,}"]
     if "train/loss" in metrics:
         facts += [f"loss {metrics['train/loss']:.3f}", f"{metrics['perf/tokens_per_second']:,.0f} tok/s"]
+    tuned = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("tune/")}
+    facts += [f"{name} {tuned[name]:.3f}" for name in ("loss", "reward", "exact") if name in tuned]
     if "val/loss" in metrics:
         facts.append(f"val {metrics['val/loss']:.3f}")
     if "eval/hellaswag_acc_norm" in metrics:

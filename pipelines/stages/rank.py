@@ -1,4 +1,4 @@
-"""A rank of the stage train or evaluate: a process that pipelines/nodes/launcher.py forks.
+"""A rank of the stage train, evaluate or tune: a process that pipelines/nodes/launcher.py forks.
 
 FOLDER is the attempt's folder on this node, with the ranks' spec; rank 0 leaves its events and the final weights
 there. CACHE holds verified copies of files of the store, for all processes of this node.
@@ -47,6 +47,10 @@ def run(folder: Path, cache: Path, stop: StopSignal) -> int:
     try:
         spec = RankSpec.read(folder)
         with Watchdog(spec.recipe.runtime, PhaseClock("imports"), int(os.environ.get("RANK", "0"))) as watch:
+            if spec.tune:
+                from pipelines.stages.tune_rank import tune_rank
+
+                return tune_rank(spec, folder, stop, watch.enter)
             return (evaluate_rank if spec.weights else train_rank)(spec, folder, cache, stop, watch.enter)
     except Exception as error:
         leave_error_message(error, folder)

@@ -53,7 +53,17 @@ class RunRecord(Stored):
 
     def all_prefixes(self, stage: str) -> list[str]:
         """Every artifact of a stage that the run ever worked on, the present one last."""
-        return [*self.earlier.get(stage, ()), self.prefixes[stage]]
+        return [*self.earlier.get(stage, ()), *filter(None, [self.prefixes.get(stage)])]
+
+    @property
+    def tunings(self) -> dict[str, str]:
+        """The artifacts of the steps of tuning, in order."""
+        return {stage: prefix for stage, prefix in self.prefixes.items() if stage.startswith("tune.")}
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages, and the steps of tuning that the recipe no longer has."""
+        return list(dict.fromkeys([*self.prefixes, *self.earlier]))
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -72,14 +82,14 @@ class RunRecord(Stored):
                 train.pop(name, None)
             export = found.recipe["export"]
             export["formats"] = [name for name in export.get("formats", ()) if name not in REMOVED_FORMATS]
-        stages = found.prefixes.keys() | found.earlier.keys() | {found.until}
-        if unknown := sorted(stages - FOLDERS.keys()):
+        folders = {stage: FOLDERS.get(stage.partition(".")[0]) for stage in {*found.stages, found.until}}
+        if unknown := sorted(stage for stage, folder in folders.items() if folder is None):
             raise NewerRecord(f"{where}: written by a newer skytrain (stage {shown(unknown[0])}); upgrade skytrain")
-        for stage in FOLDERS:
-            for prefix in [*found.earlier.get(stage, ()), *filter(None, [found.prefixes.get(stage)])]:
-                if not re.fullmatch(f"{FOLDERS[stage]}/[^/]+", prefix):
+        for stage, folder in folders.items():
+            for prefix in found.all_prefixes(stage):
+                if not re.fullmatch(f"{folder}/[^/]+", prefix):
                     raise DamagedRecord(where, f"{shown(prefix)} is not an artifact of {stage}")
-        asked = list(FOLDERS)[: list(FOLDERS).index(found.until) + 1]
+        asked = [*list(FOLDERS)[: list(FOLDERS).index(found.until.partition(".")[0])], found.until]
         if missing := [stage for stage in asked if stage not in found.prefixes]:
             raise DamagedRecord(where, f"it names no artifact of {missing[0]}")
         return found
@@ -173,7 +183,7 @@ class Run:
     def _heartbeats(self) -> tuple[list[StoredHeartbeat], list[str]]:
         read = [
             read_heartbeats(self.store, self.name, prefix)
-            for stage in self.record.prefixes
+            for stage in self.record.stages
             for prefix in self.record.all_prefixes(stage)
         ]
         return [one for found, _ in read for one in found], [text for _, damage in read for text in damage]
@@ -344,7 +354,7 @@ def state_of(attempts: Iterable[list[StoredHeartbeat]], clock: Callable[[], floa
 
 def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan], until: str) -> RunRecord:
     """Record that a run starts or resumes. Stages of earlier starts stay in the record."""
-    prefixes = {s: plans[s].prefix for s in list(plans)[: list(plans).index(until) + 1]}
+    prefixes = {stage: plans[stage].prefix for stage in list(plans)[: list(plans).index(until) + 1]}
     earlier: dict[str, list[str]] = {}
     try:
         before = read_record(store, run)
@@ -352,10 +362,11 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
         before = None
     if before:
         earlier = dict(before.earlier)
-        for stage, now in prefixes.items():
-            known = before.all_prefixes(stage) if stage in before.prefixes else []
-            earlier[stage] = [prefix for prefix in known if prefix != now]
-        prefixes = before.prefixes | prefixes
+        for stage in before.stages:
+            now = prefixes.get(stage) if stage in plans else None
+            if stage not in plans or now:
+                earlier[stage] = [prefix for prefix in before.all_prefixes(stage) if prefix != now]
+        prefixes = {stage: before.prefixes[stage] for stage in plans if stage in before.prefixes} | prefixes
     about = recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier
     made = RunRecord(run, *about, experiment_name(), own_tags(), settled_store_id(store))
     store.put(key_of(run), made.to_json())

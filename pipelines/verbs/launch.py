@@ -31,7 +31,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 def launch(
     recipe: RecipeName,
-    stage: LastStage = "export",
+    stage: LastStage = None,
     store: StoreUri = None,
     set_: Changes = None,
     infra: Annotated[
@@ -94,6 +94,7 @@ def launch(
     from pipelines.show.console import say
     from pipelines.stage import STAGES, planned, run_name
 
+    stage = stage or STAGES[-1]
     one_of(stage, STAGES, "--stage")
     ours = project()
     set_tracking_options(experiment, tag)
@@ -103,6 +104,8 @@ def launch(
     out = sys.stdout
     with redirect_stdout(sys.stderr if dry_run else out):  # of SkyPilot, too: its log keeps the stdout of its import
         loaded, plans = planned(recipe, set_ or [], opened)
+        if loaded.tune:
+            say(f"tune is not launched: `skytrain run {recipe}` on a machine with this store does it afterwards")
         request = LaunchRequest(
             run=run_name(plans),
             store=opened.uri,

@@ -21,7 +21,12 @@ RunNames = Annotated[
 ]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or its first letters.")]
 Last = Annotated[int, typer.Option("--last", metavar="N", min=1, help="Without RUN: only the newest N runs.")]
-LastStage = Annotated[str, typer.Option("--stage", help="Stop after this stage: tokenize, train, evaluate or export.")]
+LastStage = Annotated[
+    str | None,
+    typer.Option(
+        "--stage", help="Stop after this stage: tokenize, train, evaluate, export or tune (or tune.NAME) [the last]"
+    ),
+]
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one field; can be repeated."),
@@ -103,7 +108,9 @@ def named_run(run: str, store: str | None) -> "tuple[RunRecord, Store]":
     return record, opened
 
 
-def open_text_model(uri: str, cache: Path, run: str, at: int | None, precision: str | None) -> "TextModel":
+def open_text_model(
+    uri: str, cache: Path, run: str, at: int | None, precision: str | None, tuned: bool = False
+) -> "TextModel":
     """The model of a run, for verbs that generate text; a line on stderr names the commit of an unfinished run.
     UserError without weights."""
     from pipelines.artifacts.store import open_store
@@ -113,7 +120,7 @@ def open_text_model(uri: str, cache: Path, run: str, at: int | None, precision: 
 
     if precision:
         one_of(precision, PRECISIONS, "--precision")
-    model = load_text_model(open_store(uri), cache, run, at, precision)
+    model = load_text_model(open_store(uri), cache, run, at, precision, tuned)
     if model.step is not None and at is None:
         say(f"{model.run}: not finished; these are the weights of step {model.step}", on_stderr=True)
     return model

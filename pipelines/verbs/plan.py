@@ -42,8 +42,10 @@ def plan(
     """Show the artifacts of a recipe and why one is missing; with --cloud, what they cost."""
     from pipelines.artifacts.store import open_store
     from pipelines.plan import plan_of
+    from pipelines.show.console import say
     from pipelines.show.plan import print_plan
     from pipelines.stage import planned
+    from pipelines.stages.tune import checked_rows
 
     opened = open_store(store_uri(store))
     loaded, plans = planned(recipe, set_ or [], opened)
@@ -52,6 +54,9 @@ def plan(
         if deadline or budget or gpus or infra or nodes:
             raise UserError("plan: --deadline, --budget, --gpus, --nodes and --infra belong to --cloud; add it")
         print(json.dumps(asdict(found))) if as_json else print_plan(found)
+        for name, rows in checked_rows(loaded, opened, plans["tokenize"]).items() if not as_json else ():
+            size = f"{len(rows.train):,} rows, {rows.tokens:,} tokens, {rows.cropped:,} rows cropped"
+            say(f"tune.{name}: {size}, {len(rows.held_out):,} held out")
         return
     from pipelines.cloud.catalog import CLOUDS
     from pipelines.cloud.planner import Limits, cloud_plan, parse_hours

@@ -41,7 +41,7 @@ RESULT = ("run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "
 
 def run(
     recipe: RecipeName,
-    stage: LastStage = "export",
+    stage: LastStage = None,
     store: StoreUri = None,
     set_: Changes = None,
     price_per_hour: Annotated[
@@ -80,13 +80,15 @@ def run(
     from pipelines.plan import stage_plan
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
-    from pipelines.stage import STAGES, missing, planned, run_name
+    from pipelines.stage import STAGES, TUNE, missing, planned, run_name, stages_until
+    from pipelines.stages.tune import check_package, checked_rows
     from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
     from trainer.process import StopSignal
 
     if exited is not None and not 128 < exited <= 192:
         sys.exit(exited)
-    one_of(stage, STAGES, "--stage")
+    if stage and not stage.startswith(f"{TUNE}."):
+        one_of(stage, (*STAGES, TUNE), "--stage")
     set_tracking_options(experiment, tag)
     node, stop, screen = this_node(), StopSignal(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
@@ -96,10 +98,14 @@ def run(
         if unless_stopped and exited is None:  # otherwise the job would rent such a machine again and again
             raise UserError(f"{error}; this machine has never reached it") from error
         raise
+    stage = stages_until(plans, stage or [*plans][-1])[-1]
     if exited:
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     check_home()
     refuse_what_ends_late(loaded, lambda: missing(opened, plans, stage), launched=unless_stopped or bool(node.rank))
+    if stage.startswith(TUNE) and missing(opened, plans, stage):
+        check_package()
+        checked_rows(loaded, opened, plans["tokenize"])
     if not unless_stopped:
         if longer := stage_plan(opened, plans["train"]).longer:
             screen.note(f"{run_name(plans)}: {longer}")

@@ -41,6 +41,9 @@ def sample(
         float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens that together hold this probability.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=LAST_SEED, help="Set the seed; equal seeds give equal text.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Let a tuned model answer each prompt, as the message of a user.")
+    ] = False,
     at: Step = None,
     precision: Precision = None,
     store: StoreUri = None,
@@ -54,11 +57,20 @@ def sample(
     from pipelines.show.console import printable
     from trainer.models.decoder import Sampling
 
-    model = open_text_model(store_uri(store), home() / "cache", run, at, precision)
+    model = open_text_model(store_uri(store), home() / "cache", run, at, precision, tuned=chat)
     sampling = Sampling(temperature, top_k or None, top_p)
     asked = prompt or [""]
+    if chat and not (model.chat and prompt):
+        raise UserError(f"--chat: {'needs --prompt' if model.chat else f'{model.run} has no tuned model'}")
+
+    def ids_of(text: str) -> list[int]:
+        return model.chat.prompt([{"role": "user", "content": text}]) if chat and model.chat else model.ids_of(text)
+
+    def shown(text: str) -> str:
+        return f"{text}\n" if chat else text
+
     for text in asked:
-        if (size := len(model.ids_of(text))) > model.context:
+        if (size := len(ids_of(text))) > model.context:
             raise UserError(
                 f"--prompt: {size - 1:,} tokens, and {model.run} takes {model.context - 1:,} (block_size "
                 f"{model.context}, of which the start of the document is one); shorten {text[:40]!r}"
@@ -69,8 +81,8 @@ def sample(
     for text, first in product(asked, range(0, number, batch)):
         some = [Sample(text, (seed + i) % (LAST_SEED + 1)) for i in range(first, min(number, first + batch))]
         if at_once:
-            print(printable(heading(len(made), len(asked) * number, some[0]) + text), end="", flush=True)
-        for step in model.continue_prompt(model.ids_of(text), tokens, [one.seed for one in some], sampling):
+            print(printable(heading(len(made), len(asked) * number, some[0]) + shown(text)), end="", flush=True)
+        for step in model.continue_prompt(ids_of(text), tokens, [one.seed for one in some], sampling):
             for part in step:
                 one = some[part.number]
                 one.text, one.finish, one.tokens = one.text + part.text, part.finish or "", part.tokens
@@ -83,7 +95,7 @@ def sample(
         print(json.dumps([asdict(one) for one in made]))
     elif not at_once:
         for i, one in enumerate(made):
-            print(printable(heading(i, len(made), one) + one.prompt + one.text))
+            print(printable(heading(i, len(made), one) + shown(one.prompt) + one.text))
 
 
 def heading(number: int, of: int, text: Sample) -> str:

@@ -23,7 +23,7 @@ def serve(
     precision: Precision = None,
     store: StoreUri = None,
 ) -> None:
-    """Serve OpenAI's completions API from a run's weights, with a page to type into.
+    """Serve OpenAI's completions API from a run's weights, and chat from a tuned model, with a page to type into.
 
     For real load, sky/serve.yaml serves the export with vLLM.
     """
@@ -34,7 +34,7 @@ def serve(
 
     listening = listen(host, port)
     with listening:
-        model = open_text_model(store_uri(store), home() / "cache", run, at, precision)
+        model = open_text_model(store_uri(store), home() / "cache", run, at, precision, tuned=at is None)
         bound = listening.getsockname()[1]
         local = host in (LOOPBACK, "localhost", "::1")
         if not local:

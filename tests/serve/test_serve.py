@@ -22,8 +22,9 @@ import torch
 import uvicorn
 from browser import COMPLAINTS, Browser, open_browser
 
-from pipelines.sample import TextModel
+from pipelines.sample import GrowingText, TextModel
 from pipelines.serve.app import MAX_BYTES, MAX_TEXTS, ImpatientProtocol, Queue, Refused, make_app
+from pipelines.text.chat import ChatTokens
 from pipelines.text.tokenizer import tokenizer
 from pipelines.verbs.serve import listen
 from trainer.errors import UserError
@@ -52,13 +53,13 @@ def endless(model: GPT) -> GPT:
 class Endpoint:
     """A server in a thread of this process, on a free port."""
 
-    def __init__(self, **limits: Any) -> None:
-        model = GPT(MODEL)
-        model.load_state_dict(
+    def __init__(self, model: TextModel | None = None, **limits: Any) -> None:
+        speaker = GPT(MODEL)
+        speaker.load_state_dict(
             text_runs.speaking_model(0, text_runs.RECIPE.model_copy(update={"model": MODEL})).state_dict()
         )
-        self.plain = endless(model)
-        self.model = TextModel("speaker", None, Decoder(self.plain, "fp32", 257), tokenizer("bytes"))
+        self.plain = endless(speaker)
+        self.model = model or TextModel("speaker", None, Decoder(self.plain, "fp32", 257), tokenizer("bytes"))
         self.socket = listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
@@ -195,12 +196,60 @@ def test_only_the_paths_of_openais_completions_are_there(endpoint: Endpoint) -> 
     (model,) = endpoint.ask("/v1/models")[1]["data"]
     assert endpoint.ask("/v1/models/speaker") == (200, model) and model["id"] == "speaker"
     assert endpoint.ask("/health") == (200, {"status": "ok", "model": "speaker", "busy": False, "waiting": 0})
-    status, answer = endpoint.ask("/v1/chat/completions", {"messages": []})
+    status, answer = endpoint.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
     assert status == 404 and "chat is not served" in answer["error"]["message"]
     assert endpoint.send("HEAD", "/health").status == 200
     assert endpoint.ask("/docs")[0] == endpoint.ask("/openapi.json")[0] == 404  # FastAPI's load foreign scripts
     status, answer = endpoint.ask("/v1/completions")
     assert status == 405 and "Method Not Allowed" in answer["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def chatty() -> Iterator[Endpoint]:
+    """An endpoint of a model with the ids of ChatML."""
+    encoding, plain = tokenizer("bytes"), GPT(MODEL.model_copy(update={"vocab_size": 259}))
+    plain.initialize(3)
+    model = TextModel("speaker", None, Decoder(plain, "fp32", 259), encoding, ChatTokens(encoding))
+    started = Endpoint(model=model)
+    yield started
+    started.close()
+
+
+def test_a_conversation_is_answered_as_openais_clients_expect(chatty: Endpoint) -> None:
+    model, chat = chatty.model, ChatTokens(tokenizer("bytes"))
+    asked = {"messages": [{"role": "user", "content": "3+4"}], "max_tokens": 30, "seed": 5}
+    status, answer = chatty.ask("/v1/chat/completions", asked)
+    (made,) = answer["choices"]
+    steps = model.continue_prompt(chat.prompt(asked["messages"]), 30, [5], ALL)  # type: ignore[arg-type]
+    text = "".join(one.text for step in steps for one in step)
+    assert (status, answer["object"], made["message"]) == (
+        200, "chat.completion", {"role": "assistant", "content": text},
+    )  # fmt: skip
+    lines = chatty.send("POST", "/v1/chat/completions", asked | {"stream": True}).read().decode().split("\n\n")
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines if line and not line.endswith("[DONE]")]
+    assert "".join(part["choices"][0]["delta"]["content"] for part in parts) == text
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "messages", "'system', 'user' or 'assistant'"),
+        ({"messages": [{"role": "user", "content": "a" * CONTEXT}]}, "messages", "maximum context length"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": []}, "tools", "unrecognized request argument"),
+    ],
+)
+def test_a_wrong_conversation_is_refused_in_openais_shape(
+    chatty: Endpoint, body: Any, param: str, message: str
+) -> None:
+    status, answer = chatty.ask("/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, param) and message in answer["error"]["message"]
+
+
+def test_a_text_ends_at_a_special_token_of_chatml() -> None:
+    text = GrowingText(tokenizer("bytes"))
+    assert [text.add(token) for token in (65, 258)] == [False, True] and (text.take(), text.finish) == ("A", "stop")
 
 
 def test_a_foreign_page_gets_nothing(endpoint: Endpoint) -> None:

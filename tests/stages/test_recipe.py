@@ -177,11 +177,13 @@ def test_a_large_recipe_has_the_numbers_of_gpt3s_paper(name: str, parameters: fl
 
 def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert complaint("smoek") == "smoek: neither a shipped recipe nor a file; did you mean 'smoke'?"
-    assert "shipped are smoke, smoke-modern, gpt2-124m" in complaint("zzz")
+    assert "shipped are smoke, smoke-chat, smoke-modern, gpt2-124m" in complaint("zzz")
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path)
     assert complaint("my").endswith("did you mean 'my.yaml'?")
-    assert "shipped are smoke, smoke-modern, gpt2-124m" in complaint("a" * 300)  # longer than a file's name may be
+    assert "shipped are smoke, smoke-chat, smoke-modern, gpt2-124m" in complaint(
+        "a" * 300
+    )  # longer than a file's name may be
 
 
 @pytest.mark.parametrize(

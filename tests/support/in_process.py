@@ -93,7 +93,7 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
 
     from pipelines import cli
     from pipelines.nodes import launcher_process
-    from pipelines.stages import train
+    from pipelines.stages import train, tune
     from pipelines.tracking import ledger
 
     began, out, err, code = time.time(), Output(), StringIO(), 0
@@ -107,7 +107,8 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
     ):
         patch.chdir(folder)
         patch.setattr("sys.argv", ["skytrain", *arguments])
-        patch.setattr(train, "start_ranks", start_ranks_here)
+        for stage in (train, tune):
+            patch.setattr(stage, "start_ranks", start_ranks_here)
         patch.setattr(launcher_process, "prepare_launcher", lambda: None)
         patch.setattr(ledger, "process_began", lambda: began)
         torch.set_num_threads(1)  # as in a process of its own: the order of sums depends on it

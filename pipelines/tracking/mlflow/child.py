@@ -142,12 +142,14 @@ def _await_end(ending: threading.Event) -> None:
 def follow(mirror: Mirror, home: Path, ending: threading.Event) -> bool:
     """Send all that is new of a run until `ending`, then the rest. Returns whether MLflow has refused a metric. Raises
     the errors of MLflow and of the store."""
-    prefix = mirror.run.record.prefixes.get("train")
-    folder = scratch(home, mirror.run.store, prefix) if prefix else home / "no training"
-    path, offset, sent, ended = folder / EVENTS_FILE, 0, 0.0, False
+    record = mirror.run.record
+    prefixes = filter(None, [record.prefixes.get("train"), *record.tunings.values()])
+    folders = [scratch(home, mirror.run.store, prefix) for prefix in prefixes]
+    path, offset, sent, ended = home / "no training", 0, 0.0, False
     while not ended:
         ended = ending.wait(POLL_SECONDS)
-        newest = max(folder.glob(f"a*/{EVENTS_FILE}"), default=None)  # of this machine; a finished stage leaves none
+        found = [one for folder in folders for one in sorted(folder.glob(f"a*/{EVENTS_FILE}"))]
+        newest = found[-1] if found else None  # of this machine; a finished stage leaves none
         behind = ended or not sent or newest not in (None, path)
         if behind or time.monotonic() > sent + REFRESH_SECONDS:
             mirror.send(ended, series=behind)  # before the rows of a new attempt: those before them

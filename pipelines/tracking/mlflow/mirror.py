@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.tracking.account import cost_metrics
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, log, redacted
 from pipelines.tracking.runs import Run, find_run
+from trainer.checkpoint.commits import series as series_of
 from trainer.errors import UserError
 from trainer.store import Store
 
@@ -60,7 +61,8 @@ class Mirror:
         self.run = run = _snapshot(self.run.store, self.run.name)
         self._describe()
         if series:
-            self.send_rows(run.series)
+            for rows in (run.series, *(series_of(run.store, prefix) for prefix in run.record.tunings.values())):
+                self.send_rows(rows)
         beats = [one.beat for one in run.heartbeats]
         newest = max((beat.time for beat in beats), default=run.record.updated)
         step = max((beat.progress.highest_step or 0 for beat in beats), default=0)
@@ -190,7 +192,10 @@ def params_of(run: Run) -> dict[str, Any]:
     """The recipe, flat, without its runtime settings."""
     recipe = run.recipe
     params = {"recipe": recipe.name, "parameters": recipe.model.parameters, "train_tokens": recipe.train_tokens}
-    sections = {name: values for name, values in recipe.model_dump(exclude={"name", "runtime"}).items() if values}
+    sections = {
+        name: values for name, values in recipe.model_dump(exclude={"name", "tune", "runtime"}).items() if values
+    }
+    sections |= {f"tune.{step.name}": step.model_dump(exclude={"name"}) for step in recipe.tune}
     return params | {f"{name}.{field}": value for name, values in sections.items() for field, value in values.items()}
 
 

@@ -1,0 +1,410 @@
+"""The rank of the stage tune: TRL's trainer, with our data order, checkpoints and stops.
+
+The order of the rows is a pure function of (seed, epoch), and before each step every generator of random numbers gets a
+seed of (seed, step). So a checkpoint holds weights and moments alone, as one of train does, and nothing is pickled: a
+resumed run builds TRL's trainer anew over the rows that are left, fills weights and moments, and goes on bit for bit.
+"""
+
+import json
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.artifacts.store import open_store
+from pipelines.nodes.ranks import RankSpec
+from pipelines.recipe import CHAT_TOKENS, REWARDED, RewardConfig, TuneConfig
+from pipelines.stages.evaluate import FACTS_FILE
+from pipelines.stages.tune import TUNED
+from pipelines.text.chat import END, TEMPLATE, ChatTokens
+from pipelines.text.conversations import answer_in, rows_of
+from pipelines.text.tokenizer import tokenizer_of
+from pipelines.tracking.ledger import latest_number
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commits import TrainState
+from trainer.checkpoint.pieces import Piece
+from trainer.checkpoint.save_clock import SaveClock
+from trainer.errors import EXIT_DONE, Diverged, Interrupted, StaleAttempt, UserError
+from trainer.events import EVENTS_FILE, EventLog, Started
+from trainer.health import STARTED, Watchdog
+from trainer.metrics import PhaseClock
+from trainer.process import StopSignal, failpoint, log_line
+
+if TYPE_CHECKING:
+    from trainer.parallel import World
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+LEFT_OUT = ("epoch", "num_tokens", "step_time")  # of TRL's logs: relative to the start of this process, or its speed
+GENERATED_AT_ONCE = 64  # answers to held-out prompts
+
+
+def tune_rank(spec: RankSpec, folder: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
+    """Tune as the only rank of `spec`'s attempt; leaves the model and its facts in `folder` once the last step is done.
+    Returns the exit code of this process."""
+    # TRL would use every GPU that it sees, and join the ranks that these variables announce.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    from trainer.parallel import World
+
+    step = next(one for one in spec.recipe.tune if one.name == spec.tune)
+    world, clock, store = World.start(spec.recipe.runtime), PhaseClock(started=spec.started), open_store(spec.store)
+    log = EventLog(folder / EVENTS_FILE, clock, spec.reached)
+    starting(STARTED)
+    checkpointer = Checkpointer(
+        store,
+        spec.prefix,
+        world,
+        spec.attempt,
+        spec.recipe.runtime.keep_last,
+        superseded=lambda: latest_number(store, spec.prefix) > spec.attempt,
+        between_failures=spec.between_failures,
+    )
+    tokens = ChatTokens(tokenizer_of(spec.recipe.tokens, store, spec.tokens))
+    with Watchdog(spec.recipe.runtime, clock) as watchdog, checkpointer:
+        run = Tuning(step, spec, folder, world, tokens, checkpointer, log, stop, watchdog)
+        try:
+            run.tune()
+        except StaleAttempt as error:
+            log_line(str(error))
+        except Interrupted:
+            checkpointer.finish(log)
+    return EXIT_DONE
+
+
+class Tuning:
+    """One step of tuning in this process."""
+
+    def __init__(
+        self,
+        step: TuneConfig,
+        spec: RankSpec,
+        folder: Path,
+        world: "World",
+        tokens: ChatTokens,
+        checkpointer: Checkpointer,
+        log: EventLog,
+        stop: StopSignal,
+        watchdog: Watchdog,
+    ) -> None:
+        self.step, self.spec, self.folder, self.world, self.tokens = step, spec, folder, world, tokens
+        self.checkpointer, self.log, self.stop, self.watchdog = checkpointer, log, stop, watchdog
+        self.rows = rows_of(step, tokens, spec.recipe.model.block_size)
+        examples = step.batch // step.generations if step.method in REWARDED else step.batch
+        self.steps = len(self.rows.train) * step.epochs // examples
+        self.order = order_of(len(self.rows.train), step.epochs, step.seed)[: self.steps * examples]
+        self.examples = examples  # of a step
+        self.model, self.tokenizer = model_in(Path(str(spec.weights)), tokens)
+        self.model.to(world.device)
+        self.trainer = self.trainer_of_trl()
+        self.trainer.create_optimizer()
+        self.pieces = self.pieces_of_state()
+        self.state = TrainState(world_size=1)
+        self.save_clock = SaveClock(spec.recipe.runtime, spec.between_failures)
+        self.tokens_before, self.stepped = 0.0, time.perf_counter()
+
+    def tune(self) -> None:
+        """Tune from the newest commit to the last step; then measure, commit and write the result. Raises Interrupted
+        after a stop, once the state is committed."""
+        self.resume()
+        self.log.write(self.started())
+        if self.step.held_out and not self.state.step:
+            self.measure()
+        if self.state.step < self.steps:
+            self.trainer.add_callback(callback_of(self))
+            self.trainer.train()
+            if self.state.step < self.steps:
+                raise Interrupted
+            if self.step.held_out:
+                self.measure()
+            self.save()
+        self.checkpointer.insist(self.pieces, self.log, self.check_stop)
+        self.checkpointer.finish(self.log)
+        self.log.clock.enter("checkpoint")
+        self.write_result()
+
+    def resume(self) -> None:
+        """Fill weights and moments from the newest commit, if there is one, and leave out the rows that it has read."""
+        import torch
+        from transformers import get_scheduler
+
+        self.log.clock.enter("load")
+        self.state = self.checkpointer.load_latest(self.pieces, self.log) or self.state
+        if self.world.device.type == "cpu":  # sums add in another order with another number of threads
+            self.state.threads = self.state.threads or torch.get_num_threads()
+            torch.set_num_threads(self.state.threads)
+        done, trainer = self.state.step, self.trainer
+        for moments in trainer.optimizer.state.values():
+            moments["step"].fill_(done)
+        args, total = trainer.args, self.steps
+        schedule = (args.lr_scheduler_type, trainer.optimizer, args.get_warmup_steps(total), total)
+        trainer.lr_scheduler = get_scheduler(*schedule)
+        for _ in range(done):
+            trainer.lr_scheduler.step()
+        trainer.train_dataset = trainer.train_dataset.select(self.order[done * self.examples :])
+        args.max_steps = max(1, total - done)
+
+    def trainer_of_trl(self) -> Any:
+        """TRL's trainer of the method over all rows."""
+        import datasets
+        import trl
+
+        step, device = self.step, self.world.device
+        accumulated = int(step.options.get("gradient_accumulation_steps", 1))
+        arguments: dict[str, Any] = {
+            "output_dir": str(self.folder / "trl"),
+            "per_device_train_batch_size": step.batch // accumulated,
+            "learning_rate": step.learning_rate,
+            "logging_steps": 1,
+            "logging_nan_inf_filter": False,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "use_cpu": device.type == "cpu",
+            "bf16": self.precision == "bf16",
+            "dataloader_pin_memory": device.type == "cuda",
+            "optim": "adamw_torch_fused",
+            "gradient_checkpointing": False,
+            "train_sampling_strategy": "sequential",
+            "seed": step.seed,
+            **step.options,
+        }
+        if step.beta is not None:
+            arguments["beta"] = step.beta
+        longest, rows = step.max_length or self.spec.recipe.model.block_size, self.rows.train
+        common = {"model": self.model, "processing_class": self.tokenizer}
+        if step.method in REWARDED:
+            weights = [reward.weight for reward in step.rewards]
+            arguments |= {"num_generations": step.generations, "max_completion_length": step.max_answer}
+            arguments |= {"shuffle_dataset": False, "reward_weights": weights}
+            del arguments["train_sampling_strategy"]
+            rewards = [reward_function(reward) for reward in step.rewards]
+            kind, config = (
+                (trl.GRPOTrainer, trl.GRPOConfig) if step.method == "grpo" else (trl.RLOOTrainer, trl.RLOOConfig)
+            )
+            data = datasets.Dataset.from_list(rows)
+            return kind(**common, reward_funcs=rewards, args=config(**arguments), train_dataset=data)
+        arguments["max_length"] = longest
+        if step.method == "dpo":
+            reference, _ = model_in(Path(str(self.spec.weights)), self.tokens)
+            data, args = datasets.Dataset.from_list(rows), trl.DPOConfig(**arguments)
+            return trl.DPOTrainer(**common, ref_model=reference, args=args, train_dataset=data)
+        data = datasets.Dataset.from_list([self.learned(row, longest) for row in rows])
+        return trl.SFTTrainer(**common, args=trl.SFTConfig(**arguments), train_dataset=data)
+
+    def learned(self, row: dict[str, Any], longest: int) -> dict[str, list[int]]:
+        """A conversation for SFTTrainer: it learns the answers alone."""
+        ids, learned = self.tokens.conversation(row["messages"])
+        labels = [token if answers else -100 for token, answers in zip(ids, learned, strict=True)]
+        return {"input_ids": ids[:longest], "labels": labels[:longest]}
+
+    @property
+    def precision(self) -> str:
+        import torch
+
+        return "bf16" if self.world.device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+    def pieces_of_state(self) -> dict[str, Piece]:
+        """Weights and moments, for the checkpointer. Makes the moments, which AdamW makes at its first step."""
+        import torch
+
+        optimizer = self.trainer.optimizer
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            optimizer.state[parameter] = {name: torch.zeros_like(parameter) for name in MOMENTS}
+            optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
+        pieces = {}
+        for name, parameter in self.model.named_parameters():
+            pieces[f"model.{name}"] = Piece.whole(parameter)
+            pieces |= {f"{moment}.{name}": Piece.whole(optimizer.state[parameter][moment]) for moment in MOMENTS}
+        return pieces
+
+    def started(self) -> Started:
+        """What the pipeline reports about this rank."""
+        import torch
+        import trl
+
+        on_gpu = self.world.device.type == "cuda"
+        return Started(
+            step=self.state.step,
+            world_size=1,
+            device=torch.cuda.get_device_name() if on_gpu else "cpu",
+            engine=f"TRL {trl.__version__}, {self.step.method}",
+            precision=self.precision,
+            parameters=self.model.num_parameters(),
+            micro_batch_size=self.trainer.args.per_device_train_batch_size,
+            micro_batch_why=f"{self.steps:,} steps of {self.step.batch}",
+        )
+
+    def before_step(self) -> None:
+        """Seed every generator of random numbers for the next step."""
+        from transformers import set_seed
+
+        self.log.clock.enter("redone" if self.state.step < self.log.reached else "train")
+        set_seed(random.Random(f"{self.step.seed} {self.state.step}").randrange(2**32))
+
+    def after_step(self, logs: dict[str, Any], tokens: float) -> bool:
+        """Log a step and save it when that is due. Returns whether to leave: after the last step, and if asked to."""
+        self.state.advance(round(tokens - self.tokens_before), applied=True)
+        seconds, self.stepped = time.perf_counter() - self.stepped, time.perf_counter()
+        values = {name: float(value) for name, value in logs.items() if name not in LEFT_OUT}
+        values["tokens_per_second"], self.tokens_before = (tokens - self.tokens_before) / seconds, tokens
+        if not math.isfinite(loss := values["loss"]):
+            why = f"the loss of step {self.state.step:,} is {loss}"
+            raise Diverged(f"tune.{self.step.name}: {why}; lower learning_rate, and run again from the last commit")
+        self.log.row(self.state.step, **{f"tune/{self.step.name}/{name}": value for name, value in values.items()})
+        self.watchdog.step_done(seconds)
+        failpoint("tuned-step")
+        self.checkpointer.prove()  # the loss of this step is that of the weights before it
+        self.checkpointer.settle(self.log)
+        ends = self.state.step >= self.steps or self.stop.asked
+        if self.state.step < self.steps and (ends or (self.save_clock.due_now() and not self.checkpointer.busy)):
+            self.save(proven=ends)
+        return ends
+
+    def save(self, proven: bool = True) -> None:
+        """Start to commit the state."""
+        with self.log.clock.phase("checkpoint"):
+            started = time.monotonic()
+            self.checkpointer.save(self.state, self.pieces, self.log, proven)
+            self.save_clock.saved(time.monotonic() - started)
+
+    def check_stop(self) -> None:
+        """Raise Interrupted if asked to stop."""
+        self.watchdog.progress()
+        self.stop.check()
+
+    def measure(self) -> None:
+        """Log the share of held-out prompts whose likeliest answer is the right one."""
+        right = 0
+        with self.log.clock.phase("evaluate"):
+            for first in range(0, len(self.rows.held_out), GENERATED_AT_ONCE):
+                self.check_stop()
+                some = [question_and_answer(row) for row in self.rows.held_out[first : first + GENERATED_AT_ONCE]]
+                texts = self.answers([question for question, _ in some])
+                right += sum(
+                    answer_in(text) == answer_in(answer) for text, (_, answer) in zip(texts, some, strict=True)
+                )
+        self.log.row(self.state.step, **{f"tune/{self.step.name}/exact": right / len(self.rows.held_out)})
+
+    def answers(self, questions: list[Any]) -> list[str]:
+        """The likeliest answers to some prompts."""
+        import torch
+
+        given = self.tokenizer.apply_chat_template(
+            questions,
+            add_generation_prompt=True,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+            return_dict=True,
+        ).to(self.world.device)
+        length = given["input_ids"].shape[1]
+        room = min(self.step.max_answer, self.spec.recipe.model.block_size - length)
+        self.model.eval()
+        with torch.no_grad():
+            made = self.model.generate(**given, do_sample=False, max_new_tokens=room)
+        texts: list[str] = self.tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)
+        return texts
+
+    def write_result(self) -> None:
+        """Write the model as a folder for transformers, and its facts last."""
+        import torch
+
+        dtype = getattr(torch, self.spec.recipe.export.dtype)
+        self.model.to(dtype).save_pretrained(self.folder / TUNED)
+        self.tokenizer.backend_tokenizer.no_padding()  # of the last batch that this process encoded
+        self.tokenizer.backend_tokenizer.no_truncation()
+        self.tokenizer.save_pretrained(self.folder / TUNED, save_jinja_files=False)
+        facts = {
+            "method": self.step.method,
+            "steps": self.state.step,
+            "tokens": self.state.tokens_seen,
+            "parameters": self.model.num_parameters(),
+            "precision": self.precision,
+            "rows": len(self.rows.train),
+            "cropped": self.rows.cropped,
+            "vocab_size": self.model.config.vocab_size,
+        }
+        (self.folder / FACTS_FILE).write_text(json.dumps(facts))
+
+
+def callback_of(run: Tuning) -> Any:
+    """The callback by which TRL's trainer reports to `run`."""
+    from transformers import TrainerCallback
+
+    class Callback(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            run.before_step()
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            run.checkpointer.before_update()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            if logs and "loss" in logs:  # the summary at the end has none
+                control.should_training_stop = run.after_step(logs, float(logs.get("num_tokens", 0)))
+
+    return Callback()
+
+
+def order_of(rows: int, epochs: int, seed: int) -> list[int]:
+    """The numbers of the rows in the order in which they are read: each epoch reads all of them."""
+    order = []
+    for epoch in range(epochs):
+        numbers = list(range(rows))
+        random.Random(f"{seed} {epoch}").shuffle(numbers)
+        order += numbers
+    return order
+
+
+def model_in(folder: Path, tokens: ChatTokens) -> tuple[Any, Any]:
+    """The model in float32 and the tokenizer of a folder, with the two tokens of ChatML and its template. Their rows of
+    the embedding begin as the mean of all others (Hewitt 2021)."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if tokenizer.chat_template == TEMPLATE:
+        return model, tokenizer
+    known = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(CHAT_TOKENS)})
+    if tokenizer.convert_tokens_to_ids(list(CHAT_TOKENS)) != [tokens.start, tokens.end]:
+        raise UserError(f"tune: the tokenizer has {' and '.join(CHAT_TOKENS)} already; tune its model with TRL itself")
+    if model.config.vocab_size < tokens.n_vocab:
+        model.resize_token_embeddings(tokens.n_vocab, mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            layer.weight[known : tokens.n_vocab] = layer.weight[:known].mean(0)
+    tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, END
+    model.generation_config.eos_token_id = [tokens.end, tokens.encoding.eot_token]
+    model.config.eos_token_id = tokens.end
+    return model, tokenizer
+
+
+def question_and_answer(row: dict[str, Any]) -> tuple[Sequence[Any], str]:
+    """The prompt of a held-out row, and the right answer."""
+    if "messages" in row:
+        return row["messages"][:-1], row["messages"][-1]["content"]
+    return row["prompt"], row.get("answer") or row["chosen"][-1]["content"]
+
+
+def reward_function(reward: RewardConfig) -> Callable[..., list[float]]:
+    """A reward in TRL's form, from 0 to 1."""
+
+    def rewards(completions: list[Any], **columns: Any) -> list[float]:
+        texts = [completion[-1]["content"] for completion in completions]
+        if reward.kind == "exact_match":
+            return [float(answer_in(a) == answer_in(b)) for a, b in zip(texts, columns["answer"], strict=True)]
+        if reward.kind == "format":
+            return [float(bool(re.fullmatch(str(reward.pattern), text, re.DOTALL))) for text in texts]
+        limit = reward.characters or 1
+        return [min(1.0, max(0.0, 2 - len(text) / limit)) for text in texts]
+
+    rewards.__name__ = reward.kind
+    return rewards

@@ -1,0 +1,176 @@
+"""Conversations as rows of jsonl or parquet, for tuning: read, checked before anything is trained, and counted.
+
+A row has `messages` (sft), `prompt`, `chosen` and `rejected` (dpo), or `prompt` and, for exact_match, `answer` (grpo,
+rloo). Each of these is a list of {role, content}, as on the Hugging Face Hub, or for all but `messages` a plain text.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from pipelines.recipe import CHAT_TOKENS, REWARDED, TuneConfig
+from pipelines.text.chat import ROLES, ChatTokens, Message
+from pipelines.text.files import Files, opened, sha256_of_text, unpacked
+from pipelines.text.hub import reading
+from pipelines.text.sources import Text, open_source
+from trainer.errors import UserError, cut, shown
+
+ADDITION = "addition"
+ADDENDS = 10  # of 0 to 9
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The checked rows of a step of tuning, and their size in tokens."""
+
+    train: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
+    tokens: int  # of the rows of `train`, as far as max_length goes
+    cropped: int  # rows that are longer
+
+
+def content_of(step: TuneConfig) -> str:
+    """sha256 of what identifies the data: of local files' contents, of the objects in S3, or of the commit on the Hub.
+    UserError if there is no such data."""
+    identity: Any = addition()
+    if step.data != ADDITION:
+        source = source_of(step)
+        if not isinstance(source, Files) or source.pinned is not None:
+            identity = source.identity()
+        else:
+            identity = [one.etag for one in source.objects.values()] or [sha256_of_text(path) for path in source.paths]
+    return sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def source_of(step: TuneConfig) -> Text:
+    """The files of the data. UserError if there are none."""
+    try:
+        source = open_source(step.data, None, step.revision, "messages")
+    except UserError as error:
+        raise UserError(str(error).replace("tokens.", f"tune.{step.name}.", 1)) from error
+    if isinstance(source, Files) and source.kind not in ("parquet", "jsonl"):
+        raise UserError(f"tune.{step.name}: {step.data}: conversations are rows of .jsonl or .parquet files")
+    return source
+
+
+def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
+    """All rows, checked. UserError names the first row that is wrong, and how many are."""
+    found = addition() if step.data == ADDITION else list(read_rows(source_of(step).resolved()))
+    longest, wrong = step.max_length or block_size, list[str]()
+    checked: list[dict[str, Any]] = []
+    lengths: list[int] = []
+    for number, row in enumerate(found, 1):
+        try:
+            checked.append(checked_row(step, row))
+            lengths.append(length_of(step, checked[-1], tokens, longest))
+            if number <= step.held_out and lengths[-1] > longest:
+                raise ValueError(f"is held out, and its {lengths[-1]:,} tokens are more than max_length {longest:,}")
+        except ValueError as error:
+            wrong.append(f"row {number:,}: {error}")
+    where = f"tune.{step.name}: {step.data}"
+    if wrong:
+        raise UserError(f"{where}: {wrong[0]} ({len(wrong):,} of {len(found):,} rows are wrong)")
+    rows, lengths = checked[step.held_out :], lengths[step.held_out :]
+    if (needed := step.batch // step.generations if step.method in REWARDED else step.batch) > len(rows) * step.epochs:
+        raise UserError(f"{where}: {len(rows):,} rows to train on, and a step takes {needed}; lower batch or held_out")
+    cropped = sum(length > longest for length in lengths)
+    return Rows(rows, checked[: step.held_out], sum(min(length, longest) for length in lengths), cropped)
+
+
+def read_rows(files: Files) -> Iterator[dict[str, Any]]:
+    """The rows of all files, in order. UserError for a damaged file, with its place."""
+    for path in files.paths:
+        if files.kind == "parquet":
+            import pyarrow.parquet as pq
+
+            with reading(path), opened(path) as file:
+                yield from (row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist())
+            continue
+        with reading(path), unpacked(path) as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    if line.strip():
+                        yield json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{path}: line {number:,} is not JSON ({error})") from error
+
+
+def checked_row(step: TuneConfig, row: Any) -> dict[str, Any]:
+    """The columns of a row that the method reads. ValueError says what is wrong with it."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is an object, and this is {shown(row)}")
+
+    def messages(column: str, role: str, last: str) -> list[Message]:
+        if row.get(column) is None:
+            raise ValueError(f"has no {column}, which {step.method} needs; it has {cut(', '.join(map(str, row)))}")
+        return checked_messages(column, row[column], role, last)
+
+    if step.method == "sft":
+        return {"messages": messages("messages", "user", "assistant")}
+    made: dict[str, Any] = {"prompt": messages("prompt", "user", "user")}
+    if step.method == "dpo":
+        return made | {column: messages(column, "assistant", "assistant")[-1:] for column in ("chosen", "rejected")}
+    if any(reward.kind == "exact_match" for reward in step.rewards) or step.held_out:
+        if not isinstance(answer := row.get("answer"), str | int) or not str(answer).strip():
+            raise ValueError("has no answer, which exact_match and held_out compare with")
+        made["answer"] = str(answer)
+    return made
+
+
+def checked_messages(column: str, found: Any, role: str, last: str) -> list[Message]:
+    """A column as messages; a text is one of `role`. ValueError unless the last is of the role `last`."""
+    messages = [{"role": role, "content": found}] if isinstance(found, str) else found
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{column} must be a list of {{role, content}} with at least one message")
+    for number, message in enumerate(messages, 1):
+        where = f"{column}, message {number}"
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            given = message.get("role") if isinstance(message, dict) else message
+            raise ValueError(f"{where}: the role is {shown(given)}; known are {', '.join(ROLES)}")
+        if not isinstance(text := message.get("content"), str) or not text.strip():
+            raise ValueError(f"{where}: the content is empty, or no text")
+        if special := next((token for token in CHAT_TOKENS if token in text), None):
+            raise ValueError(f"{where}: the content has {special}, which separates messages; remove it")
+        if message["role"] == "system" and number > 1:
+            raise ValueError(f"{where}: a system message comes first")
+    if messages[-1]["role"] != last:
+        raise ValueError(f"{column}: the last message is of {messages[-1]['role']}, and must be of {last}")
+    return [{"role": one["role"], "content": one["content"]} for one in messages]
+
+
+def length_of(step: TuneConfig, row: dict[str, Any], tokens: ChatTokens, longest: int) -> int:
+    """The tokens of a row. ValueError if its prompt leaves no room for an answer."""
+    if step.method == "sft":
+        ids, learned = tokens.conversation(row["messages"])
+        first = learned.index(True)
+        if first >= longest:
+            raise ValueError(f"the first answer begins after {first:,} tokens, and max_length is {longest:,}")
+        return len(ids)
+    prompt, room = len(tokens.prompt(row["prompt"])), step.max_answer if step.method in REWARDED else 1
+    if prompt + room > longest:
+        raise ValueError(f"the prompt has {prompt:,} tokens, and with an answer of {room:,} max_length is {longest:,}")
+    answers = (tokens.conversation([*row["prompt"], *row[c]])[0] for c in ("chosen", "rejected") if c in row)
+    return max(map(len, answers), default=prompt + room)
+
+
+def answer_in(text: str) -> str:
+    """The final answer of a text: what follows the last ####, as in GSM8K, or all of it; without spaces and commas."""
+    return "".join(text.rpartition("####")[2].replace(",", "").split()).rstrip(".")
+
+
+def addition() -> Sequence[dict[str, Any]]:
+    """Sums of two digits with their answers, in an order that looks random, for all methods."""
+    pairs = [(a, b) for a in range(ADDENDS) for b in range(ADDENDS)]
+    pairs.sort(key=lambda pair: sha256(repr(pair).encode()).digest())
+    return [
+        {
+            "messages": [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": f"{a + b}"}],
+            "prompt": f"{a}+{b}",
+            "answer": f"{a + b}",
+            "chosen": f"{a + b}",
+            "rejected": f"{a + b + 1}",
+        }
+        for a, b in pairs
+    ]

@@ -1,0 +1,240 @@
+"""Promises of tuning: what is refused, what the model learns, and that a stop or a kill changes no bit of it."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from pipeline_runs import FOLDER_NAME, TINY, Project
+
+from pipelines.recipe import TRL_OPTIONS, TuneConfig, load_recipe
+from pipelines.sample import load_text_model
+from pipelines.stages import tune_rank
+from pipelines.text.chat import TEMPLATE, ChatTokens
+from pipelines.text.conversations import addition, answer_in, rows_of
+from pipelines.text.tokenizer import tokenizer, tokenizer_files
+from pipelines.tracking.runs import read_runs
+from trainer.errors import UserError
+from trainer.models.decoder import Sampling
+
+trl = pytest.importorskip("trl", reason="needs trl (pip)")
+
+GRPO = {"method": "grpo", "generations": 4, "max_answer": 4, "rewards": [{"kind": "exact_match"}]}
+CHAIN = [
+    {"name": "sft", "method": "sft", "data": "addition", "batch": 24, "held_out": 4, "learning_rate": 1e-3},
+    {"name": "dpo", "method": "dpo", "data": "pairs.jsonl", "batch": 5, "beta": 0.2, "options": {"warmup_steps": 2}},
+    {"name": "rl", **GRPO, "data": "addition", "batch": 100, "learning_rate": 1e-3},
+]
+PAIRS = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in addition()[:20]]
+
+
+def written(folder: Path, rows: list[Any]) -> str:
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder / "pairs.jsonl")
+
+
+def step_of(**changes: Any) -> TuneConfig:
+    return TuneConfig.model_validate({"name": "a", "method": "sft", "data": "addition"} | changes)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(tmp_path_factory.mktemp("tune") / FOLDER_NAME, TINY | {"tune": CHAIN})
+    written(project.folder, PAIRS)
+    project.run("run", "tiny.yaml", "--stage", "export")
+    return project
+
+
+def tuned(project: Project) -> dict[str, Any]:
+    """The sha256 of every file and the committed rows of every step of tuning, without times and speeds."""
+    (run,) = read_runs(project.store)
+    files = {s: {f.name: f.sha256 for f in m.files} for s, m in run.manifests.items() if m and s.startswith("tune.")}
+    rows = {
+        stage: [
+            {name: value for name, value in row.items() if name != "time" and "per_second" not in name}
+            for row in tune_series(project, prefix)
+        ]
+        for stage, prefix in run.record.tunings.items()
+    }
+    return {"files": files, "rows": rows}
+
+
+def tune_series(project: Project, prefix: str) -> list[dict[str, Any]]:
+    from trainer.checkpoint.commits import series
+
+    return series(project.store, prefix)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(exported: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = exported.copy(tmp_path_factory.mktemp("whole") / FOLDER_NAME)
+    project.run("run", "tiny.yaml")
+    return project
+
+
+def test_a_chain_stopped_in_every_step_ends_bit_for_bit_like_an_undisturbed_one(
+    exported: Project, undisturbed: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, after_step = exported.copy(tmp_path / FOLDER_NAME), tune_rank.Tuning.after_step
+
+    def stopping(self: tune_rank.Tuning, *arguments: Any) -> bool:
+        self.stop.asked = self.state.step == 1
+        return after_step(self, *arguments)
+
+    for stopped in ("tune.sft", "tune.dpo", "tune.rl"):
+        with monkeypatch.context() as patch:
+            patch.setattr(tune_rank.Tuning, "after_step", stopping)
+            project.run("run", "tiny.yaml", "--stage", stopped, expect=75)
+        project.run("run", "tiny.yaml", "--stage", stopped)
+    assert tuned(project) == tuned(undisturbed)
+    assert len(tuned(project)["rows"]["tune.rl"]) == 4 and project.report()["state"] == "done"
+
+
+def killed_after(project: Project, stage: str, step: int) -> None:
+    """Kill the command and its rank in `stage`, once a checkpoint of `step` or a later one is committed."""
+
+    def committed() -> bool:
+        commits = project.found(f"tune/tiny-{stage}-*/checkpoints/*/COMMIT.json")
+        return any(int(path.parent.name.split("-")[1]) >= step for path in commits)
+
+    with project.started("run", "tiny.yaml", "--stage", f"tune.{stage}") as process:
+        project.wait_until(committed, process)
+        for one in project.alive():
+            os.kill(one.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_sft_and_dpo_that_were_killed_end_bit_for_bit_like_undisturbed_ones(
+    exported: Project, undisturbed: Project, tmp_path: Path
+) -> None:
+    project = exported.copy(tmp_path / FOLDER_NAME)
+    for stage in ("sft", "dpo"):
+        killed_after(project, stage, 2)
+        project.run("run", "tiny.yaml", "--stage", f"tune.{stage}")
+    expected = tuned(undisturbed)
+    for part, steps in tuned(project).items():
+        for stage in ("tune.sft", "tune.dpo"):
+            assert steps[stage] == expected[part][stage]
+    assert project.claims("tune") == 4
+
+
+def test_a_tuned_step_is_skipped_and_its_record_names_what_it_learned(undisturbed: Project) -> None:
+    again = undisturbed.result()
+    assert [again["artifacts"][stage]["skipped"] for stage in ("tune.sft", "tune.dpo", "tune.rl")] == [True] * 3
+    (run,) = read_runs(undisturbed.store)
+    facts = run.manifests["tune.sft"].facts  # type: ignore[union-attr]
+    assert facts["tune/loss"] < facts["tune/loss_before"] and facts["rows"] == 96 and facts["steps"] == 4
+    assert set(tune_series(undisturbed, run.record.tunings["tune.rl"])[0]) >= {"tune/rl/reward", "tune/rl/loss"}
+
+
+def test_transformers_reads_the_result_with_its_template_and_its_ends(undisturbed: Project) -> None:
+    transformers = pytest.importorskip("transformers")
+    (run,) = read_runs(undisturbed.store)
+    folder = undisturbed.store.root / run.record.tunings["tune.rl"] / "a0001"
+    model, theirs = (
+        kind.from_pretrained(folder) for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
+    )
+    assert theirs.chat_template == TEMPLATE and theirs.eos_token == "<|im_end|>"
+    assert model.generation_config.eos_token_id == [258, 256] and model.config.vocab_size == 259
+    ours = load_text_model(undisturbed.store, undisturbed.home, run.name, tuned=True)
+    assert ours.chat
+    prompt = ours.chat.prompt([{"role": "user", "content": "3+4"}])
+    made = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=4)[0, len(prompt) :]
+    steps = ours.continue_prompt(prompt, 4, [0], Sampling(temperature=0))
+    assert "".join(one.text for step in steps for one in step) == theirs.decode(made, skip_special_tokens=True)
+    said = undisturbed.run(
+        "sample", run.name, "--chat", "--prompt", "3+4", "--temperature", "0", "--tokens", "4"
+    ).stdout
+    assert said == f"3+4\n{theirs.decode(made, skip_special_tokens=True)}\n"
+
+
+@pytest.mark.parametrize("text", ["three\n plus four", " \n\n7", "größer 東京  ", "it's 12"])
+def test_the_template_of_transformers_gives_our_ids_and_learns_the_same(tmp_path: Path, text: str) -> None:
+    transformers, encoding = pytest.importorskip("transformers"), tokenizer("bytes")
+    for name, body in tokenizer_files(encoding, 64).items():
+        (tmp_path / name).write_bytes(body)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": text}]
+    whole = [*messages, {"role": "assistant", "content": text}]
+    found = theirs.apply_chat_template(
+        whole, chat_template=TEMPLATE, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ours = ChatTokens(encoding)
+    ids, learned = ours.conversation(whole)
+    assert (found["input_ids"], found["assistant_masks"]) == (ids, [int(one) for one in learned])
+    asked = theirs.apply_chat_template(messages, chat_template=TEMPLATE, add_generation_prompt=True, tokenize=True)
+    assert getattr(asked, "input_ids", asked) == ours.prompt(messages)
+
+
+USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    "row, wrong",
+    [
+        ([1], "a row is an object"),
+        ({"text": "2+2"}, "has no messages, which sft needs; it has text"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [USER, {"role": "bot", "content": "4"}]}, "message 2: the role is 'bot'; known are system"),
+        ({"messages": [USER, ANSWER | {"content": " "}]}, "message 2: the content is empty"),
+        ({"messages": [USER, ANSWER | {"content": "4<|im_end|>"}]}, "message 2: the content has <|im_end|>"),
+        ({"messages": [ANSWER, USER]}, "the last message is of user, and must be of assistant"),
+        ({"messages": [USER | {"content": "2" * 99}, ANSWER]}, "the first answer begins after 119 tokens"),
+    ],
+)
+def test_a_wrong_row_is_named_before_anything_is_spent(tmp_path: Path, row: Any, wrong: str) -> None:
+    data = written(tmp_path, [{"messages": [USER, ANSWER]}, row])
+    with pytest.raises(UserError, match=r"tune\.a: .*pairs\.jsonl: row 2: .*1 of 2 rows are wrong") as refused:
+        rows_of(step_of(data=data), ChatTokens(tokenizer("bytes")), 64)
+    assert wrong in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "changes, wrong",
+    [
+        ({"methd": "sft"}, "methd: unknown field; did you mean 'method'?"),
+        ({"options": {"weight_decy": 0.1}}, "'weight_decy': unknown; did you mean 'weight_decay'?"),
+        ({"options": {"num_train_epochs": 2}}, "'num_train_epochs': is the field epochs"),
+        ({"options": {"temperature": 0.5}}, "options.temperature belongs to grpo, rloo, not to sft"),
+        ({"beta": 0.1}, "beta belongs to dpo, grpo and rloo"),
+        ({"method": "grpo"}, "rewards: grpo needs at least one; name {kind: exact_match}"),
+        (GRPO | {"batch": 6}, "batch 6 is not divisible by generations 4"),
+        (GRPO | {"rewards": [{"kind": "format"}]}, "pattern belongs to kind format"),
+        (GRPO | {"rewards": [{"kind": "format", "pattern": "("}]}, "is not a regular expression"),
+    ],
+)
+def test_a_wrong_step_is_refused_with_what_would_be_right(tmp_path: Path, changes: Any, wrong: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"tune": [{"name": "a", "method": "sft", "data": "addition"} | changes]}))
+    with pytest.raises(UserError) as refused:
+        load_recipe(str(path))
+    assert re.search(r"mine.yaml: tune(\.0|: a)", str(refused.value)) and wrong in str(refused.value)
+
+
+def test_every_option_is_an_argument_of_trl() -> None:
+    configs = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig}
+    for name, methods in TRL_OPTIONS.items():
+        for method in methods:
+            assert name in configs[method].__dataclass_fields__, f"{name} of {method}"
+
+
+@pytest.mark.parametrize(
+    "reward, scores",
+    [
+        ({"kind": "exact_match"}, [1.0, 1.0, 0.0]),
+        ({"kind": "format", "pattern": "#### .*"}, [0.0, 1.0, 0.0]),
+        ({"kind": "length", "characters": 6}, [1.0, 0.5, 1.0]),
+    ],
+)
+def test_the_shipped_rewards_judge_the_final_answer_its_format_and_its_length(reward: Any, scores: list[float]) -> None:
+    (made,) = step_of(**GRPO | {"rewards": [reward], "batch": 4}).rewards
+    texts = [[{"role": "assistant", "content": text}] for text in ("1,234", "#### 1234", "123")]
+    assert tune_rank.reward_function(made)(texts, answer=["1234"] * 3) == scores
+    assert answer_in("so\n#### 1,234.") == "1234"
