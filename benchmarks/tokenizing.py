@@ -82,7 +82,7 @@ def make(folder: Path, megabytes: int, roots: list[Path]) -> None:
 def stage(source: str, work: Path) -> int:
     """The shards of the tokenize stage, with receipts and checksums."""
     from pipelines.artifacts.manifest import ArtifactPlan, upload
-    from pipelines.artifacts.store import S3Store
+    from pipelines.artifacts.s3_store import S3Store
     from pipelines.recipe import TokensConfig
     from pipelines.text.shard_writer import ShardsJob, make_shards
     from pipelines.text.sources import text_of

@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 
 from pipelines.artifacts.manifest import download_verified, upload
-from pipelines.artifacts.store import PART_BYTES, S3Store
+from pipelines.artifacts.s3_store import PART_BYTES, S3Store
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece

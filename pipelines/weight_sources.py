@@ -23,7 +23,7 @@ from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import UserError
 from trainer.models.model_config import ModelConfig
-from trainer.models.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, open_weights, weight_files
+from trainer.models.weights import CONFIG_FILE, StoredTensor, WeightsFile, from_hub_layout, open_weights, weight_files
 from trainer.store import Store, sha256_of
 
 RUN = "run:"
@@ -292,13 +292,13 @@ def hub_weights(source: Hub, field: str) -> WeightsFile:
 
     where, api = f"{field}: {source.name}@{source.revision[:12]}", huggingface_hub.HfApi()
     names = asked(where, lambda: api.list_repo_files(source.name, revision=source.revision))
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in weight_files(names, where):
         header = asked(
             where, lambda file=file: api.parse_safetensors_file_metadata(source.name, file, revision=source.revision)
         )
         for name, one in header.tensors.items():
-            tensors[name] = Stored(f"{where}/{file}", tuple(one.shape), unread)
+            tensors[name] = StoredTensor(f"{where}/{file}", tuple(one.shape), unread)
     path = asked(where, lambda: api.hf_hub_download(source.name, CONFIG_FILE, revision=source.revision))
     return from_hub_layout(where, Path(path).read_text(encoding="utf8"), tensors)
 

@@ -21,7 +21,7 @@ from servers import (
     stop_all,
 )
 
-from pipelines.artifacts.store import S3Store
+from pipelines.artifacts.s3_store import S3Store
 from trainer.store import LocalStore
 
 if TYPE_CHECKING:

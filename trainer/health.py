@@ -26,7 +26,7 @@ from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import EXIT_INTERRUPTED
 from trainer.metrics import PhaseClock
 from trainer.process import Background
-from trainer.record import Stored
+from trainer.record import StoredRecord
 
 OUTLIER_WINDOW = 128  # values that a z-score compares with, as in llm.c; with fewer values nothing is an outlier
 NOT_FINITE_IN_A_ROW = 8  # bad batches do not come in such rows: by then the weights are ruined
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Health(Stored):
+class Health(StoredRecord):
     """The recent numbers that a run judges the next ones by. Every commit holds them."""
 
     losses: tuple[float, ...] = ()  # the last OUTLIER_WINDOW finite ones

@@ -1,6 +1,6 @@
 """The reader of every record that comes from the store. Any writer of the store may have written the record.
 
-A record is JSON of a dataclass that derives from `Stored`. The reader bounds its size and its numbers,
+A record is JSON of a dataclass that derives from `StoredRecord`. The reader bounds its size and its numbers,
 takes each field in its own type only, and ignores unknown fields: an earlier skytrain wrote those that were removed
 since. A change that an older reader must not ignore raises FORMAT. A name that becomes a path has the type `Key`. So
 code behind the reader handles sound values alone.
@@ -42,7 +42,7 @@ class NewerRecord(UserError):
     """A record of a newer skytrain."""
 
 
-class Stored:
+class StoredRecord:
     """Base of the dataclasses of records: a field takes no value of another type."""
 
     __pydantic_config__ = ConfigDict(extra="ignore", strict=True)

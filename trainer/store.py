@@ -1,8 +1,8 @@
 """Storage that outlives the machine: named objects that exist completely or not at all.
 
-`Store` is the contract. `LocalStore` implements it in a folder, `pipelines.artifacts.store.S3Store` in a bucket. Every
-commit of the project relies on one operation, `create`: if several writers race for a key, exactly one gets True, and
-no reader ever sees a half-written object.
+`Store` is the contract. `LocalStore` implements it in a folder, `pipelines.artifacts.s3_store.S3Store` in a bucket.
+Every commit of the project relies on one operation, `create`: if several writers race for a key, exactly one gets True,
+and no reader ever sees a half-written object.
 """
 
 import bisect

@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-from pipelines.artifacts.store import open_store
+from pipelines.artifacts.s3_store import open_store
 from trainer.errors import StoreUnavailable, UserError, shown
 from trainer.record import (
     LARGE_BYTES,
@@ -30,7 +30,7 @@ from trainer.record import (
     Number,
     Sha256,
     Size,
-    Stored,
+    StoredRecord,
     UnixSeconds,
     record_in,
     typed,
@@ -49,7 +49,7 @@ class DamagedArtifact(UserError):
 
 
 @dataclass(frozen=True)
-class File(Stored):
+class File(StoredRecord):
     """A file of an artifact: its name for users, its key below the artifact, its size in bytes and its sha256.
     Readers join the name and the key to paths.
 
@@ -88,7 +88,7 @@ class ArtifactPlan:
 
 
 @dataclass(frozen=True)
-class Manifest(Stored):
+class Manifest(StoredRecord):
     """A finished artifact."""
 
     stage: str
@@ -135,7 +135,7 @@ class Manifest(Stored):
 
 
 @dataclass(frozen=True)
-class TokensFacts(Stored):
+class TokensFacts(StoredRecord):
     """Of the facts of tokens, those that other stages and reports compute with."""
 
     tokens: Count = 0
@@ -149,7 +149,7 @@ class TokensFacts(Stored):
 
 
 @dataclass(frozen=True)
-class TrainFacts(Stored):
+class TrainFacts(StoredRecord):
     """Of the facts of a training, those that other stages and reports compute with."""
 
     steps: Count = 0

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainer.record import Stored, UnixSeconds, record_in
+from trainer.record import StoredRecord, UnixSeconds, record_in
 from trainer.store import Store
 
 KEY = "store.json"
@@ -20,7 +20,7 @@ StoreIdText = Annotated[str, Field(pattern="^([0-9a-f]{8})?$")]  # it becomes pa
 
 
 @dataclass(frozen=True)
-class StoreId(Stored):
+class StoreId(StoredRecord):
     """The object at the root of a store."""
 
     id: StoreIdText

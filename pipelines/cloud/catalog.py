@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pipelines.artifacts.store import S3Store
+from pipelines.artifacts.s3_store import S3Store
 from pipelines.job.prices import price_of
 from pipelines.tracking.records import Machine, without_none
 from trainer.errors import StoreUnavailable, UserError

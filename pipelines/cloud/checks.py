@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import requests
 
-from pipelines.artifacts.store import open_store
+from pipelines.artifacts.s3_store import open_store
 from pipelines.cloud.catalog import INSTALL
 from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds
 from pipelines.tracking.mlflow.settings import checked_uri

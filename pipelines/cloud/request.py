@@ -9,7 +9,7 @@ from typing import Self
 
 from pipelines.artifacts.store_id import StoreIdText
 from trainer.errors import UserError
-from trainer.record import Count, DamagedRecord, Key, Stored, UnixSeconds, decoded, typed
+from trainer.record import Count, DamagedRecord, Key, StoredRecord, UnixSeconds, decoded, typed
 from trainer.store import Store
 
 REMEDY = "remove it, and launch the run with its options again"
@@ -17,7 +17,7 @@ WORK_TREE = "none"  # as an image: no container; SkyPilot syncs the work tree
 
 
 @dataclass(frozen=True)
-class LaunchRequest(Stored):
+class LaunchRequest(StoredRecord):
     """The options of a launch. With the store they are enough to launch the run again."""
 
     run: Key
@@ -40,7 +40,7 @@ class LaunchRequest(Stored):
 
 
 @dataclass(frozen=True)
-class LaunchRecord(Stored):
+class LaunchRecord(StoredRecord):
     """The last launch of a run."""
 
     request: LaunchRequest

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.formats.weights import Weights, require
+from pipelines.formats.export_weights import Weights, require
 from pipelines.text.tokenizer import vocabulary
 from trainer.models.llama import LlamaConfig
 from trainer.models.model_config import ModelConfig

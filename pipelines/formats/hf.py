@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.formats.weights import Weights, require, same
+from pipelines.formats.export_weights import Weights, require, same
 from pipelines.text.tokenizer import tokenizer_files
 from trainer.models import modern
 from trainer.models.model_config import ModelConfig

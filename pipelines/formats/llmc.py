@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.formats.weights import Weights, require, same
+from pipelines.formats.export_weights import Weights, require, same
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,14 +18,14 @@ from pipelines.nodes.results import NodeResult
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Attempt
 from trainer.errors import UserError
 from trainer.process import Background, StopSignal
-from trainer.record import Count, Stored, UnixSeconds, decoded, reading, record_in
+from trainer.record import Count, StoredRecord, UnixSeconds, decoded, reading, record_in
 from trainer.store import Store
 
 POLL_SECONDS = 2.0  # between two looks into the store
 
 
 @dataclass(frozen=True)
-class WorkerRecord(Stored):
+class WorkerRecord(StoredRecord):
     """The last report of a worker in an attempt."""
 
     node: Count

@@ -11,7 +11,7 @@ def show_outages() -> None:
     """Show the outages of stores on stderr, from now on, and warnings without control characters."""
     if logging.lastResort:  # the handler of all others
         logging.lastResort.setFormatter(PrintableFormatter())
-    log = logging.getLogger("pipelines.artifacts.store")
+    log = logging.getLogger("pipelines.artifacts.s3_store")
     if not any(isinstance(handler, OutageLines) for handler in log.handlers):
         log.addHandler(OutageLines())
         log.setLevel(logging.INFO)
@@ -35,7 +35,7 @@ class OutageLines(logging.Handler):
         self._line_at = float("-inf")
 
     def emit(self, record: logging.LogRecord) -> None:
-        from pipelines.artifacts.store import Outage  # brings pydantic, which --help does not need
+        from pipelines.artifacts.s3_store import Outage  # brings pydantic, which --help does not need
         from pipelines.show.console import say
 
         outage = getattr(record, "outage", None)

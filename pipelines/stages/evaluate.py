@@ -162,7 +162,7 @@ def measure(
     import torch
 
     from trainer.data.batches import TokenData
-    from trainer.eval.evaluation import Sampling, validation
+    from trainer.eval.evaluation import TextSampler, validation
     from trainer.parallel import autocast_on, precision_on
 
     encoding = tokenizer_of(recipe.tokens, store, tokens.prefix)
@@ -206,6 +206,6 @@ def measure(
         names = {"HellaSwag": recipe.evaluate.hellaswag, "CORE": recipe.evaluate.core}
         for name, measure_of in zip(filter(names.get, names), measures, strict=True):
             facts |= measure_of(model, world, partial(checked, name, None, count(1)))
-        sampling = Sampling(encoding.eot_token, encoding.decode, train.seed, texts=1, tokens=SAMPLE_TOKENS)
+        sampling = TextSampler(encoding.eot_token, encoding.decode, train.seed, texts=1, tokens=SAMPLE_TOKENS)
         (facts["sample"],) = sampling.texts_of(model, world, check)
     return facts

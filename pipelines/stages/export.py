@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.formats import hf
-from pipelines.formats.weights import Weights
+from pipelines.formats.export_weights import Weights
 from pipelines.recipe import HF, Recipe
 from pipelines.stage import Built, Work
 from pipelines.stages.model_card import CARD, model_card

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.formats import hf
-from pipelines.formats.weights import Weights
+from pipelines.formats.export_weights import Weights
 from pipelines.stage import Work
 from pipelines.text.tokenizer import tokenizer_of
 from trainer.errors import UserError, cut

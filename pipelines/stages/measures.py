@@ -23,7 +23,7 @@ from trainer.store import sha256_of
 if TYPE_CHECKING:
     import tiktoken
 
-    from trainer.eval.core import Task
+    from trainer.eval.core import CoreTask
     from trainer.eval.evaluation import Evaluation, Measure
     from trainer.eval.hellaswag import HellaSwagItem
     from trainer.parallel import World
@@ -91,7 +91,7 @@ def read_source(source: str) -> int:
         return len(hellaswag_items(source, Path(cache), LOOK_SECONDS))
 
 
-def core_tasks(source: str) -> "list[Task]":
+def core_tasks(source: str) -> "list[CoreTask]":
     """The tasks of CORE's bundle: a folder, or a dataset on the Hub at one commit, which is then on this machine.
     UserError if it cannot be had, or lacks a task."""
     from trainer.eval.core import read_bundle
@@ -152,7 +152,7 @@ def evaluation_in_training(
     recipe: Recipe, tokenizer: "Callable[[], tiktoken.Encoding]", cache: Path, world: "World"
 ) -> "Evaluation | None":
     """The evaluation of a run while it trains, on this rank; None if the recipe has none. A collective call."""
-    from trainer.eval.evaluation import Evaluation, Sampling
+    from trainer.eval.evaluation import Evaluation, TextSampler
 
     if recipe.evaluate.every is None:
         return None
@@ -160,5 +160,5 @@ def evaluation_in_training(
         fetch_inputs(recipe, cache)
     world.gather(None)
     encoding = tokenizer()
-    sampling = Sampling(encoding.eot_token, encoding.decode, recipe.train.seed)
+    sampling = TextSampler(encoding.eot_token, encoding.decode, recipe.train.seed)
     return Evaluation(recipe.evaluate.every, measures_of(recipe, encoding, cache, world), sampling)

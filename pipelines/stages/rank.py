@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import read_manifest
+from pipelines.artifacts.s3_store import open_store
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
-from pipelines.artifacts.store import open_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.stages.evaluate import FACTS_FILE, measure
 from pipelines.stages.measures import evaluation_in_training

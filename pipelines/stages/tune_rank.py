@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.artifacts.store import open_store
+from pipelines.artifacts.s3_store import open_store
 from pipelines.nodes.ranks import RankSpec
 from pipelines.recipe import CHAT_TOKENS, REWARDED, RewardConfig, TuneConfig
 from pipelines.stages.evaluate import FACTS_FILE

@@ -20,12 +20,12 @@ LONGEST_TOKEN = 128
 
 
 @dataclass
-class Sample:
+class TextSample:
     """The beginning of a text, up to a number of characters, as documents."""
 
     config: TokensConfig
     limit: int
-    check: Callable[["Sample"], None] = lambda sample: None  # called after each document; may raise
+    check: Callable[["TextSample"], None] = lambda sample: None  # called after each document; may raise
     characters: int = 0  # so far
     documents: int = 0
 
@@ -41,7 +41,7 @@ class Sample:
                     return
 
 
-def train_bpe(sample: Sample, vocab_size: int) -> bytes:
+def train_bpe(sample: TextSample, vocab_size: int) -> bytes:
     """The tokenizer.json of a vocabulary of so many ids, <|endoftext|> included.
 
     UserError for a text that cannot be read, or that has too few different words.

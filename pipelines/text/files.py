@@ -26,7 +26,7 @@ BINARY_BYTES = 8000  # at the start of a file; as git does, a NUL in them means 
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextShare:
     """A share of a text that one process reads: some files, or some row groups or bytes of a file."""
 
     names: tuple[str, ...]
@@ -95,7 +95,7 @@ class Files:
             return sum(size for path in self.paths for _, size in row_groups(path, self.column))
         return sum(self._size(path) or 0 for path in self.paths)  # of jsonl with its other fields
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TextShare]:
         """All of the text, in order. UserError if it cannot be read."""
         if self.kind == "parquet":
             with ThreadPoolExecutor(8) as pool:
@@ -105,15 +105,15 @@ class Files:
             return [piece for path in self.paths for piece in self._ranges(path)]
         groups = grouped([PIECE_BYTES if (size := self._size(path)) is None else size for path in self.paths])
         names = [self.paths[group.start : group.stop] for group in groups]
-        return [Piece(few, documents=len(few) if self.kind == "txt" else None) for few in names]
+        return [TextShare(few, documents=len(few) if self.kind == "txt" else None) for few in names]
 
-    def count(self, piece: Piece) -> int:
+    def count(self, piece: TextShare) -> int:
         """The number of documents of a piece."""
         if piece.documents is None and self.kind == "jsonl":
             return sum(1 for _, line in self._lines(piece) if line.strip())
         return sum(1 for _ in self.read(piece)) if piece.documents is None else piece.documents
 
-    def read(self, piece: Piece) -> Iterator[bytes]:
+    def read(self, piece: TextShare) -> Iterator[bytes]:
         """The documents of a piece, in UTF-8. UserError for a damaged file, with its place."""
         if self.kind == "parquet":
             yield from self._rows(piece)
@@ -133,7 +133,7 @@ class Files:
                     raise UserError(f"tokens.source: '{path}' is binary (it contains NUL); name files of text")
                 yield found.decode(errors="replace").encode()
 
-    def _rows(self, piece: Piece) -> Iterator[bytes]:
+    def _rows(self, piece: TextShare) -> Iterator[bytes]:
         """The text column of some row groups."""
         import pyarrow.parquet as pq
 
@@ -160,15 +160,15 @@ class Files:
         with reading(path):
             return None if "://" in path else os.path.getsize(path)
 
-    def _ranges(self, path: str) -> Iterator[Piece]:
+    def _ranges(self, path: str) -> Iterator[TextShare]:
         """A file of lines in ranges of PIECE_BYTES; a line belongs to the range in which it begins."""
         if (size := self._size(path)) is None:
-            yield Piece((path,))
+            yield TextShare((path,))
             return
         for first in range(0, size, PIECE_BYTES):
-            yield Piece((path,), first, min(size, first + PIECE_BYTES))
+            yield TextShare((path,), first, min(size, first + PIECE_BYTES))
 
-    def _lines(self, piece: Piece) -> Iterator[tuple[int, bytes]]:
+    def _lines(self, piece: TextShare) -> Iterator[tuple[int, bytes]]:
         """The lines that begin in a piece, numbered from 0."""
         path, at = piece.names[0], piece.first
         with reading(path), unpacked(path) as file:
@@ -183,12 +183,12 @@ class Files:
                 yield number, line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
                 at, number = at + len(line), number + 1
 
-    def _text_of(self, line: bytes, piece: Piece, number: int) -> str:
+    def _text_of(self, line: bytes, piece: TextShare, number: int) -> str:
         """The text of line `number` of a piece. UserError with its place for a damaged one."""
 
         def place() -> str:
             path = piece.names[0]
-            before = sum(1 for _ in self._lines(Piece(piece.names, 0, piece.first))) if piece.first else 0
+            before = sum(1 for _ in self._lines(TextShare(piece.names, 0, piece.first))) if piece.first else 0
             return f"line {before + number + 1} of '{path}'"
 
         try:
@@ -214,11 +214,11 @@ def grouped(sizes: list[int]) -> Iterator[range]:
             first, total = end, 0
 
 
-def pieces_of(path: str, groups: list[tuple[int, int]]) -> Iterator[Piece]:
+def pieces_of(path: str, groups: list[tuple[int, int]]) -> Iterator[TextShare]:
     """Consecutive row groups of a parquet file."""
     for numbers in grouped([size for _, size in groups]):
         rows, sizes = zip(*groups[numbers.start : numbers.stop], strict=True)
-        yield Piece((path,), numbers.start, numbers.stop, sum(rows), sum(sizes))
+        yield TextShare((path,), numbers.start, numbers.stop, sum(rows), sum(sizes))
 
 
 def opened(path: str) -> IO[bytes]:

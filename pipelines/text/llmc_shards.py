@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipelines.artifacts.manifest import File
-from pipelines.artifacts.store import S3Store, open_store
+from pipelines.artifacts.s3_store import S3Store, open_store
 from pipelines.recipe import LLMC, TokensConfig
 from pipelines.text.shard_writer import SplitShard, rows_in
 from trainer.errors import UserError

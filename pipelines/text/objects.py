@@ -1,4 +1,4 @@
-"""Text in S3, by the requests of the store (pipelines/artifacts/store.py): its credentials, retries and errors.
+"""Text in S3, by the requests of the store (pipelines/artifacts/s3_store.py): its credentials, retries and errors.
 
 A file is read in ranges of the object that was opened: an object that is replaced meanwhile is an error.
 """
@@ -9,7 +9,7 @@ import os
 import re
 from typing import Any
 
-from pipelines.artifacts.store import S3Store
+from pipelines.artifacts.s3_store import S3Store
 from trainer.config import seconds_from_environment
 from trainer.errors import UserError
 from trainer.store import Entry

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.text.documents import batches_of, read_ahead
 from pipelines.text.encode import Encoder, TokenBatch
-from pipelines.text.files import Files, Piece
+from pipelines.text.files import Files, TextShare
 from trainer.errors import Interrupted, UserError
 from trainer.process import die_with_parent
 
@@ -33,7 +33,7 @@ BATCHES_AHEAD = 128  # of one process, about 1 MB each
 CHECK_SECONDS = 0.5
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # of this container: microseconds in each period, or "max"
 POD_CORES = "SKYPILOT_POD_CPU_CORE_LIMIT"  # that SkyPilot requests on Kubernetes, without a limit of the container
-Task = tuple[Piece, int]  # a piece, and its first document
+Task = tuple[TextShare, int]  # a piece, and its first document
 
 
 def cores() -> int:
@@ -73,7 +73,7 @@ def tokens_of(
             yield from _encoded(files, encoder, *task)
 
 
-def _place(files: Files, pieces: Sequence[Piece], document: int) -> tuple[int, int]:
+def _place(files: Files, pieces: Sequence[TextShare], document: int) -> tuple[int, int]:
     """The number of the piece with a document, and the document's number in it."""
     with ThreadPoolExecutor(cores()) as threads:
         try:
@@ -86,7 +86,7 @@ def _place(files: Files, pieces: Sequence[Piece], document: int) -> tuple[int, i
     return len(pieces), 0
 
 
-def _encoded(files: Files, encoder: Encoder, piece: Piece, start: int) -> Generator[TokenBatch, None, None]:
+def _encoded(files: Files, encoder: Encoder, piece: TextShare, start: int) -> Generator[TokenBatch, None, None]:
     """The tokens of a piece from document `start` on."""
     with closing(read_ahead(batches_of(itertools.islice(files.read(piece), start, None)))) as batches:
         yield from map(encoder.tokens, batches)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pipelines.artifacts.manifest import ArtifactPlan, File
-from trainer.record import LARGE_BYTES, Count, DamagedRecord, Stored, decoded, typed
+from trainer.record import LARGE_BYTES, Count, DamagedRecord, StoredRecord, decoded, typed
 from trainer.store import Store
 
 
 @dataclass(frozen=True)
-class ShardReceipt(Stored):
+class ShardReceipt(StoredRecord):
     """A finished shard, and the position in the text behind it."""
 
     file: File

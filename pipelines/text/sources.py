@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipelines.recipe import LLMC, TokensConfig
-from pipelines.text.files import KINDS, Files, Piece, common_kind, sha256_of_text
+from pipelines.text.files import KINDS, Files, TextShare, common_kind, sha256_of_text
 from pipelines.text.hub import HUB, datasets_library, pinned_commit, reason_of, with_retries
 from trainer.errors import UserError
 
@@ -42,7 +42,7 @@ class StandardLibrary(Files):
             digest.update(f"{sha256_of_text(path)} {Path(path).relative_to(self.where).as_posix()}\n".encode())
         return {"source": STDLIB, "sha256": digest.hexdigest()}
 
-    def read(self, piece: Piece) -> Iterator[bytes]:
+    def read(self, piece: TextShare) -> Iterator[bytes]:
         for path in piece.names:
             try:
                 with tokenize.open(path) as file:

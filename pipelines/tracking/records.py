@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
-from trainer.record import Count, Number, Stored, UnixSeconds, decoded, typed
+from trainer.record import Count, Number, StoredRecord, UnixSeconds, decoded, typed
 
 
 @dataclass(frozen=True)
-class Machine(Stored):
+class Machine(StoredRecord):
     """A machine and its price: one record from the catalog over a job's SKYTRAIN_PRICES to the bill. Unknown fields are
     None; an own machine has no others."""
 
@@ -41,7 +41,7 @@ class Machine(Stored):
 
 
 @dataclass(frozen=True)
-class Progress(Stored):
+class Progress(StoredRecord):
     """How far an attempt is. `metrics` holds the last value of each metric that a stage logged ("train/loss", …)."""
 
     step: int | None = None  # updates done
@@ -95,7 +95,7 @@ class Progress(Stored):
 
 
 @dataclass(frozen=True)
-class ProcessId(Stored):
+class ProcessId(StoredRecord):
     """The identity of a process: machine (host, boot, container), pid and start time.
 
     An attempt lives while its process or one of its `children` (on the same machine) lives.
@@ -134,7 +134,7 @@ class Billing:
 
 
 @dataclass(frozen=True)
-class Heartbeat(Stored):
+class Heartbeat(StoredRecord):
     """The last report of an attempt. Times in unix seconds by its own clock, phases in seconds."""
 
     run: str

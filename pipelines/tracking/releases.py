@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pipelines.tracking.account import StoredHeartbeat
 from pipelines.tracking.ledger import sum_by_key
 from pipelines.tracking.records import Heartbeat
-from trainer.record import Stored, UnixSeconds, record_in
+from trainer.record import StoredRecord, UnixSeconds, record_in
 from trainer.store import Store
 
 RELEASE = "release"  # a phase
@@ -19,7 +19,7 @@ CLOCKS_SECONDS = 60.0  # by which the clocks of a machine and of SkyPilot's serv
 
 
 @dataclass(frozen=True)
-class Release(Stored):
+class Release(StoredRecord):
     """A cluster from its launch until its removal, by the clock of SkyPilot's server."""
 
     cluster: str

@@ -29,7 +29,7 @@ from trainer.config import ADAMW_FIELDS, MUON_FIELDS, TARGETS
 from trainer.config_errors import explain
 from trainer.errors import NotAFile, UserError, shown
 from trainer.models.model_config import REMOVED_FIELDS
-from trainer.record import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, reading, record_in
+from trainer.record import DamagedRecord, Key, NewerRecord, StoredRecord, UnixSeconds, reading, record_in
 from trainer.store import Store
 
 READERS = 16  # of runs at once: a bucket answers each request after a hundredth of a second
@@ -37,7 +37,7 @@ MOST_NAMES = 20  # in a message
 
 
 @dataclass(frozen=True)
-class RunRecord(Stored):
+class RunRecord(StoredRecord):
     """A run as it was last started: its recipe, and the artifacts of its stages."""
 
     run: Key
@@ -96,7 +96,7 @@ class RunRecord(Stored):
 
 
 @dataclass(frozen=True)
-class Summary(Stored):
+class Summary(StoredRecord):
     """A run in a row of a table. That of a finished run is in the store, too."""
 
     run: str

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from pipelines.tracking.records import Heartbeat
-from trainer.record import DamagedRecord, NewerRecord, Stored, UnixSeconds, record_in
+from trainer.record import DamagedRecord, NewerRecord, StoredRecord, UnixSeconds, record_in
 from trainer.store import Store
 
 
 @dataclass(frozen=True)
-class StopRequest(Stored):
+class StopRequest(StoredRecord):
     """Time, author and reason of a request to stop."""
 
     time: UnixSeconds

@@ -5,7 +5,7 @@ from pipelines.verbs.options import RunName, StoreUri, store_uri
 
 def down(run: RunName, store: StoreUri = None) -> None:
     """Cancel a run's job at once and remove its machines; its commits stay."""
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.cloud import control
     from pipelines.cloud.request import last_launch
     from pipelines.cloud.skypilot import reach_api_server

@@ -18,7 +18,7 @@ def gc(
     ] = None,
 ) -> None:
     """Delete files that nothing uses any more."""
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.gc import collect, remove_run
     from pipelines.show.console import say
 

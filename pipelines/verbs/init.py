@@ -32,7 +32,7 @@ def init(
 ) -> None:
     """Write skytrain.yaml, the defaults of this folder; then check store and machine as doctor does."""
     os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.cloud.checks import check_image_name
     from pipelines.cloud.skypilot import check_places
     from pipelines.project import FILE, Project

@@ -86,7 +86,7 @@ def launch(
     yes: Yes = False,
 ) -> None:
     """Rent machines for the missing stages of a recipe, after checks and a price."""
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.cloud.launch import planned_launch
     from pipelines.cloud.planner import parse_hours
     from pipelines.cloud.request import WORK_TREE, LaunchRequest, secrets_from_shell, variables_from_shell

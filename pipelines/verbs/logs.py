@@ -14,7 +14,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", help="Continue until the job ends.")] = False,
 ) -> None:
     """Print the log of a launched run's job."""
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.cloud import control
     from pipelines.cloud.request import last_launch
     from pipelines.cloud.skypilot import managed_tasks, reach_api_server

@@ -100,7 +100,7 @@ def set_tracking_options(experiment: str | None, tags: list[str] | None) -> None
 
 def named_run(run: str, store: str | None) -> "tuple[RunRecord, Store]":
     """The run with this name or beginning of a name, and its store. UserError if there is no such run, or several."""
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.tracking.runs import read_records
 
     opened = open_store(store_uri(store))
@@ -113,7 +113,7 @@ def open_text_model(
 ) -> "TextModel":
     """The model of a run, for verbs that generate text; a line on stderr names the commit of an unfinished run.
     UserError without weights."""
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.sample import load_text_model
     from pipelines.show.console import say
     from trainer.models.decoder import PRECISIONS

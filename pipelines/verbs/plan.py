@@ -40,7 +40,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show the artifacts of a recipe and why one is missing; with --cloud, what they cost."""
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.plan import plan_of
     from pipelines.show.console import say
     from pipelines.show.plan import print_plan

@@ -18,7 +18,7 @@ def pull(
     store: StoreUri = None,
 ) -> None:
     """Download and verify the export of a run; the same command continues after an interruption."""
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.pull import pull_run
     from pipelines.show.console import say
 

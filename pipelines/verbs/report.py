@@ -46,7 +46,7 @@ def report(
     ] = False,
 ) -> None:
     """Show state, attempts, tokens, val loss, hours and dollars of runs."""
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.cloud.request import last_launch
     from pipelines.show.bill import print_bill
     from pipelines.show.console import say

@@ -72,7 +72,7 @@ def run(
     if exited is None and stage != "tokenize":
         prepare_launcher()  # before the imports below
 
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.artifacts.traffic import counted_together
     from pipelines.job.budget import Budget
     from pipelines.job.notice import watching

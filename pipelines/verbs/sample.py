@@ -16,7 +16,7 @@ LAST_SEED = 2**63 - 1
 
 
 @dataclass
-class Sample:
+class GeneratedText:
     """A generated text."""
 
     prompt: str
@@ -77,9 +77,9 @@ def sample(
             )
     at_once = not as_json and sys.stdout.isatty()
     batch = 1 if at_once else BATCH
-    made: list[Sample] = []
+    made: list[GeneratedText] = []
     for text, first in product(asked, range(0, number, batch)):
-        some = [Sample(text, (seed + i) % (LAST_SEED + 1)) for i in range(first, min(number, first + batch))]
+        some = [GeneratedText(text, (seed + i) % (LAST_SEED + 1)) for i in range(first, min(number, first + batch))]
         if at_once:
             print(printable(heading(len(made), len(asked) * number, some[0]) + shown(text)), end="", flush=True)
         for step in model.continue_prompt(ids_of(text), tokens, [one.seed for one in some], sampling):
@@ -98,6 +98,6 @@ def sample(
             print(printable(heading(i, len(made), one) + shown(one.prompt) + one.text))
 
 
-def heading(number: int, of: int, text: Sample) -> str:
+def heading(number: int, of: int, text: GeneratedText) -> str:
     """The line above a text, if there are several."""
     return f"--- {number + 1} of {of}, seed {text.seed}\n" if of > 1 else ""

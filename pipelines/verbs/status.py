@@ -21,7 +21,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show step, speed, loss, attempts, recoveries, dollars so far and to come, and SkyPilot's job of runs."""
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.cloud import control
     from pipelines.cloud.request import LaunchRecord, last_launch, launched_runs
     from pipelines.show.console import say
@@ -63,7 +63,7 @@ def status(
 
 def print_orphans(store: str | None, as_json: bool) -> None:
     """Print a line for each orphan and the command that removes it. Exits with 0 if there is none, else with 1."""
-    from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.s3_store import open_store
     from pipelines.cloud.control import find_orphans
     from pipelines.cloud.skypilot import reach_api_server
     from pipelines.show.console import say

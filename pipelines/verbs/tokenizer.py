@@ -32,7 +32,7 @@ def train(
     """Train a byte-level BPE on the text of a recipe; the same text gives the same file."""
     from pipelines.recipe import load_recipe
     from pipelines.show.console import TerminalScreen, say
-    from pipelines.text.bpe import Sample, train_bpe
+    from pipelines.text.bpe import TextSample, train_bpe
     from trainer.errors import UserError
     from trainer.process import StopSignal
     from trainer.store import sha256_of
@@ -43,12 +43,12 @@ def train(
     stop = StopSignal()
     with TerminalScreen().bar("sample", characters) as bar:
 
-        def check(sample: Sample) -> None:
+        def check(sample: TextSample) -> None:
             stop.check()
             if sample.documents % 100 == 0:
                 bar.update(sample.characters, f"{sample.documents:,} documents")
 
-        sample = Sample(config, characters, check)
+        sample = TextSample(config, characters, check)
         content = train_bpe(sample, vocab_size)
     out.write_bytes(content)
     say(f"{out}: {vocab_size:,} ids, from {sample.characters:,} characters of {sample.documents:,} documents")

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from servers import Fault, FaultyProxy, S3Account, free_ports
 
 import trainer.store
-from pipelines.artifacts import store as s3
+from pipelines.artifacts import s3_store as s3
 from pipelines.artifacts.manifest import File, verify
-from pipelines.artifacts.store import S3Store, open_store
+from pipelines.artifacts.s3_store import S3Store, open_store
 from trainer.errors import Interrupted, NotAFile, StoreUnavailable, UserError
 from trainer.store import LocalStore, Store, checked_key, share_of_node
 
@@ -609,7 +609,7 @@ def test_big_files_need_little_memory(s3_store: S3Store, tmp_path: Path) -> None
     with open(source, "wb") as file:
         file.truncate(400_000_000)
     code = (
-        "import re, sys; from pathlib import Path; from pipelines.artifacts.store import open_store\n"
+        "import re, sys; from pathlib import Path; from pipelines.artifacts.s3_store import open_store\n"
         "store, source = open_store(sys.argv[1]), Path(sys.argv[2])\n"
         "store.upload(source, 'big'); store.download('big', source.with_name('back'))\n"
         "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from servers import S3Account
 
-from pipelines.artifacts.store import PART_BYTES, S3Store
+from pipelines.artifacts.s3_store import PART_BYTES, S3Store
 from pipelines.artifacts.traffic import FOLDER, Traffic, count, counted_together, traffic_here
 
 KILLED = """

@@ -14,7 +14,7 @@ from core_bundle import make_bundle
 from servers import S3Account
 from typer.testing import CliRunner
 
-from pipelines.artifacts.store import S3Store
+from pipelines.artifacts.s3_store import S3Store
 from pipelines.cli import app
 from pipelines.cloud.catalog import INSTALL
 from pipelines.cloud.checks import Finding, mlflow_answers, store_commits

@@ -21,7 +21,7 @@ from pipeline_runs import TINY, write_texts
 from servers import S3Account
 
 from pipelines.artifacts.manifest import read_manifest
-from pipelines.artifacts.store import S3Store
+from pipelines.artifacts.s3_store import S3Store
 from pipelines.tracking.account import Account
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, attempts
 from pipelines.tracking.records import Heartbeat

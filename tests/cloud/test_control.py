@@ -291,7 +291,7 @@ def test_without_an_answer_of_the_store_status_and_logs_show_what_skypilot_knows
 ) -> None:
     jobs = [job_record(1, JOB, "RUNNING", 1e9, "train-1"), job_record(2, "another", "RUNNING", 1e9, "train-2")]
     with_skypilot(monkeypatch, jobs, [], {1: SilentStore.uri})
-    monkeypatch.setattr("pipelines.artifacts.store.open_store", lambda uri: SilentStore(store.root))
+    monkeypatch.setattr("pipelines.artifacts.s3_store.open_store", lambda uri: SilentStore(store.root))
     monkeypatch.setattr(control, "tail_logs", lambda job, follow, output: job)
     with pytest.raises(StoreUnavailable):
         status([RUN])

@@ -32,7 +32,7 @@ from pipeline_runs import (
 )
 from servers import Fault, FaultyProxy, S3Account
 
-from pipelines.artifacts.store import S3Store
+from pipelines.artifacts.s3_store import S3Store
 from pipelines.nodes.launcher_process import LAUNCHER_MODULE
 from pipelines.stage import STAGES
 from trainer.store import PARTIAL

@@ -19,8 +19,8 @@ from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data.shards import slices
 from trainer.engine import WIDEST_NORM, FusedEngine, PlainEngine, choose_engine, make_engine
 from trainer.errors import UserError
-from trainer.eval.evaluation import Evaluation, Sampling
-from trainer.eval.scoring import Row, Scored, score_rows
+from trainer.eval.evaluation import Evaluation, TextSampler
+from trainer.eval.scoring import Scored, ScoredRow, score_rows
 from trainer.fused.flat import FlatState
 from trainer.models.family import ANY_MODEL, plain_model
 from trainer.models.gpt2 import Gpt2Config
@@ -217,12 +217,12 @@ def test_an_evaluation_leaves_the_fused_engine_as_it_is(runner: Callable[..., Ru
     short: dict[str, Any] = SHORT | {"max_steps": 3, "val_every": None}
     plain, run = (runner(name, engine="fused", **short) for name in ("plain", "evaluated"))
     model, _ = plain.attempt()
-    rows = [Row(list(range(1, n)), 1) for n in (4, 20)]
+    rows = [ScoredRow(list(range(1, n)), 1) for n in (4, 20)]
 
     def measure(engine: Scored, world: World, check: Callable[[], None]) -> dict[str, float]:
         return {"eval/core": sum(score.loss for score in score_rows(engine, rows, world, before_batch=check))}
 
-    run.evaluation = Evaluation(2, (measure,), Sampling(0, str, seed=1, texts=2, tokens=3))
+    run.evaluation = Evaluation(2, (measure,), TextSampler(0, str, seed=1, texts=2, tokens=3))
     same, state = run.attempt()
     assert weights(same) == weights(model) and run.rows() == plain.rows()
     assert state.evaluated_step == 3 and state.scores["eval/core"] > 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.artifacts.store import S3Store
+from pipelines.artifacts.s3_store import S3Store
 from pipelines.show import outage
 from pipelines.show.outage import OutageLines, show_outages
 from trainer.errors import StoreUnavailable
@@ -35,7 +35,7 @@ class Down:
 
 @pytest.fixture
 def lines() -> Iterator[OutageLines]:
-    log = logging.getLogger("pipelines.artifacts.store")
+    log = logging.getLogger("pipelines.artifacts.s3_store")
     before = log.handlers[:], log.level, log.propagate
     show_outages()
     show_outages()

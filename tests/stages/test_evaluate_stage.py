@@ -56,7 +56,7 @@ def test_an_evaluation_computes_in_the_precision_of_the_training_and_names_it(
 
     monkeypatch.setattr(GPT, "head", noted)
     monkeypatch.setattr("trainer.eval.evaluation.validation", validation)
-    monkeypatch.setattr("trainer.eval.evaluation.Sampling.texts_of", lambda *arguments: [""])
+    monkeypatch.setattr("trainer.eval.evaluation.TextSampler.texts_of", lambda *arguments: [""])
     built = evaluate.build(mine)
     assert logits == [torch.bfloat16 if computed == "bf16" else torch.float32]
     assert json.loads((mine.folder / "report.json").read_text())["precision"] == built.facts["precision"] == computed
@@ -70,7 +70,7 @@ def test_an_evaluation_says_that_fewer_tokens_are_held_out_than_it_is_to_read(
     mine.inputs["tokenize"] = replace(tokens, facts=tokens.facts | {"val_tokens": 100})
     mine.screen = console.TerminalScreen()
     monkeypatch.setattr("trainer.eval.evaluation.validation", lambda *arguments, on_batch: (1.0, 1.0))
-    monkeypatch.setattr("trainer.eval.evaluation.Sampling.texts_of", lambda *arguments: [""])
+    monkeypatch.setattr("trainer.eval.evaluation.TextSampler.texts_of", lambda *arguments: [""])
     evaluate.build(mine)
     wanted = f"{mine.recipe.evaluate.val_tokens:,}"
     assert f"evaluate.val_tokens is {wanted}, and 100 tokens are held out: it reads those" in capsys.readouterr().err
@@ -83,7 +83,7 @@ def test_an_evaluation_shows_how_far_it_is(
     mine.screen = console.TerminalScreen()
     monkeypatch.setattr(evaluate, "SHOW_SECONDS", 0.0)
     monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    monkeypatch.setattr("trainer.eval.evaluation.Sampling.texts_of", lambda *arguments: [""])
+    monkeypatch.setattr("trainer.eval.evaluation.TextSampler.texts_of", lambda *arguments: [""])
     evaluate.build(mine)
     lines = [" ".join(line.split()) for line in capsys.readouterr().err.splitlines()]
     assert (
@@ -113,7 +113,7 @@ def test_a_stop_takes_effect_before_the_next_long_operation(
 
     monkeypatch.setattr("trainer.eval.evaluation.validation", lambda *arguments, on_batch: (1.0, 1.0))
     monkeypatch.setattr(module, "failpoint", stop_here)
-    for name in ("trainer.eval.evaluation.Sampling.texts_of", "pipelines.formats.hf.verify"):
+    for name in ("trainer.eval.evaluation.TextSampler.texts_of", "pipelines.formats.hf.verify"):
         monkeypatch.setattr(name, lambda *arguments, **options: begun.append(1))
     with pytest.raises(Interrupted):
         module.build(mine)

@@ -13,7 +13,7 @@ from stage_work import tiny_work
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.formats import gguf, hf, llmc
-from pipelines.formats.weights import Weights
+from pipelines.formats.export_weights import Weights
 from pipelines.recipe import load_recipe
 from pipelines.stage import Built, Work
 from pipelines.stages import export

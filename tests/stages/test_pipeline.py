@@ -24,7 +24,7 @@ from pipeline_runs import (
 from servers import LOOPBACK, S3Account, free_ports
 
 from pipelines.artifacts.manifest import read_manifest
-from pipelines.artifacts.store import S3Store
+from pipelines.artifacts.s3_store import S3Store
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.runs import read_runs

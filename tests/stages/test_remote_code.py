@@ -11,7 +11,7 @@ from stage_work import tiny_work
 from tiny_models import model_of
 
 from pipelines.formats import hf
-from pipelines.formats.weights import Weights
+from pipelines.formats.export_weights import Weights
 from pipelines.stages import export
 from pipelines.text.tokenizer import tokenizer
 from trainer.models.family import plain_model

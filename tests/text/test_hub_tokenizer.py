@@ -13,7 +13,7 @@ from texts import ODD_TEXTS
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pipelines.formats import hf
-from pipelines.formats.weights import Weights
+from pipelines.formats.export_weights import Weights
 from pipelines.recipe import Recipe, TokenizerFile, load_recipe
 from pipelines.stage import Work, plans_of
 from pipelines.stages import tokenize

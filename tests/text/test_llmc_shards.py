@@ -9,8 +9,8 @@ from servers import S3Account
 from stage_work import SMALL
 
 from pipelines.artifacts.manifest import DamagedArtifact, Manifest, commit
+from pipelines.artifacts.s3_store import S3Store
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
-from pipelines.artifacts.store import S3Store
 from pipelines.gc import collect
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import Work

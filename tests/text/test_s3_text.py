@@ -14,7 +14,7 @@ import pytest
 from servers import Fault, FaultyProxy, S3Account
 
 from pipelines.artifacts.manifest import ArtifactPlan, upload
-from pipelines.artifacts.store import S3Store
+from pipelines.artifacts.s3_store import S3Store
 from pipelines.cloud.preflight import texts_reachable
 from pipelines.recipe import TokensConfig, load_recipe
 from pipelines.text import files

@@ -24,10 +24,10 @@ from text_runs import RECIPE as speaker
 from text_runs import speaking_model
 
 from pipelines.artifacts.manifest import scratch, upload
-from pipelines.artifacts.store import S3Store
+from pipelines.artifacts.s3_store import S3Store
 from pipelines.cloud.checks import mlflow_answers
 from pipelines.formats import hf
-from pipelines.formats.weights import Weights
+from pipelines.formats.export_weights import Weights
 from pipelines.text.tokenizer import tokenizer
 from pipelines.tracking.ledger import this_process
 from pipelines.tracking.mlflow import child

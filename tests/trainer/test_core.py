@@ -14,7 +14,7 @@ from core_bundle import make_bundle
 from tiny_models import model_of, transformers_copy
 
 from trainer.errors import Interrupted, UserError
-from trainer.eval.core import Task, answers, bundle_digest, core, item_rows, read_bundle, read_items
+from trainer.eval.core import CoreTask, answers, bundle_digest, core, item_rows, read_bundle, read_items
 from trainer.eval.scoring import score_rows
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
@@ -37,7 +37,7 @@ def nothing() -> None:
 
 
 @torch.no_grad()
-def naive_answers(theirs: Any, task: Task, encode: Encode, end_of_text: int) -> list[bool]:
+def naive_answers(theirs: Any, task: CoreTask, encode: Encode, end_of_text: int) -> list[bool]:
     """The rules of nanochat's core_eval.py, word by word: a prompt is one text, and one sequence a forward pass."""
     rows = [json.loads(line) for line in task.file.read_text().splitlines()]
     random.Random(1337).shuffle(rows)
@@ -125,7 +125,7 @@ def test_a_choice_that_begins_another_is_never_the_answer(tmp_path: Path) -> Non
     path = tmp_path / "items.jsonl"
     rows = [{"query": "q", "choices": ["yes", "yes or no"], "gold": 1}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = Task("x", "multiple_choice", 0, " ", 0.5, path)
+    task = CoreTask("x", "multiple_choice", 0, " ", 0.5, path)
     model = model_of(Gpt2Config(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=257))
     assert answers(model, ALONE, nothing, task, read_items(task), as_bytes, 256) == [True]
 

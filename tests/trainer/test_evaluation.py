@@ -17,7 +17,7 @@ from trainer_runs import ALONE, Runner, weights
 from trainer.checkpoint.commits import committed_state, series
 from trainer.data.batches import TokenData
 from trainer.data.shards import Shard, write_shard
-from trainer.eval.evaluation import Evaluation, Sampling, validation, validation_loss
+from trainer.eval.evaluation import Evaluation, TextSampler, validation, validation_loss
 from trainer.eval.scoring import Scored
 from trainer.events import Row, Sampled
 from trainer.models.gpt2 import Gpt2Config
@@ -61,7 +61,7 @@ class Score:
 
 def evaluated(make: Callable[..., Runner], name: str, score: Score, every: int = 5, **changes: Any) -> Runner:
     run = make(name, **changes)
-    run.evaluation = Evaluation(every, (score,), Sampling(0, str, seed=1, texts=2, tokens=3))
+    run.evaluation = Evaluation(every, (score,), TextSampler(0, str, seed=1, texts=2, tokens=3))
     return run
 
 

@@ -23,7 +23,7 @@ from trainer.models.language_model import LanguageModel
 from trainer.models.llama import LlamaConfig
 from trainer.models.model_config import ModelConfig, identity_of_model
 from trainer.models.modern import ModernConfig
-from trainer.models.weights import Stored, WeightsFile, from_hub_layout
+from trainer.models.weights import StoredTensor, WeightsFile, from_hub_layout
 
 _one_thread = trainer_runs._one_thread
 
@@ -108,7 +108,7 @@ def test_the_config_and_weights_of_transformers_give_the_section_and_the_weights
     theirs = theirs_of(config, ours.state_dict())
     read = ANY_MODEL.validate_python(section_of_hf(theirs.config.to_dict(), "config.json"))
     assert {**read.model_dump(), **read.implied} == {**config.model_dump(), **config.implied}
-    stored = {name: Stored("hf", tuple(t.shape), lambda t=t: t) for name, t in theirs.state_dict().items()}  # type: ignore[misc]
+    stored = {name: StoredTensor("hf", tuple(t.shape), lambda t=t: t) for name, t in theirs.state_dict().items()}  # type: ignore[misc]
     back = from_hub_layout("hf", theirs.config.to_json_string(), stored)
     back.check(config)
     for name, tensor in ours.state_dict().items():
@@ -127,7 +127,7 @@ def test_a_model_of_transformers_defaults_is_read_with_its_logits(name: str) -> 
     for given in (values, {key: value for key, value in values.items() if value != 1e-6 and key != "head_dim"}):
         config = ANY_MODEL.validate_python(section_of_hf(given, "config.json"))
         assert config.model_dump()["epsilon"] == 1e-6 and config.head_size == (128 if name == "Qwen3" else 16)
-    stored = {key: Stored("hf", tuple(t.shape), lambda t=t: t) for key, t in theirs.state_dict().items()}  # type: ignore[misc]
+    stored = {key: StoredTensor("hf", tuple(t.shape), lambda t=t: t) for key, t in theirs.state_dict().items()}  # type: ignore[misc]
     found = from_hub_layout("hf", theirs.config.to_json_string(), stored)
     ours, tokens = plain_model(config), some_tokens(2, 30, config)
     found.fill({f"model.{key}": Piece.whole(p) for key, p in ours.state_dict().items()}, config)
@@ -312,7 +312,7 @@ MATRICES = (*(f"attn.{one}_proj" for one in "qkvo"), "mlp.up_proj", "mlp.down_pr
 def test_weights_with_gates_of_version_0_1_are_refused_with_its_name() -> None:
     config = CONFIGS["modern, values"]
     shapes = config.shapes | {"h.1.attn.ve_gate.weight": (2, 32)}
-    tensors = {name: Stored("old.safetensors", shape, lambda: torch.zeros(0)) for name, shape in shapes.items()}
+    tensors = {name: StoredTensor("old.safetensors", shape, lambda: torch.zeros(0)) for name, shape in shapes.items()}
     with pytest.raises(
         UserError, match=r"old.safetensors: h.1.attn.ve_gate.weight has the shape \[2, 32\]; .*version 0.1"
     ):

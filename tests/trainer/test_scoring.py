@@ -11,7 +11,7 @@ import torch
 import trainer_runs
 from tiny_models import model_of
 
-from trainer.eval.scoring import Row, RowScore, score_items, score_rows
+from trainer.eval.scoring import RowScore, ScoredRow, score_items, score_rows
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
 from trainer.parallel import World
@@ -22,19 +22,19 @@ CONFIG = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=97
 _one_thread = trainer_runs._one_thread
 
 
-def some_rows(count: int, seed: int = 0) -> list[Row]:
+def some_rows(count: int, seed: int = 0) -> list[ScoredRow]:
     """Rows of 2 to 65 tokens."""
     chance = random.Random(seed)
     rows = []
     for _ in range(count):
         tokens = [chance.randrange(97) for _ in range(chance.randint(2, 65))]
         start = chance.randint(1, len(tokens) - 1)
-        rows.append(Row(tokens, start))
+        rows.append(ScoredRow(tokens, start))
     return rows
 
 
 @torch.no_grad()
-def naive(model: LanguageModel, rows: Sequence[Row]) -> list[RowScore]:
+def naive(model: LanguageModel, rows: Sequence[ScoredRow]) -> list[RowScore]:
     """One row at a time, all logits, one token after the other."""
     scores = []
     for row in rows:
@@ -46,12 +46,12 @@ def naive(model: LanguageModel, rows: Sequence[Row]) -> list[RowScore]:
     return scores
 
 
-def likely(model: LanguageModel, row: Row) -> Row:
+def likely(model: LanguageModel, row: ScoredRow) -> ScoredRow:
     """The row with its second half replaced by the model's own first choices."""
     tokens, half = list(row.tokens), max(1, len(row.tokens) // 2)
     for t in range(half, len(tokens)):
         tokens[t] = int(model(torch.tensor([tokens[:t]]))[0, -1].argmax())
-    return Row(tokens, half)
+    return ScoredRow(tokens, half)
 
 
 def agrees(scores: Sequence[RowScore], expected: Sequence[RowScore]) -> None:
@@ -95,14 +95,16 @@ def test_ranks_share_the_items_and_each_gets_all_scores_in_as_many_rounds(monkey
     monkeypatch.setattr("trainer.eval.scoring.ITEMS_AT_ONCE", 4)
     monkeypatch.setattr("trainer.eval.scoring.TOKENS_AT_ONCE_CPU", 200)
     model, rows, ranks = model_of(CONFIG), some_rows(40), Ranks(3)
-    groups = [rows[i : i + i % 4] for i in range(0, 31, 3)] + [[Row([1, 2], 2)]]  # the last one has nothing to score
+    groups = [rows[i : i + i % 4] for i in range(0, 31, 3)] + [
+        [ScoredRow([1, 2], 2)]
+    ]  # the last one has nothing to score
     expected = [naive(model, group) for group in groups[:-1]]
     results: dict[int, tuple[list[list[RowScore]], int]] = {}
 
     def run(rank: int) -> None:
         rounds: list[int] = []
 
-        def rows_of(indices: Sequence[int]) -> list[list[Row]]:
+        def rows_of(indices: Sequence[int]) -> list[list[ScoredRow]]:
             return [groups[i] for i in indices]
 
         world = ranks.world(rank)

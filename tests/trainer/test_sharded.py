@@ -19,8 +19,8 @@ from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data.shards import slices
 from trainer.engine import Engine, choose_engine, make_engine
 from trainer.errors import UserError
-from trainer.eval.evaluation import Sampling
-from trainer.eval.scoring import Row, score_items
+from trainer.eval.evaluation import TextSampler
+from trainer.eval.scoring import ScoredRow, score_items
 from trainer.events import Started
 from trainer.models.family import ANY_MODEL, plain_model, to_hf
 from trainer.models.model_config import ModelConfig
@@ -61,8 +61,8 @@ def trained(engine: Engine, train: TrainConfig, world: World, most: int) -> dict
         engine.update(rates_at(step, train, engine.config), loss_and_norm, step + 1)
         numbers.append(float(engine.loss(tokens[:, :-1], tokens[:, 1:])))
     # Items and texts that do not divide evenly: some ranks have none.
-    scores = score_items(engine, 5, lambda which: [[Row([1, 2, 3 + i], 1)] for i in which], world)
-    texts = Sampling(0, str, seed=1, texts=1, tokens=4).texts_of(engine, world, lambda: None)
+    scores = score_items(engine, 5, lambda which: [[ScoredRow([1, 2, 3 + i], 1)] for i in which], world)
+    texts = TextSampler(0, str, seed=1, texts=1, tokens=4).texts_of(engine, world, lambda: None)
     return {"numbers": numbers + [score.loss for (score,) in scores], "texts": texts, "weights": dict(engine.weights())}
 
 

@@ -319,7 +319,7 @@ def test_a_command_that_only_asks_gives_up_a_silent_store_soon_and_names_what_wo
 
     monkeypatch.setenv("SKYTRAIN_STORE_SECONDS", "120")
     monkeypatch.delenv("SKYTRAIN_STORE_SECONDS")
-    monkeypatch.setattr("pipelines.artifacts.store.open_store", wait_in_vain)
+    monkeypatch.setattr("pipelines.artifacts.s3_store.open_store", wait_in_vain)
     error = CliRunner().invoke(app, [verb, "smoke", "--store", "s3://b/x"]).exception
     assert isinstance(error, UserError) and str(error).startswith(f"{verb}: s3://b/x: silent for 10 s")
     assert ("`skytrain down RUN` works" in str(error)) == (verb not in ("down", "report"))

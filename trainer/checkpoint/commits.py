@@ -18,7 +18,18 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
 from trainer.errors import NotAFile, UserError
 from trainer.health import Health
 from trainer.metrics import merge_rows
-from trainer.record import LARGE_BYTES, Count, DamagedRecord, Key, Sha256, Size, Stored, UnixSeconds, decoded, typed
+from trainer.record import (
+    LARGE_BYTES,
+    Count,
+    DamagedRecord,
+    Key,
+    Sha256,
+    Size,
+    StoredRecord,
+    UnixSeconds,
+    decoded,
+    typed,
+)
 from trainer.store import Entry, Store, slices
 
 # Of what the store holds of a run: names that do not match are not ours.
@@ -31,7 +42,7 @@ SEGMENT_NAME = r"step-\d{8,12}-a\d{4,9}\.jsonl"
 
 
 @dataclass
-class TrainState(Stored):
+class TrainState(StoredRecord):
     """The progress of a run. Together with weights and moments it is all that resuming needs."""
 
     step: int = 0  # updates done, including skipped ones
@@ -120,7 +131,7 @@ def data_step(step: int, rollbacks: Sequence[tuple[int, int]]) -> int:
 
 
 @dataclass(frozen=True)
-class FileReceipt(Stored):
+class FileReceipt(StoredRecord):
     """A file of a checkpoint, as a rank uploaded it."""
 
     name: Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
@@ -153,7 +164,7 @@ class DamagedCommit(ValueError):
 
 
 @dataclass(frozen=True)
-class Commit(Stored):
+class Commit(StoredRecord):
     """COMMIT.json: the state of a checkpoint, and the files that it consists of."""
 
     step: Count
@@ -279,7 +290,7 @@ def segments(store: Store, prefix: str) -> Iterator[list[dict[str, Any]]]:
 
 
 @dataclass(frozen=True)
-class RowFields(Stored):
+class RowFields(StoredRecord):
     """The fields of a row that are not metrics."""
 
     step: Count

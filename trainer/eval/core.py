@@ -34,7 +34,7 @@ import numpy as np
 import yaml
 
 from trainer.errors import UserError, cut
-from trainer.eval.scoring import Encode, Row, Scored, read_jsonl, score_items
+from trainer.eval.scoring import Encode, Scored, ScoredRow, read_jsonl, score_items
 from trainer.parallel import World
 from trainer.strict_yaml import load_yaml
 
@@ -67,7 +67,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Task:
+class CoreTask:
     """A task of a bundle. `baseline` is the accuracy of guessing, from 0 to 1."""
 
     name: str
@@ -82,7 +82,7 @@ def core(
     model: Scored,
     world: World,
     before_batch: Callable[[], None],
-    tasks: Sequence[Task],
+    tasks: Sequence[CoreTask],
     encode: Encode,
     end_of_text: int,
 ) -> dict[str, float]:
@@ -99,14 +99,14 @@ def answers(
     model: Scored,
     world: World,
     before_batch: Callable[[], None],
-    task: Task,
+    task: CoreTask,
     items: Sequence[Item],
     encode: Encode,
     end_of_text: int,
 ) -> list[bool]:
     """Whether the model's answer is right, item by item, in the order of `items`. A collective call."""
 
-    def rows_of(indices: Sequence[int]) -> list[list[Row]]:
+    def rows_of(indices: Sequence[int]) -> list[list[ScoredRow]]:
         texts = [prompts(task, items, i) for i in indices]
         tokens = iter(encode([text for of_item in texts for text in of_item]))
         start = np.array([end_of_text], dtype=np.int32)
@@ -126,7 +126,7 @@ def answers(
     return [choice == item.right for choice, item in zip(choices, items, strict=True)]
 
 
-def prompts(task: Task, items: Sequence[Item], index: int) -> list[str]:
+def prompts(task: CoreTask, items: Sequence[Item], index: int) -> list[str]:
     """The prompts of an item; language modelling has two: without its continuation and with it."""
     item, others = items[index], len(items) - 1
     drawn = random.Random(EXAMPLES_SEED + index).sample(range(others), task.examples) if task.examples else []
@@ -139,7 +139,7 @@ def prompts(task: Task, items: Sequence[Item], index: int) -> list[str]:
     return [before + text for text in texts]
 
 
-def item_rows(kind: Kind, tokens: list[np.ndarray], reach: int | None) -> list[Row]:
+def item_rows(kind: Kind, tokens: list[np.ndarray], reach: int | None) -> list[ScoredRow]:
     """The rows of an item's prompts: one for every choice, or one for a continuation."""
     if kind == "schema":
         ending = _common([ids[::-1] for ids in tokens])
@@ -149,7 +149,7 @@ def item_rows(kind: Kind, tokens: list[np.ndarray], reach: int | None) -> list[R
     if kind == "language_modeling":
         tokens, starts = tokens[1:], [min(starts[1], len(tokens[1]) - 1)]
     return [
-        Row(ids[-(reach or len(ids)) :], max(1, start - max(0, len(ids) - (reach or len(ids)))))
+        ScoredRow(ids[-(reach or len(ids)) :], max(1, start - max(0, len(ids) - (reach or len(ids)))))
         for ids, start in zip(tokens, starts, strict=True)
     ]
 
@@ -164,7 +164,7 @@ def _common(tokens: Sequence[np.ndarray]) -> int:
 # --- the bundle
 
 
-def read_bundle(folder: Path) -> list[Task]:
+def read_bundle(folder: Path) -> list[CoreTask]:
     """The 22 tasks of a bundle. UserError if one is missing, unknown, or not as described above.
 
     It reads no items: see `read_items`.
@@ -174,7 +174,7 @@ def read_bundle(folder: Path) -> list[Task]:
         rows = list(csv.DictReader((folder / BASELINES_FILE).read_text(encoding="utf8").splitlines()))
         baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in rows if row["Eval Task"] in TASKS}
         tasks = [
-            Task(
+            CoreTask(
                 name := entry["label"],
                 entry["icl_task_type"],
                 int(entry["num_fewshot"][0]),
@@ -200,7 +200,7 @@ def read_bundle(folder: Path) -> list[Task]:
     return tasks
 
 
-def bundle_digest(tasks: Sequence[Task]) -> str:
+def bundle_digest(tasks: Sequence[CoreTask]) -> str:
     """sha256 of everything that decides the scores: the tasks, their baselines and their items."""
     digest = hashlib.sha256()
     for task in sorted(tasks, key=lambda task: task.name):
@@ -211,7 +211,7 @@ def bundle_digest(tasks: Sequence[Task]) -> str:
     return digest.hexdigest()
 
 
-def read_items(task: Task) -> list[Item]:
+def read_items(task: CoreTask) -> list[Item]:
     """The items of a task, shuffled. UserError for a file of something else."""
     items = read_jsonl(
         task.file, f"an item of kind {task.kind}, with all of its fields", lambda row: _item(task.kind, row)

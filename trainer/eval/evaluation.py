@@ -22,7 +22,7 @@ TOP_K = 50
 
 
 @dataclass(frozen=True)
-class Sampling:
+class TextSampler:
     """Texts from the start of a document, each with a seed of its own: the same seeds at every evaluation."""
 
     start: int  # the token id that begins a document
@@ -56,7 +56,7 @@ class Evaluation:
 
     every: int
     measures: tuple[Measure, ...] = ()
-    sampling: Sampling | None = None
+    sampling: TextSampler | None = None
 
     def scores(self, model: Scored, world: World, check: Callable[[], None]) -> dict[str, float]:
         """The scores of all measures, equal on all ranks. A collective call."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.eval.scoring import Encode, Row, Scored, read_jsonl, score_items
+from trainer.eval.scoring import Encode, Scored, ScoredRow, read_jsonl, score_items
 from trainer.parallel import World
 
 
@@ -49,7 +49,7 @@ def hellaswag(
 ) -> dict[str, float]:
     """The accuracies over all items by metric; for `before_batch` see `score_items`. A collective call."""
 
-    def rows_of(indices: Sequence[int]) -> list[list[Row]]:
+    def rows_of(indices: Sequence[int]) -> list[list[ScoredRow]]:
         some = [items[i] for i in indices]
         contexts = encode([item.context for item in some])
         endings = iter(encode([" " + ending for item in some for ending in item.endings]))
@@ -68,7 +68,7 @@ def hellaswag(
     }
 
 
-def _row(context: Sequence[int] | np.ndarray, ending: Sequence[int] | np.ndarray, block_size: int) -> Row:
+def _row(context: Sequence[int] | np.ndarray, ending: Sequence[int] | np.ndarray, block_size: int) -> ScoredRow:
     """Context and ending as one sequence. A too long context loses its oldest tokens."""
     tokens = np.concatenate((context, ending))[-(block_size + 1) :].astype(np.int32)
-    return Row(tokens, max(1, len(tokens) - len(ending)))
+    return ScoredRow(tokens, max(1, len(tokens) - len(ending)))

@@ -46,7 +46,7 @@ class Scored(Protocol):
         ...
 
 
-class Row(NamedTuple):
+class ScoredRow(NamedTuple):
     """At most `reach` + 1 tokens, of which those from `start` on count; `start` is at least 1."""
 
     tokens: Sequence[int] | np.ndarray
@@ -69,7 +69,7 @@ class RowScore(NamedTuple):
 def score_items(
     model: Scored,
     count: int,
-    rows_of: Callable[[Sequence[int]], list[list[Row]]],
+    rows_of: Callable[[Sequence[int]], list[list[ScoredRow]]],
     world: World,
     before_batch: Callable[[], None] = lambda: None,
 ) -> list[list[RowScore]]:
@@ -89,7 +89,7 @@ def score_items(
 
 
 def score_rows(
-    model: Scored, rows: Sequence[Row], world: World, before_batch: Callable[[], None] = lambda: None
+    model: Scored, rows: Sequence[ScoredRow], world: World, before_batch: Callable[[], None] = lambda: None
 ) -> list[RowScore]:
     """The scores of this rank's own rows. A collective call; for `before_batch` see `score_items`."""
     limit = TOKENS_AT_ONCE.get(world.device.type, TOKENS_AT_ONCE_CPU)
@@ -99,13 +99,13 @@ def score_rows(
         before_batch()
         batch = batches[number] if number < len(batches) else []
         # A row that does not count: an engine may need equally many forward passes on all ranks.
-        of_batch = _batch_scores(model, [rows[i] for i in batch] or [Row([0, 0], 1)], world.device)
+        of_batch = _batch_scores(model, [rows[i] for i in batch] or [ScoredRow([0, 0], 1)], world.device)
         for i, score in zip(batch, of_batch, strict=False):
             scores[i] = score
     return scores
 
 
-def _batches(rows: Sequence[Row], tokens_at_once: int) -> Iterator[list[int]]:
+def _batches(rows: Sequence[ScoredRow], tokens_at_once: int) -> Iterator[list[int]]:
     """The indices of rows with tokens that count, the longest rows first."""
     order = sorted((i for i, row in enumerate(rows) if row.start < len(row.tokens)), key=lambda i: -len(rows[i].tokens))
     begin = 0
@@ -115,12 +115,12 @@ def _batches(rows: Sequence[Row], tokens_at_once: int) -> Iterator[list[int]]:
         begin += height
 
 
-def _width(row: Row) -> int:
+def _width(row: ScoredRow) -> int:
     return -(-(len(row.tokens) - 1) // WIDTH_STEP) * WIDTH_STEP
 
 
 @torch.no_grad()
-def _batch_scores(model: Scored, rows: Sequence[Row], device: torch.device) -> list[RowScore]:
+def _batch_scores(model: Scored, rows: Sequence[ScoredRow], device: torch.device) -> list[RowScore]:
     """The scores of the rows of a batch, whose first one is the longest."""
     width = min(_width(rows[0]), model.config.reach or _width(rows[0]))
     ids = np.zeros((len(rows), width), dtype=np.int64)  # padded on the right, where a causal model does not see it

@@ -59,7 +59,7 @@ class ParameterSlot:
 
 
 @dataclass(frozen=True)
-class Segment:
+class GroupRange:
     """The range of a bucket whose parameters are of one group."""
 
     start: int
@@ -78,7 +78,7 @@ class Bucket:
     index: int
     start: int
     length: int
-    segments: tuple[Segment, ...]  # of the whole bucket; the padding belongs to the last one
+    segments: tuple[GroupRange, ...]  # of the whole bucket; the padding belongs to the last one
     muon: int  # the end of the parameters that Muon moves; AdamW moves those after it
 
     @property
@@ -116,7 +116,7 @@ class Layout:
                 offset = ends[groups[name]] = _rounded_up(self.slots[name].end, ALIGNED)
             length = _rounded_up(offset, world_size * SHARD_MULTIPLE)
             borders = [0, *list(ends.values())[:-1], length]
-            segments = tuple(map(Segment, borders, borders[1:], ends))
+            segments = tuple(map(GroupRange, borders, borders[1:], ends))
             end_of_muon = ends.get("matrix", 0) if with_muon else 0
             self.buckets.append(Bucket(index, self.size, length, segments, end_of_muon))
 

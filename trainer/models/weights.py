@@ -46,7 +46,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a file, under the model's name and in its shape."""
 
     where: str
@@ -60,7 +60,7 @@ class WeightsFile:
 
     where: str
     fields: Mapping[str, Any]
-    tensors: Mapping[str, Stored] = field(repr=False)
+    tensors: Mapping[str, StoredTensor] = field(repr=False)
 
     def check(self, model: ModelConfig) -> None:
         """UserError, with the values that would fit, if the weights are not of this model; and if they are damaged."""
@@ -155,7 +155,7 @@ def weight_files(names: list[str], where: str) -> list[str]:
     raise UserError(f"{where}: no weights there; it must hold {WEIGHTS_FILE}")
 
 
-def from_hub_layout(where: str, config: str, tensors: Mapping[str, Stored]) -> WeightsFile:
+def from_hub_layout(where: str, config: str, tensors: Mapping[str, StoredTensor]) -> WeightsFile:
     """Weights under Hugging Face's names, with the text of their config.json."""
     try:
         values = json.loads(config)
@@ -171,11 +171,11 @@ def from_hub_layout(where: str, config: str, tensors: Mapping[str, Stored]) -> W
     return WeightsFile(where, fields, found)
 
 
-def transposed(stored: Stored) -> Stored:
-    return Stored(stored.where, stored.shape[::-1], lambda: stored.read().t())
+def transposed(stored: StoredTensor) -> StoredTensor:
+    return StoredTensor(stored.where, stored.shape[::-1], lambda: stored.read().t())
 
 
-def stored_tensors(path: Path, where: str) -> Iterator[tuple[str, Stored]]:
+def stored_tensors(path: Path, where: str) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors of a safetensors file by name. UserError if it is truncated, damaged or a pickle."""
     if not path.is_file():
         raise UserError(f"{where}: no file; fetch it again")
@@ -191,7 +191,7 @@ def stored_tensors(path: Path, where: str) -> Iterator[tuple[str, Stored]]:
     for name, (dtype, shape) in found.items():
         if dtype not in FLOATS and not is_mask(name):
             raise UserError(f"{where}: {shown(name)} holds {shown(dtype)}; weights are F32, BF16 or F16")
-        yield name, Stored(where, shape, lambda name=name: read_tensor(path, name))  # type: ignore[misc]
+        yield name, StoredTensor(where, shape, lambda name=name: read_tensor(path, name))  # type: ignore[misc]
 
 
 def safetensors_header(
@@ -273,7 +273,7 @@ def open_llmc(path: Path, where: str) -> WeightsFile:
     shapes |= {"ln_f.weight": (c,), "ln_f.bias": (c,)}
     width, offset, tensors = FLOATS[LLMC_DTYPES[version]], LLMC_HEADER, {}
     for name, shape in shapes.items():
-        tensors[name] = Stored(where, shape, lambda at=offset, shape=shape: read_llmc(path, version, at, shape))  # type: ignore[misc]
+        tensors[name] = StoredTensor(where, shape, lambda at=offset, shape=shape: read_llmc(path, version, at, shape))  # type: ignore[misc]
         offset += width * prod(shape)
     if size != offset:
         how = "truncated" if size < offset else "too long"

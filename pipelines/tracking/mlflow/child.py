@@ -24,7 +24,7 @@ import requests
 from tenacity import RetryCallState, Retrying, retry_if_not_exception_type
 
 from pipelines.artifacts.manifest import scratch
-from pipelines.artifacts.store import open_store
+from pipelines.artifacts.s3_store import open_store
 from pipelines.tracking.mlflow.mirror import Mirror
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, tracking_is_off, tracking_uri
 from trainer.events import EVENTS_FILE, Event, Row, Sampled, events_after
