@@ -200,7 +200,9 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
     assert {(a.nodes, a.price_per_hour) for a in training} == {(2, 8 * PRICE)}
     assert [a.state for a in training] == ["stopped", "interrupted", "interrupted", "done"]
     rented = 3600 * sum(attempt.bill.hours for attempt in bill.attempts if attempt.machine.cluster)
-    assert rented == pytest.approx(cloud.allocated_seconds(), rel=0.03)
+    # SkyPilot records a release when it has seen it: seconds after Slurm's, on a busy machine
+    allocated, machines = cloud.allocated_seconds(), sum(attempt.nodes for attempt in training)
+    assert 0.97 * allocated < rented < 1.03 * allocated + 10.0 * machines
     assert abs(training[1].ended - preempted) < HEARTBEAT_SECONDS + HEAD_S
     assert all(a.phases.get("provision") or a.phases.get("start") for a in training)  # the meter ran before them
 
