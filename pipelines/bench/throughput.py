@@ -2,9 +2,10 @@
 
 A speed is `measured` where exactly this step was measured (measurements.yaml, by `skytrain bench`). Elsewhere it is MFU
 times the GPUs' peak: `estimated` on a kind of GPU that was measured with any model, and `assumed` on every other one,
-which is taken to reach the MFU of an H200. The MFU is that of the same family, interpolated over the logarithm of the
-parameters; a family without measurements counts as GPT-2. Bench takes seconds, and a run of minutes is slower because
-the GPUs get warm: all speeds but those of the user's own runs are RUN_SHARE of bench's, measured on H100s in bf16.
+which is taken to reach the MFU of an H200, or of an H100 where no H200 was measured. The MFU is that of the same
+family, interpolated over the logarithm of the parameters; a family without measurements counts as GPT-2. Bench takes
+seconds, and a run of minutes is slower because the GPUs get warm: all speeds but those of the user's own runs are
+RUN_SHARE of bench's, measured on H100s in bf16.
 
 For comparison, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB in 94 min, 60% MFU;
 1558M on 8 x H100 in 24 h, 50%; the latter on 16 x H100 in 12 h, so without loss between two nodes over InfiniBand. So
@@ -152,7 +153,10 @@ def mfu_of(model: ModelConfig, engine: str, gpu: str) -> float:
     import numpy as np
 
     engine = engine.replace("sharded", "compiled")
-    known = (points(family, engine, REFERENCE) | points(family, engine, gpu) for family in (model.family, "gpt2"))
+    families = (model.family, "gpt2")
+    known = (
+        points(one, engine, "H100") | points(one, engine, REFERENCE) | points(one, engine, gpu) for one in families
+    )
     by_size = dict(sorted(next(filter(None, known)).items()))
     return float(np.interp(math.log(model.parameters), list(by_size), list(by_size.values())))
 
