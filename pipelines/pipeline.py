@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
+from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest, commit, find
 from pipelines.provenance import provenance
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
@@ -203,7 +203,8 @@ class Pipeline:
             attempt.begin_to_finish()
             manifest = commit(self.store, self._manifest(plan, attempt, built), built.scratch)
         except BaseException as error:
-            if isinstance(error, FileNotFoundError) and attempt.superseded():  # which has removed this one's folder
+            # A newer attempt removes the folder and the scratch of this one.
+            if isinstance(error, FileNotFoundError | DamagedArtifact) and attempt.superseded():
                 raise StaleAttempt(f"attempt {attempt.number} of {plan.prefix} was superseded") from error
             interrupted = isinstance(error, Interrupted | StaleAttempt | StoreUnavailable | KeyboardInterrupt)
             if not isinstance(error, StaleAttempt):

@@ -68,5 +68,5 @@ def print_audits(audits: list[Audit]) -> None:
         ]
         verdict = "; ".join(differences) or "every step read exactly the sequences of the recipe and the seed"
         of = f" ({' + '.join(f'{count:,}' for count in a.source_sequences)} by source)" if a.source_sequences else ""
-        on = f", {a.threads} threads a rank on the CPU" if a.threads else ""
+        on = f", {a.threads} CPU thread{'s' * (a.threads > 1)} a rank" if a.threads else ""
         say(f"{a.run}: {a.steps:,} steps, {a.sequences:,} sequences{of}{on}: {verdict}")

@@ -155,6 +155,6 @@ def test_the_image_trains_locked_down_as_a_user_without_rights(engine: Engine, i
     locked_down = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--tmpfs=/tmp")
     run = ("run", "--rm", "--network=host", *locked_down, "--env=SKYTRAIN_TRACKING=off", image)
     changes = ("train.max_steps=20", "train.warmup_steps=5", "model.n_layer=1")
-    engine.docker(*run, "run", "smoke", *(f"--set={change}" for change in changes))
+    engine.docker(*run, "skytrain", "run", "smoke", *(f"--set={change}" for change in changes))
     config = engine.docker("image", "inspect", "--format", "{{.Config.User}} {{.Config.Labels}}", image).stdout
     assert config.startswith("10001:10001 ") and "image.revision:0123" in config

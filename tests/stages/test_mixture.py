@@ -187,7 +187,9 @@ def test_a_packed_mixture_that_is_killed_ends_like_an_undisturbed_one(tmp_path: 
     assert sums(killed.artifact("train")) == sums(undisturbed.artifact("train"))
     assert killed.artifact("train").facts["source_tokens"] == [43_008, 18_432]  # 7 : 3 of 60 steps of 32 sequences
     audited = killed.run("report", "--audit").stdout
-    assert re.search(r"60 steps, 1,920 sequences \(1,344 \+ 576 by source\): every step read exactly", audited)
+    assert re.search(
+        r"60 steps, 1,920 sequences \(1,344 \+ 576 by source\), 1 CPU thread a rank: every step read exactly", audited
+    )
     planned = yaml.safe_load(killed.run("plan", "tiny.yaml", "--json").stdout)
     assert [round(one["share"], 6) for one in planned["sources"]] == [0.7, 0.3]
     assert all(0 < one["cropped"] < 0.5 for one in planned["sources"])

@@ -59,7 +59,7 @@ def test_a_commit_of_version_0_1_is_continued_as_that_version_continued_it(recor
     rows = [row for row in run_of(recorded, "gpt2").series if "train/loss" in row and row["step"] > 20]
     assert [row["step"] for row in rows] == list(range(21, 41))
     audit = recorded.run("report", run.name, "--audit", expect=1).stdout  # of the steps whose rows are gone
-    assert audit.endswith(": 20 steps, 160 sequences: 20 steps are missing (the first: 1)\n")
+    assert audit.endswith(": 20 steps, 160 sequences, 1 CPU thread a rank: 20 steps are missing (the first: 1)\n")
     assert [row["train/loss"] for row in rows] == pytest.approx([losses[row["step"]] for row in rows], rel=1e-5)
 
 

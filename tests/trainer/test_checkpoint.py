@@ -308,7 +308,7 @@ def test_torchs_own_reader_loads_the_checkpoint_of_two_ranks(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "shape", "complaint"),
     [
-        ("model.b", (7, 31), r"model.b is \[31, 7\]; this model's is \(7, 31\)"),
+        ("model.b", (7, 31), r"model.b is \[31, 7\]; this version's is \(7, 31\)"),
         ("model.c", (5,), "model.c is incomplete"),
     ],
 )
