@@ -97,7 +97,7 @@ def test_ranks_that_died_of_a_full_disk_need_no_error_message_file(tmp_path: Pat
         attempt=nothing,
         stop=SimpleNamespace(asked=False),
         store=LocalStore(tmp_path / "store"),
-        plan=SimpleNamespace(prefix="train/x"),
+        plan=SimpleNamespace(stage="train", prefix="train/x"),
     )
     with pytest.raises(UserError, match="no space left"):
         train.follow(cast(Work, work), ended)
