@@ -121,13 +121,19 @@ def reported_tasks(note: Callable[[str], None]) -> tuple[list[TaskStatus], str |
 
 
 def tasks_of(launched: LaunchRecord, tasks: list[TaskStatus]) -> list[TaskStatus]:
-    """The tasks of a run's last job, and of its other jobs that are not over, in order."""
-    own = [task for task in tasks if task.name == launched.request.job_name]
+    """The tasks of a run's last job, and of its other jobs that are not over, in order. Without those of a job that is
+    over if a later launch went to another API server."""
+    own, here = [task for task in tasks if task.name == launched.request.job_name], is_this_server(launched.server)
     # SkyPilot gives a job's only task the name of the job.
     own = [replace(task, stage=launched.stages[0]) if task.stage == task.name else task for task in own]
     last = max((task.job for task in own), default=0)
-    shown = {task.job for task in own if not task.over} | {last}
+    shown = {task.job for task in own if not task.over} | ({last} if here else set())
     return sorted((task for task in own if task.job in shown), key=lambda task: (task.job, task.task))
+
+
+def no_job(run: str) -> str:
+    """A message where SkyPilot shows no job that is expected."""
+    return f"SkyPilot shows no job of {run}; if its controller has stopped, `sky jobs queue --refresh` starts it"
 
 
 def on_another_server(launched: LaunchRecord) -> str | None:

@@ -206,7 +206,7 @@ def refuse_second_launch(store: Store, request: LaunchRequest) -> None:
     """
     run, before = request.run, last_launch(store, request.run)
     names, see = {request.job_name, before.request.job_name if before else run}, f"see `skytrain status {run}`"
-    if jobs := [task.job for name in names for task in managed_tasks(name) if not task.over]:
+    if jobs := [task.job for task in managed_tasks(unfinished=True) if task.name in names and not task.over]:
         raise UserError(
             f"launch: {run} has job {max(jobs)}, still running; {see}, or end it with `skytrain stop {run}`"
         )

@@ -88,7 +88,7 @@ def is_this_server(recorded: str) -> bool:
     a hash of user and host, or nothing."""
     from sky.utils import common_utils
 
-    return recorded in ("", f"local-{common_utils.get_user_hash()}", server_name())
+    return not recorded or recorded in (f"local-{common_utils.get_user_hash()}", server_name())
 
 
 def enabled_clouds() -> list[str]:
@@ -201,16 +201,22 @@ class TaskStatus:
 
 
 def managed_tasks(name: str | None = None, unfinished: bool = False) -> list[TaskStatus]:
-    """The tasks of all users' managed jobs, or of those with this name; `unfinished`: without jobs that are over."""
-    from sky import exceptions, jobs
+    """The tasks of all users' managed jobs, or of those with this name; `unfinished`: without jobs that are over.
+
+    None if SkyPilot's controller has a machine of its own that does not exist or is stopped. UserError if that machine
+    should be up and can't be reached: its jobs may run.
+    """
+    from sky import ClusterStatus, exceptions, jobs
     from sky.client import sdk
 
     try:
         found, *_ = sdk.get(
             jobs.queue_v2(refresh=False, skip_finished=unfinished, all_users=True, name_match=name, fields=JOB_FIELDS)
         )
-    except exceptions.ClusterNotUpError:
-        return []  # there never was a managed job, or its controller has stopped, after all jobs were over
+    except exceptions.ClusterNotUpError as error:
+        if error.cluster_status in (None, ClusterStatus.STOPPED):
+            return []
+        raise UserError(f"the controller of SkyPilot's managed jobs can't be reached: {error}") from error
     return [TaskStatus.of(record) for record in found if name in (None, record.job_name)]
 
 

@@ -68,9 +68,6 @@ class ManagedJob:
         """Every cloud that a task may run on."""
         return sorted({machine.cloud for task in self.tasks for machine in task.machines})
 
-    def task(self, stage: str) -> Task | None:
-        return next((task for task in self.tasks if task.name == stage), None)
-
     def to_yaml(self, secrets: Iterable[str] = ()) -> str:
         """The documents as SkyPilot reads them. With the names of `secrets` in every task: for people."""
         masked = {"secrets": dict.fromkeys(secrets, MASKED)} if secrets else {}

@@ -25,11 +25,15 @@ def down(run: RunName, store: StoreUri = None) -> None:
         print_note_on_stderr(f"{error}; asking SkyPilot for machines of {run}")
     reach_api_server(print_note_on_stderr)
     names = [launched.request.job_name] if launched else control.jobs_without_store(run, opened.uri)
-    if not any([control.down(name, say) for name in names]):
-        if failure:
-            raise UserError(f"down: SkyPilot has no job of {run} in {opened.uri}; give the run's whole name")
-        if launched and (message := control.on_another_server(launched)):
-            raise UserError(f"down: {message}")
+    removed = any([control.down(name, say) for name in names])
+    if failure and not removed:
+        raise UserError(f"down: SkyPilot has no job of {run} in {opened.uri}; give the run's whole name")
     if launched:
-        control.record_releases([Run(opened, record)], {run: launched})
+        found = Run(opened, record)
+        control.record_releases([found], {run: launched})
+        if message := control.on_another_server(launched):
+            raise UserError(f"down: {message}")
+        if not removed and (beat := control.running_attempt(found)):
+            where = beat.machine.cluster or beat.process.host
+            raise UserError(f"down: {beat.stage}, attempt {beat.attempt} runs on {where}, and {control.no_job(run)}")
     say(f"{run}: no job and no cluster of it is left")

@@ -36,10 +36,10 @@ def logs(
         reach_api_server(print_note_on_stderr)
         names = control.jobs_without_store(run, opened.uri)
     tasks = [task for name in names for task in managed_tasks(name)]
+    tasks = control.tasks_of(launched, tasks) if launched else tasks
     if not tasks:
         elsewhere = control.on_another_server(launched) if launched else None
-        gone = f"SkyPilot shows no job of {run}; if its controller has stopped, `sky jobs queue --refresh` starts it"
-        raise UserError(f"logs: {elsewhere or gone}")
+        raise UserError(f"logs: {elsewhere or control.no_job(run)}")
     if not follow and (waiting := control.waiting_task(tasks)):
         say(f"job {waiting.job} has no machine yet: {waiting.status}" + (f": {waiting.why}" if waiting.why else ""))
         sys.exit()

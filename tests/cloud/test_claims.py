@@ -40,9 +40,9 @@ class Sky:
         patch.setattr(control, "is_this_server", lambda name: name == self.name)
         patch.setattr(launch, "submit_job", self.submit)
 
-    def tasks(self, name: str) -> list[TaskStatus]:
+    def tasks(self, unfinished: bool) -> list[TaskStatus]:
         over = ("SUCCEEDED", "FAILED", "CANCELLED")
-        return [TaskStatus(job, "train", state, 0, None, None, state in over, name) for job, state in self.jobs.items()]
+        return [TaskStatus(job, "train", state, 0, None, None, state in over, RUN) for job, state in self.jobs.items()]
 
     def submit(self, dag: Any, run: str) -> list[int]:
         self.last += 1

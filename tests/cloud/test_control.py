@@ -245,13 +245,26 @@ def test_a_job_of_another_api_server_is_named_and_no_job_of_its_number_is_taken_
 ) -> None:
     recorded(store)
     launched(store, server="ann@box-89abcdef")
-    removed = with_skypilot(monkeypatch, [job_record(1, "another-run", "RUNNING", 1e9, "train-1")], [])
+    before = job_record(2, JOB, "SUCCEEDED", 1e9, None)  # an earlier launch, which is over
+    removed = with_skypilot(monkeypatch, [job_record(1, "another-run", "RUNNING", 1e9, "train-1"), before], [])
     message = f"{RUN} has job 1 on SkyPilot's API server ann@box-89abcdef; ask there, not on here"
+    monkeypatch.setattr(control, "tail_logs", read_only)
     for verb in (down, logs):
         with pytest.raises(UserError, match=f"{verb.__name__}: {message}"):
             verb(RUN, store=store.uri)
     status([RUN], store=store.uri)
     assert message in " ".join(capsys.readouterr().out.split()) and removed == []
+
+
+def test_a_run_that_works_without_a_job_in_sight_is_not_called_removed(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(store)
+    launched(store)
+    put_beat(store, machine=Machine(cluster="train-1"))
+    with_skypilot(monkeypatch, [], [])
+    with pytest.raises(UserError, match="attempt 1 runs on train-1, and SkyPilot shows no job of .* --refresh` starts"):
+        down(RUN, store=store.uri)
 
 
 def test_status_records_the_release_of_a_machine_once_and_the_bill_ends_there(

@@ -64,9 +64,10 @@ from pipelines.show.cloud_plan import print_launch_report
 from pipelines.stage import plans_of
 from trainer.errors import UserError
 from trainer.store import LocalStore
-from sky import check, execution, optimizer
+from sky import ClusterStatus, check, execution, optimizer
 from sky.catalog import aws_catalog
 from sky.client import sdk
+from sky.jobs.server import core
 from sky.utils import dag_utils, registry
 
 enabled = []
@@ -136,11 +137,21 @@ def server_names(folders):
     with states[0]:
         return [found, [skypilot.is_this_server(name) for name in ("", *found)]]
 
+def with_controller(machine):
+    # the jobs that we see where the controller has a machine of its own in this state
+    found = (ClusterStatus[machine] if machine else None), None
+    with (
+        mock.patch("sky.backends.backend_utils.refresh_cluster_status_handle", lambda *a, **k: found),
+        mock.patch("sky.jobs.queue_v2", core.queue_v2_api),
+        mock.patch.object(sdk, "get", lambda answer: answer),
+    ):
+        return skypilot.managed_tasks()
+
 answers = {}
 for name, question in json.load(sys.stdin).items():
     try:
         kind = {"options": priced, "wanted": offered, "words": command, "infra": skypilot.check_places,
-                "folders": server_names}
+                "folders": server_names, "machine": with_controller}
         found = next((ask for field, ask in kind.items() if field in question), None)
         answers[name] = found(**question) if found else answer(question)
     except Exception as error:
@@ -235,6 +246,7 @@ QUESTIONS |= {
         "env": KEYS | {"SKYPILOT_API_SERVER_ENDPOINT": closed_port()},
     },
     "servers": {"folders": ["one", "two", "one"]},
+    **{f"a controller that is {machine}": {"machine": machine} for machine in (None, "STOPPED", "INIT", "UP")},
     **{
         f"a plan on {infra}": {"words": ["plan", "gpt2-124m", "--cloud", "--infra", infra, "--json"], "env": {}}
         for infra in ("slurm/local", "kubernetes")
@@ -340,6 +352,14 @@ def test_api_servers_of_one_user_and_host_have_names_of_their_own(answers: dict[
     (one, two, again), known = answers["servers"]
     assert one == again != two
     assert known == [True, True, False, True]
+
+
+@pytest.mark.parametrize("machine", [None, "STOPPED", "INIT", "UP"])
+def test_only_a_controller_that_is_stopped_or_never_was_has_no_jobs(answers: dict[str, Any], machine: str) -> None:
+    """On a machine of its own, as a laptop's server has it. In state UP it has no address here."""
+    found = answers[f"a controller that is {machine}"]
+    unknown = "UserError: the controller of SkyPilot's managed jobs can't be reached: "
+    assert found == [] if machine in (None, "STOPPED") else found["error"].startswith(unknown)
 
 
 # What they cost
