@@ -3,8 +3,10 @@
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
+
+import torch
 
 from trainer.errors import EXIT_MISTAKE, UserError
 from trainer.parallel import World
@@ -22,6 +24,23 @@ def run_as_command(main: Callable[[], int | None]) -> NoReturn:
 def spread(values: list[float]) -> str:
     """The median, and the least and greatest."""
     return f"{statistics.median(values):8.3f} [{min(values):.3f} … {max(values):.3f}]"
+
+
+def median_ms(
+    works: Sequence[Callable[[], object]], rounds: int, warm_up: int = 3, before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """The median milliseconds of each piece of work on the GPU. They take turns; `before` precedes each, untimed."""
+    marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in works]
+    for _ in range(warm_up + rounds):
+        for work, each in zip(works, marks, strict=True):
+            before()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            each.append((start, end))
+    torch.cuda.synchronize()
+    return [statistics.median(start.elapsed_time(end) for start, end in each[warm_up:]) for each in marks]
 
 
 def rank_0_prints(world: World) -> None:

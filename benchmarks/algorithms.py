@@ -10,10 +10,9 @@ the trainer takes. The last lines are entries for PREFERRED: the fastest candida
 """
 
 import argparse
-import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks import median_ms
 from pipelines.bench.measure import bench_recipe
 from pipelines.recipe import Recipe
 from trainer.engine import make_engine
@@ -96,16 +96,13 @@ class Product:
 
     def milliseconds(self) -> dict[Name, float]:
         """The median time of each candidate; they take turns. The trainer takes the first of a name."""
-        for plan in self.plans:
-            self.run(plan)  # loads its kernel
-        times = max(2, round(BURST_SECONDS / seconds(partial(self.run, self.plans[0], 4)) * 4))
-        found: list[list[float]] = [[] for _ in self.plans]
-        for _ in range(ROUNDS):
-            for plan, each in zip(self.plans, found, strict=True):
-                each.append(1e3 * seconds(partial(self.run, plan, times)) / times)
+        (once,) = median_ms([partial(self.run, self.plans[0])], rounds=4)
+        times = max(2, round(1e3 * BURST_SECONDS / once))
         best: dict[Name, float] = {}
-        for name, each in zip(self.names, found, strict=True):
-            best.setdefault(name, statistics.median(each))
+        for name, burst in zip(
+            self.names, median_ms([partial(self.run, plan, times) for plan in self.plans], ROUNDS), strict=True
+        ):
+            best.setdefault(name, burst / times)
         return best
 
 
@@ -115,21 +112,6 @@ def operand(matrix: Matrix) -> Tensor:
     whole = torch.randn(rows, stride, device="cuda", dtype=torch.bfloat16).to(dtype)
     assert whole.data_ptr() % ALIGNMENT_BYTES == 0
     return whole[:, :columns]
-
-
-def seconds(work: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def heat(product: Product) -> None:
-    ended = time.perf_counter() + HEAT_SECONDS
-    while time.perf_counter() < ended:
-        seconds(partial(product.run, product.plans[0], 100))
 
 
 def measure(lt: Lt, counts: Counter[Request]) -> dict[Key, list[Counted]]:
@@ -176,7 +158,10 @@ def main() -> None:
     counts = products_of(recipe, world, options.micro_batch)
     torch.cuda.empty_cache()
     lt = lt_of(world)
-    heat(Product(lt, max(counts, key=lambda request: counts[request])))
+    product = Product(lt, max(counts, key=lambda request: counts[request]))
+    ended = time.perf_counter() + HEAT_SECONDS
+    while time.perf_counter() < ended:
+        median_ms([partial(product.run, product.plans[0], 100)], rounds=1)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     print_entries(measure(lt, counts))
 

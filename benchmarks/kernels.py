@@ -1,16 +1,15 @@
 """The kernels of GPT-2's fused step on a GPU: their correctness, and their speed compared with the memory's.
 
-`python -m benchmarks.kernels [NAME…]` with a CUDA GPU takes less than a minute. For each kernel, size and launch shape
-it first compares the results with float64 on new random inputs (the norm of the error relative to the result's norm,
-and the worst element's error; it stops at the first that is too large). Then it checks that a second run gives the same
-bits. Then it prints the median time, the bytes that have to move, and TB/s. The first shape of each kernel is the one
-in use.
+`python -m benchmarks.kernels [NAME…]` with a CUDA GPU takes less than a minute. For each kernel and size it first
+compares the results with float64 on new random inputs (the norm of the error relative to the result's norm, and the
+worst element's error; it stops at the first that is too large). Then it checks that a second run gives the same bits.
+Then it prints the median time, the bytes that have to move, and TB/s. `--launch` tries another launch shape.
 """
 
-import statistics
+import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
@@ -19,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import median_ms
 from trainer.fused import kernels
 
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16
 VOCAB, WIDTH = 50257, 50304
-REPEATS = 15
+ROUNDS = 12
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The error of rounding to bf16 is at most 2^-8 and 0.0017 on average, to fp8 2^-4 (2^-3) and 0.026 (0.053); stochastic
 # rounding has a larger one. Sums in float32 and losses have a much smaller one.
@@ -44,8 +44,6 @@ class Case:
     time: Callable[[], object]  # the launch alone
     expected: Callable[[], Expected]
     bytes: int
-    shape: str | None = None  # the name of the function in trainer.fused.kernels that chooses the launch shape
-    others: tuple[tuple[int, ...], ...] = ()  # further launch shapes to try
     prepare: Callable[[], object] = lambda: None  # before each launch, not timed
 
 
@@ -61,7 +59,7 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor.double().requires_grad_()
 
 
-def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
+def norm_cases(M: int, C: int) -> Iterator[Case]:
     size = f"{M} x {C}"
     x, delta, dy = fresh(M, C), fresh(M, C), fresh(M, C)
     weight, bias, delta_bias = 1 + fresh(C, scale=0.1), fresh(C, scale=0.1), fresh(C)
@@ -78,11 +76,8 @@ def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         y = F.layer_norm(total, (C,), weight.double(), bias.double())
         return all_rows(x=total, y=y, rstd=rstd)
 
-    shapes = ((2, 1056, 1, 3), (1, 2112, 1, 3), (2, 1 << 30, 2, 1))
-    if C > 1024:
-        shapes = ((1, 2112, 1, 3), (1, 528, 4, 3), (2, 1 << 30, 4, 1))
     launch = partial(kernels.add_norm, x, delta, delta_bias, norm)
-    yield Case("add_norm", size, add, launch, added, 8 * M * C, "_norm_shape", shapes if tune else ())
+    yield Case("add_norm", size, add, launch, added, 8 * M * C)
 
     T = 1024 if M % 1024 == 0 else M
     wte, wpe, tokens = fresh(WIDTH, C), fresh(T, C), torch.randint(VOCAB, (M,), device=GPU)
@@ -92,7 +87,7 @@ def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         return all_rows(x=total, y=F.layer_norm(total, (C,), weight.double(), bias.double()))
 
     embed = partial(kernels.embed_norm, tokens, wte, wpe, norm)
-    yield Case("embed_norm", size, lambda: dict(zip("xy", embed()[:2], strict=True)), embed, embedded, 6 * M * C, None)
+    yield Case("embed_norm", size, lambda: dict(zip("xy", embed()[:2], strict=True)), embed, embedded, 6 * M * C)
 
     _, _, statistics = kernels.add_norm(x, torch.zeros_like(x), None, norm)
     again = partial(kernels.norm_again, x, statistics, norm)
@@ -120,10 +115,6 @@ def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         P = kernels.norm_partials(C, GPU)  # depends on the launch shape
         return kernels.norm_backward(dy, x, statistics, weight, delta, sums.setdefault(P, empty_sums()))[0]
 
-    if C <= 1024:
-        shapes4 = ((2, 528, 4, 3), (2, 396, 4, 4), (4, 264, 4, 3))
-    else:
-        shapes4 = ((1, 396, 4, 3), (2, 264, 8, 4), (1, 264, 8, 4))
     yield Case(
         "norm_backward",
         size,
@@ -131,12 +122,10 @@ def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         launch_backward,
         gradient,
         8 * M * C,
-        "_norm_backward_shape",
-        shapes4 if tune else (),
     )
 
 
-def column_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
+def column_cases(M: int, C: int) -> Iterator[Case]:
     N, size = 4 * C, f"{M} x {4 * C}"
     h, sums = fresh(M, N), torch.zeros(kernels.column_partials(GPU), N, device=GPU)
 
@@ -150,8 +139,6 @@ def column_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         lambda: kernels.gelu(h),
         activation,
         4 * M * N,
-        "_gelu_shape",
-        ((2048, 4), (8192, 8)) if tune and C <= 1024 else (),
     )
 
     def summed() -> Results:
@@ -166,12 +153,10 @@ def column_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         partial(kernels.column_sums, h, sums),
         lambda: all_rows(sum=h.double().sum(0)),
         2 * M * N,
-        "_column_sums_shape",
-        ((16, 256, 4, 1), (16, 256, 4, 3), (32, 128, 4, 3)) if tune else (),
     )
 
 
-def cross_entropy_cases(M: int, tune: bool) -> Iterator[Case]:
+def cross_entropy_cases(M: int) -> Iterator[Case]:
     """Logits of a whole micro-batch are more than 2^31 elements; 300 of its rows are compared with float64."""
     source = fresh(M, WIDTH, scale=2)
     targets, scale = torch.randint(VOCAB, (M,), device=GPU), torch.full((1,), 1 / M, device=GPU)
@@ -193,7 +178,6 @@ def cross_entropy_cases(M: int, tune: bool) -> Iterator[Case]:
 
     # Each launch gets new logits: values that are nearly constant, or NaN, switch fewer transistors. The card, which is
     # limited by its power, then looks faster than it is.
-    shapes = ((1, 4096, 8, 8), (1, 4096, 8, 16), (1, 8192, 8, 16))
     launch = partial(kernels.cross_entropy, logits, targets, VOCAB, scale, losses, backward=True)
     yield Case(
         "cross_entropy",
@@ -202,13 +186,11 @@ def cross_entropy_cases(M: int, tune: bool) -> Iterator[Case]:
         launch,
         exact,
         4 * M * WIDTH,
-        "_cross_entropy_shape",
-        shapes if tune else (),
         lambda: logits.copy_(source),
     )
 
 
-def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
+def fp8_cases(M: int, C: int) -> Iterator[Case]:
     """The expected values are scaled. All bytes of transposes are compared: Triton 3.6 got some wrong."""
     N = 4 * C
     x, h, da, dy = fresh(M, C), fresh(M, N), fresh(M, N), fresh(M, C)
@@ -250,7 +232,6 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
     for kind in exact:
         for transposed in (False, True):
             size = f"{M} x {N}" + (" T" if transposed else "")
-            tiles = ((64, 128, 8, 1), (128, 64, 4, 1)) if transposed else ((8, 256, 4, 1), (4, 512, 4, 3))
             yield Case(
                 f"cast8 {kind[0] or 'plain'}{' gradient' if kind[1] else ''}",
                 size,
@@ -258,8 +239,6 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
                 partial(cast, kind, transposed),
                 partial(expected, kind),
                 (3 + transposed + (2 + transposed if kind[1] else 0)) * M * N,
-                "_cast8_shape",
-                tiles if tune and C > 1024 and not (transposed and kind[1]) else (),
             )
     x8 = h.to(E4M3)
     yield Case(
@@ -269,8 +248,6 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         lambda: kernels.transpose8(x8),
         lambda: all_rows(x8t=x8.float().double().t()),
         2 * M * N,
-        "_transpose8_shape",
-        ((64, 128, 4), (64, 64, 4)) if tune and C > 1024 else (),
     )
 
     normal = leaf(x)
@@ -288,8 +265,6 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         lambda: kernels.add_norm(x, nothing, None, norm, up),
         lambda: all_rows(y8=40 * y.detach()),
         7 * M * C,
-        "_norm_shape",
-        ((((2, 1056, 2, 3), (1, 2112, 1, 3)) if C <= 1024 else ((1, 2112, 1, 3), (1, 528, 4, 3))) if tune else ()),
     )
 
     residual, sums = da[:, :C].contiguous(), torch.zeros(3, 1056, C, device=GPU)
@@ -307,8 +282,6 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         partial(kernels.norm_backward, dy, x, statistics, weight, residual, sums, down),
         lambda: all_rows(dx=dx + residual.double(), dx8=3000 * (dx + residual.double())),
         9 * M * C,
-        "_norm_backward_shape",
-        ((((1, 792, 4, 4), (1, 528, 4, 4)) if C <= 1024 else ((1, 396, 8, 4), (1, 264, 4, 3))) if tune else ()),
     )
 
 
@@ -334,12 +307,10 @@ def cross_entropy8_cases(M: int) -> Iterator[Case]:
         launch,
         exact,
         3 * M * WIDTH,
-        "_cross_entropy_shape",
-        ((1, 4096, 8, 8), (1, 8192, 8, 16)),
     )
 
 
-def adamw_cases(n: int, tune: bool) -> Iterator[Case]:
+def adamw_cases(n: int) -> Iterator[Case]:
     w, g, m, v = (torch.randn(n, device=GPU) for _ in range(4))
     v = v.square()
     numbers = torch.tensor([1e-3, 1 / (1 - 0.9**3), 1 / (1 - 0.95**3), 0.5, 1.0], device=GPU)
@@ -362,8 +333,7 @@ def adamw_cases(n: int, tune: bool) -> Iterator[Case]:
         return all_rows(master=parameter.detach(), exp_avg=after["exp_avg"], exp_avg_sq=after["exp_avg_sq"])
 
     launch = partial(kernels.adamw, weights16, state[0], state[1], state[2], g, numbers, 0.1, 0.9, 0.95, 1e-8)
-    shapes = ((2048, 8), (2048, 4), (512, 4)) if tune else ()
-    yield Case("adamw", f"{n}", step, launch, by_torch, 30 * n, "_adamw_shape", shapes)
+    yield Case("adamw", f"{n}", step, launch, by_torch, 30 * n)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -390,63 +360,51 @@ def errors(case: Case, expected: Expected) -> str:
     return " ".join(f"{worst[dtype]:.1e}" if dtype in worst else "   -   " for dtype in BOUND)
 
 
-def median_ms(prepare: Callable[[], object], launch: Callable[[], object]) -> float:
+def measure(case: Case) -> None:
     """Each launch follows a matrix product of a millisecond or more, as in a training step: the power limit sets the
     clock, the caches hold other data, and the CPU, which takes up to 0.1 ms a launch, runs ahead."""
     operand = torch.randn(8192, 8192, device=GPU, dtype=BF16)
     product = torch.empty_like(operand)
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
-    for before, after in marks:
-        prepare()
+
+    def before() -> None:
+        case.prepare()
         torch.mm(operand, operand, out=product)
-        before.record()
-        launch()
-        after.record()
-    torch.cuda.synchronize()
-    return statistics.median(before.elapsed_time(after) for before, after in marks[3:])
+
+    error = errors(case, case.expected())
+    (ms,) = median_ms([case.time], ROUNDS, before=before)
+    rate = f"{case.bytes / 1e6:9.1f} MB {case.bytes / ms / 1e9:6.2f} TB/s"
+    print(f"{case.name:<18} {case.size:<14} {error}  {ms:8.4f} ms {rate}", flush=True)
 
 
-def measure(case: Case) -> None:
-    expected = case.expected()
-    for shape in (None, *case.others):
-        chosen = mock.patch.object(kernels, case.shape, return_value=shape) if case.shape and shape else nullcontext()
-        try:
-            with chosen:
-                error, ms = errors(case, expected), median_ms(case.prepare, case.time)
-        except AssertionError:
-            raise
-        except Exception as problem:  # a shape that does not fit this GPU: the others still run
-            print(f"{case.name:<18} {case.size:<14} {shape!s:<18} {problem!r:.90}", flush=True)
-            continue
-        rate = f"{case.bytes / 1e6:9.1f} MB {case.bytes / ms / 1e9:6.2f} TB/s"
-        print(f"{case.name:<18} {case.size:<14} {str(shape or ''):<18} {error}  {ms:8.4f} ms {rate}", flush=True)
+def all_cases() -> Iterator[Case]:
+    for M, C in ((1000, 768), (1001, 1600), (1999, 4096), (999, 8192), (65536, 768), (16384, 1600)):
+        for cases in (norm_cases, column_cases, fp8_cases):
+            yield from cases(M, C)
+            torch.cuda.empty_cache()
+    for large in (cross_entropy_cases(1000), cross_entropy_cases(65536), cross_entropy8_cases(16384)):
+        yield from large
+        torch.cuda.empty_cache()
+    yield from adamw_cases(124_475_904)
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks.kernels: there is no CUDA device")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="kernels [all]")
+    parser.add_argument("--launch", metavar="FUNCTION=N,N,…", help="a launch shape to try, such as _gelu_shape=2048,4")
+    options = parser.parse_args()
+    tried: AbstractContextManager[object] = nullcontext()
+    if options.launch:
+        function, _, numbers = options.launch.partition("=")
+        tried = mock.patch.object(kernels, function, return_value=tuple(map(int, numbers.split(","))))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {kernels.triton.__version__}")
-    print("kernel             size           shape tried        error bf16, e4m3, e5m2, fp32")
-    for M, C, tune in (
-        (1000, 768, False),
-        (1001, 1600, False),
-        (1999, 4096, False),
-        (999, 8192, False),
-        (65536, 768, True),
-        (16384, 1600, True),
-    ):
-        for cases in (norm_cases, column_cases, fp8_cases):
-            for case in cases(M, C, tune):
-                if not names or case.name in names:
-                    measure(case)
-            torch.cuda.empty_cache()
-    large = (cross_entropy_cases(1000, False), cross_entropy_cases(65536, True), cross_entropy8_cases(16384))
-    for group in (*large, adamw_cases(124_475_904, True)):
-        for case in group:
-            if not names or case.name in names:
+    print("kernel             size           error bf16, e4m3, e5m2, fp32")
+    with tried:
+        for case in all_cases():
+            if not options.names or case.name in options.names:
                 measure(case)
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
