@@ -13,10 +13,12 @@ SHARDS is a folder of llm.c's train_*.bin and val_*.bin, for example those that 
 `skytrain run RECIPE --stage tokenize` make. Every run appends a line to RESULTS: validation losses at the steps
 of --at, and the median speed of the last half of its steps. Runs that RESULTS has are not repeated, so short calls add
 up.
+Arms with +ramp let the batch grow, over as many tokens; their steps of --at are the last that those tokens suffice for.
 `--without NAME` trains ours without one of the things of nanochat that it has, by a patch: the ablation.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -32,7 +34,8 @@ from torch import Tensor
 
 from benchmarks import run_as_command
 from trainer.__main__ import TrainerConfig, read_config
-from trainer.amounts import micro_batch_count
+from trainer.amounts import batch_tokens_at, micro_batch_count, tokens_before
+from trainer.config import TrainConfig
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards, sequences_of
 from trainer.engine import make_engine
@@ -44,7 +47,12 @@ from trainer.optim import muon, rates
 from trainer.parallel import World
 
 RECIPE = Path(__file__).parents[1] / "pipelines" / "recipes" / "modern-124m.yaml"
-ARMS = ("nanochat", "nanochat-fp8", "ours", "ours-fp8_head")
+RAMPS = {
+    "ramp2": (2, 0.5),
+    "ramp4": (4, 0.9),
+}  # last batch / first batch, share of the tokens in which it grows
+OURS = ("ours", "ours-fp8_head")
+ARMS = ("nanochat", "nanochat-fp8", *OURS, *(f"{arm}+{ramp}" for arm in OURS for ramp in RAMPS))
 OLD = rates.Moments(0.8, 0.95, 1e-8, 0.0)
 FLAT = {"resid_lambdas": (1.0, 1.0), "x0_lambdas": (0.1, 0.1)}
 WITHOUT: dict[str, tuple[Any, str, Any]] = {
@@ -64,17 +72,27 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def configured(options: argparse.Namespace, precision: str, without: str) -> TrainerConfig:
+def steps_within(tokens: int, train: TrainConfig) -> int:
+    """The number of steps that `tokens` suffice for."""
+    return next(step for step in itertools.count() if tokens_before(step + 1, train) > tokens)
+
+
+def configured(options: argparse.Namespace, precision: str, without: str, ramp: str = "") -> TrainerConfig:
     """The recipe at a depth, with the batch and the length of a call."""
     base, heads = read_config(RECIPE), -(-options.depth // 2)
     window = None if options.window == "L" else -(-options.T // 512) * 128
     shape = {"n_layer": options.depth, "n_head": heads, "n_embd": 128 * heads, "block_size": options.T}
     more: dict[str, Any] = {"batch_tokens": options.batch, "max_steps": options.steps, "precision": precision}
+    if ramp:
+        parts, share = RAMPS[ramp]
+        more |= {"batch_ramp_from": options.batch // parts}
+        more |= {"batch_ramp_tokens": round(share * options.batch * options.steps)}
     if options.speed:  # fp8 begins after the warm-up
         more["warmup_steps"] = 0
     fields = FIELDS.get(without, {})
     model = base.model.model_copy(update={**shape, "window": window, **fields.get("model", {})})
     train = base.train.model_copy(update={**more, **fields.get("train", {})})
+    train = train.model_copy(update={"max_steps": steps_within(options.batch * options.steps, train)})
     return TrainerConfig(model=model, train=train, runtime=base.runtime)
 
 
@@ -88,7 +106,7 @@ class Ours:
 
     def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]], count: int) -> float:
         train, model = self.config.train, self.config.model
-        found = self.engine.accumulate(batches, count, train.batch_tokens / model.block_size, step + 1)
+        found = self.engine.accumulate(batches, count, batch_tokens_at(step, train) / model.block_size, step + 1)
         self.engine.update(rates.rates_at(step, train, model), found, step + 1)
         return float(found[0])
 
@@ -146,17 +164,19 @@ class Nanochat:
 
 def run(arm: str, without: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train an arm from a seed; its losses and its speed."""
-    name, _, kind = arm.partition("-")
+    precise, _, ramp = arm.partition("+")
+    name, _, kind = precise.partition("-")
     with ExitStack() as patches:
         if without in WITHOUT:
             patches.enter_context(mock.patch.object(*WITHOUT[without]))
-        config = configured(options, "bf16" if name == "nanochat" else kind or "auto", without)
+        config = configured(options, "bf16" if name == "nanochat" else kind or "auto", without, ramp)
         world = World.alone(config.runtime)
         cuda = world.device.type == "cuda"
         trained = (Nanochat if name == "nanochat" else Ours)(config, world, seed, kind, options.window)
         folder, T = options.shards, options.T
         text, val = (TokenData(local_shards(folder, k), folder.joinpath, T, seed) for k in ("train", "val"))
-        losses, seconds, last = {}, [], options.speed or options.steps
+        measured = {steps_within(at * options.batch, config.train): at for at in options.at}
+        losses, seconds, last = {}, [], options.speed or config.train.max_steps
         for step in range(last):
             began, sequences = time.perf_counter(), sequences_of(step, config.model, config.train, 0, 1)
             batches = text.micro_batches(sequences, options.B, world.device)
@@ -164,11 +184,12 @@ def run(arm: str, without: str, seed: int, options: argparse.Namespace) -> dict[
             if cuda:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
-            if not options.speed and step + 1 in options.at:
-                losses[step + 1] = validation_loss(trained.loss, val, options.val_tokens, options.B, world)
-                print(f"{arm} {without}: step {step + 1}: loss {loss:.4f}, val {losses[step + 1]:.4f}", flush=True)
+            if not options.speed and (at := measured.get(step + 1)):
+                losses[at] = validation_loss(trained.loss, val, options.val_tokens, options.B, world)
+                print(f"{arm} {without}: step {step + 1}: loss {loss:.4f}, val {losses[at]:.4f}", flush=True)
         device = torch.cuda.get_device_name() if cuda else "cpu"
-        speed = options.batch / statistics.median(seconds[last // 2 :])
+        half = range(last // 2, last)
+        speed = statistics.median(batch_tokens_at(step, config.train) / seconds[step] for step in half)
         return {"val": losses, "last_loss": loss, "tokens_per_second": speed, "device": device}
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from trainer.amounts import sequences_per_step
+from trainer.amounts import sequences_per_step, tokens_before
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.config_errors import explain
 from trainer.errors import UserError, cut, shown
@@ -553,7 +553,7 @@ class Recipe(Section):
     @property
     def train_tokens(self) -> int:
         """The tokens that the run reads; a branch reads those after its first step."""
-        return (self.train.max_steps - self.train.first_step) * self.train.batch_tokens
+        return tokens_before(self.train.max_steps, self.train) - tokens_before(self.train.first_step, self.train)
 
     @property
     def first_weights(self) -> str | None:

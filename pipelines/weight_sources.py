@@ -35,8 +35,9 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 PINNED_PATH = re.compile(r"(?P<path>.+)@sha256:(?P<sha256>[0-9a-f]{64})")
 
 # The fields that a branch can't change, with the reason.
+POSITION = "the state counts its text in batches of that size"
 FIXED_IN_A_BRANCH = {
-    "batch_tokens": "the state counts its text in batches of that size",
+    **dict.fromkeys(("batch_tokens", "batch_ramp_from", "batch_ramp_tokens"), POSITION),
     "seed": "the state is a position in the order that the seed gives",
     **dict.fromkeys(("beta1", "beta2", "epsilon"), "the moments of the optimizer were made with it"),
     "optimizer": "the state of another optimizer has other tensors",
@@ -281,6 +282,8 @@ def check_branch(parent: Recipe, recipe: Recipe, where: str) -> None:
         raise UserError(
             f"{where}: tokens.tokenizer is {parent.tokens.tokenizer} there, and the weights were trained on its ids"
         )
+    if recipe.train.batch_ramp_from and recipe.tokens != parent.tokens:
+        raise UserError(f"{where}: other text restarts the ramp of the batch; keep tokens, or remove the ramp")
 
 
 # --- the Hub

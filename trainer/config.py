@@ -65,6 +65,15 @@ class TrainConfig(Section):
     batch_tokens: int = Field(
         ge=1, description="Size of an optimizer step over all ranks; a multiple of model.block_size [tokens]"
     )
+    batch_ramp_from: int | None = Field(
+        default=None,
+        ge=1,
+        description="Size of the first step when the batch grows linearly to batch_tokens (GPT-3's ramp); must divide "
+        "batch_tokens; the decay of rates then follows the tokens read; null: a constant batch [tokens]",
+    )
+    batch_ramp_tokens: int | None = Field(
+        default=None, ge=1, description="Length of the ramp, from the start of the run [tokens]"
+    )
     max_steps: int = Field(ge=1, description="Length of the training [optimizer steps]")
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
@@ -241,6 +250,17 @@ class TrainConfig(Section):
         return value
 
     @model_validator(mode="after")
+    def _ramp_fits(self) -> Self:
+        first, full = self.batch_ramp_from, self.batch_tokens
+        if (first is None) != (self.batch_ramp_tokens is None):
+            given, missing = ("batch_ramp_tokens", "batch_ramp_from")[:: 1 if first is None else -1]
+            raise ValueError(f"{given} is given without {missing}; a ramp needs both, a constant batch neither")
+        if first is not None and full % first:
+            nearest = next(n for n in range(min(first, full), 0, -1) if full % n == 0)
+            raise ValueError(f"batch_ramp_from {first} does not divide batch_tokens {full}; {nearest} would")
+        return self
+
+    @model_validator(mode="after")
     def _target_is_measured(self) -> Self:
         if self.stop_at and self.stop_at.val_loss is not None and self.val_every is None:
             raise ValueError("stop_at.val_loss needs validations, and val_every is null; set train.val_every to 250")
@@ -259,12 +279,7 @@ class TrainConfig(Section):
 # Fields that came later. A training that leaves them out keeps the fingerprint that it had before.
 ADDED_FIELDS = ("stop_at", "init_from", "branch_from")
 # Fields that are gone, with the values that fingerprints of trainings without them had.
-FORMER_FIELDS = {
-    "rollback_above_nats": None,
-    "max_rollbacks": 3,
-    "batch_ramp_from": None,
-    "batch_ramp_tokens": None,
-}
+FORMER_FIELDS = {"rollback_above_nats": None, "max_rollbacks": 3}
 # Fields without a meaning for AdamW alone, whose trainings keep their fingerprints, too.
 MUON_FIELDS = (
     "embedding_learning_rate",
@@ -291,6 +306,8 @@ def identity_of(train: TrainConfig) -> dict[str, Any]:
     for name in ADDED_FIELDS:
         if (value := values.pop(name)) is not None:
             values[name] = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+    if train.batch_ramp_from:
+        values["schedule_of"] = "tokens"  # in version 0.1 the schedules of a growing batch followed the steps
     return values
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from trainer.amounts import batch_stages
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece, training_tensors
 from trainer.config import RuntimeConfig, TrainConfig
@@ -132,6 +133,9 @@ class PlainEngine:
         self.model: LanguageModel = plain_model(config, runtime.recompute).to(world.device)
         self.forward: Any = self.model
         if compiled:
+            # torch does not compile beyond this limit: it must cover two sizes of micro-batches a batch of the ramp.
+            dynamo = torch._dynamo.config
+            dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(batch_stages(train)))
             self.forward = torch.compile(self.model, dynamic=False)
         if train.optimizer == "muon" and self.precision == "fp16":
             raise UserError(f"train.optimizer: muon computes in bf16, which {device_name(world.device)} does not have")

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from trainer.amounts import check_shares, micro_batch_count, val_tokens
+from trainer.amounts import batch_tokens_at, check_shares, micro_batch_count, val_tokens
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.save_clock import SaveClock
@@ -252,6 +252,7 @@ class Training:
         state, config, world = self.state, self.config, self.world
         started = time.perf_counter()  # time.time() may jump
         sequences, upcoming = self.sequences(state.data_step), self.sequences(state.data_step + 1)
+        batch_tokens = batch_tokens_at(state.data_step, config)
         batches = self.data.micro_batches(sequences, state.micro_batch_size, world.device, upcoming)
         rates = rates_at(state.step, config, self.model)
         if state.step + 1 >= config.max_steps:
@@ -260,7 +261,7 @@ class Training:
             self.engine,
             self.watchdog.each(batches),
             micro_batch_count(len(sequences), state.micro_batch_size),
-            config.batch_tokens / self.model.block_size / world.world_size,
+            batch_tokens / self.model.block_size / world.world_size,
             rates,
             state.optimizer_steps + 1,
             partial(self.judge, sequences=sequences, upcoming=upcoming, save_due=self.save_is_due()),
@@ -271,11 +272,11 @@ class Training:
             before_update=self.checkpointer.before_update,
         )
         self.agreed, state.health, self.failure = verdict.agreed, verdict.health, verdict.failure
-        state.advance(config.batch_tokens, applied)
+        state.advance(batch_tokens, applied)
         seconds = time.perf_counter() - started
         self.log.clock.enter("redone" if state.step < self.log.reached else "train")
         self.watchdog.step_done(seconds)
-        self.log_step(verdict, rates.of["vector"], config.batch_tokens / seconds)
+        self.log_step(verdict, rates.of["vector"], batch_tokens / seconds)
         if state.health.diverged:
             self.diverge(state.health.diverged)
         if not state.health.not_finite:

@@ -156,7 +156,8 @@ def bench_recipe(name: str, changes: list[str]) -> "Recipe":
     from pipelines.recipe import load_recipe
 
     steady = ["train.schedule=constant", "train.warmup_steps=0", "train.learning_rate=1.0e-4"]
-    return load_recipe(name, [*steady, *changes])
+    constant = ["train.batch_ramp_from=null", "train.batch_ramp_tokens=null"]
+    return load_recipe(name, [*steady, *constant, *changes])
 
 
 def engines_compared(precision: str) -> list[list[str]]:

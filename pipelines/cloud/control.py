@@ -32,6 +32,7 @@ from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.releases import Release, write_releases
 from pipelines.tracking.runs import Run, RunRecord, Summary, store_summary, usable_runs
 from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
+from trainer.amounts import steps_to_come
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.store import Store
@@ -108,7 +109,7 @@ def training_to_come(run: Run, train: TrainConfig) -> Forecast | None:
     if steps >= run.last_step or prefix is None:
         return None
     attempts = [attempt for attempt in run.account.attempts if attempt.prefix == prefix]
-    return forecast(attempts, train.max_steps - steps)
+    return forecast(attempts, steps_to_come(steps, train))
 
 
 def reported_tasks(note: Callable[[str], None]) -> tuple[list[TaskStatus], str | None]:

@@ -45,7 +45,7 @@ from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
 from pipelines.tracking.runs import find_run
-from trainer.amounts import state_bytes, val_tokens
+from trainer.amounts import state_bytes, tokens_before, val_tokens
 from trainer.checkpoint.commits import checkpoint_seconds, committed_state
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError
@@ -343,7 +343,7 @@ def tokens_of(recipe: Recipe) -> int:
 def training_tokens(work: Workload) -> float:
     """The tokens that are left to train on, and a third of those to measure on, the share of the forward pass."""
     train, steps = work.recipe.train, work.steps_left
-    tokens = float(steps * train.batch_tokens)
+    tokens = float(tokens_before(train.max_steps, train) - tokens_before(train.max_steps - steps, train))
     measured = work.recipe.evaluations(steps) * work.recipe.benchmark_tokens
     if train.val_every:
         measured += (steps // train.val_every) * min(val_tokens(work.recipe.model, train), work.held_out)

@@ -22,6 +22,7 @@ from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account,
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import read_run
+from trainer.amounts import tokens_before
 from trainer.checkpoint.commits import committed_state
 from trainer.config import TrainConfig
 from trainer.errors import HandedOver, UserError
@@ -120,7 +121,7 @@ class DeadlineWatch:
         if beat.stage == "train" and step:
             ours, gpus = account(beat.run, [StoredHeartbeat("train", beat)]).attempts, beat.machine.accelerators or ""
             if per_token := seconds_per_token(train, [gpus], beat.nodes, ours):
-                to_come = (train.max_steps - step) * train.batch_tokens
+                to_come = tokens_before(train.max_steps, train) - tokens_before(step, train)
                 self._compare(to_come * per_token)
 
     def _slack(self, work_left: float) -> float:
@@ -142,9 +143,9 @@ def seconds_left(work: "Work") -> float:
     margin, gpus = 1.0, [here.machine.accelerators or ""]  # as launch expects it
     if is_standby():
         margin, gpus = ESTIMATE_MARGIN, [row.accelerators for row in prices_from_environment() if row.accelerators]
-    state = committed_state(work.store, work.plan.prefix)
+    state, whole = committed_state(work.store, work.plan.prefix), tokens_before(train.max_steps, train)
     done = state.step if state else train.first_step
-    to_come = 0 if state and state.has_ended(train) else (train.max_steps - done) * train.batch_tokens
+    to_come = 0 if state and state.has_ended(train) else whole - tokens_before(done, train)
     if measured := seconds_per_token(train, gpus, here.nodes, attempts):
         return to_come * measured
     if not gpus:
@@ -162,7 +163,8 @@ def seconds_per_token(
     steps = sum(last - first for first, last, _ in trained)  # the first step is in the phase "compile"
     if steps < FEWEST_STEPS:
         return None
-    return sum(training_seconds(one) for _, _, one in trained) / (steps * train.batch_tokens)
+    tokens = sum(tokens_before(last, train) - tokens_before(first, train) for first, last, _ in trained)
+    return sum(training_seconds(one) for _, _, one in trained) / tokens
 
 
 def slack_text(slack: float) -> str:

@@ -36,6 +36,7 @@ from pipelines.tracking.account import (
 )
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import Passed, Run
+from trainer.amounts import batch_stages
 from trainer.errors import UserError
 from trainer.metrics import MFU_FORMULA
 from trainer.store import Store
@@ -164,7 +165,7 @@ def run_data(run: Run) -> dict[str, Any]:
     return asdict(summary) | {
         "name": record.run,
         "size": size,
-        "batch_tokens": recipe.train.batch_tokens,
+        "batches": batch_stages(recipe.train),
         "max_steps": run.last_step,
         "parameters": model.parameters,
         "text": text_name(recipe),
@@ -198,7 +199,7 @@ def overlay_data(overlay: Overlay) -> dict[str, Any]:
     last = {metric: points[-1][1] for metric, points in series.items()}
     return {
         "name": overlay.name,
-        "batch_tokens": overlay.batch_tokens,
+        "batches": [(0, 0, overlay.batch_tokens)],
         "steps": max(points[-1][0] for points in series.values()),
         "val_loss": last.get("val/loss"),
         "train_loss": last.get("train/loss"),

@@ -46,7 +46,8 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
         "text": f"{texts}; its licence: see its page",
         "tokenizer": f"{recipe.tokens.tokenizer}, {model.vocab_size:,} ids",
         "tokens trained on": f"{facts.get('tokens', recipe.train_tokens):,} in {train.max_steps:,} steps of "
-        f"{train.batch_tokens:,}",
+        + (f"{train.batch_ramp_from:,} to " if train.batch_ramp_from else "")
+        + f"{train.batch_tokens:,}",
         "first weights": public(recipe.first_weights or f"random, from the seed {train.seed}"),
         "optimizer": f"{train.optimizer}, learning rate {train.learning_rate:g}, {train.schedule}",
         "precision": f"{facts.get('precision') or train.precision}; these weights: {recipe.export.dtype}",

@@ -6,7 +6,7 @@ seconds of phases, are machine time: two nodes for an hour are two hours. Every 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -116,10 +116,13 @@ class Account:
 def account(
     run: str,
     heartbeats: Iterable[StoredHeartbeat],
-    batch_tokens: int = 0,
+    tokens_before: Callable[[int], int] = lambda step: 0,
     faults: Iterable[str] = (),
 ) -> Account:
-    """Add up a run's attempts, from the last heartbeat of each, in any order. An update reads `batch_tokens`."""
+    """Add up a run's attempts, from the last heartbeat of each, in any order.
+
+    `tokens_before`: tokens of all updates before a step.
+    """
     by_prefix: dict[str, list[StoredHeartbeat]] = {}
     for one in sorted(heartbeats, key=lambda one: (one.prefix, one.beat.attempt)):
         by_prefix.setdefault(one.prefix, []).append(one)
@@ -131,7 +134,7 @@ def account(
         on_artifact = [_attempt(one, one is not several[-1], *steps) for one, steps in counts]
         attempts += on_artifact
         interruptions += _interruption_costs(on_artifact)
-        tokens += batch_tokens * sum(a.steps_kept for a in on_artifact)
+        tokens += tokens_before(sum(a.steps_kept for a in on_artifact))
     attempts.sort(key=lambda a: (a.started, a.prefix, a.number))
     traffic = _total(TrafficCost, (a.traffic for a in attempts))
     total = total_cost(a.bill for a in attempts)

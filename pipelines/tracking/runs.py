@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -24,6 +24,7 @@ from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat
 from pipelines.tracking.mlflow.settings import experiment_name, own_tags
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.releases import Release, read_releases, until_release
+from trainer.amounts import tokens_before, tokens_of_steps
 from trainer.checkpoint.commits import series
 from trainer.config import ADAMW_FIELDS, MUON_FIELDS, TARGETS
 from trainer.config_errors import explain
@@ -230,12 +231,19 @@ class Run:
     @cached_property
     def account(self) -> Account:
         """The time and money of all attempts, and of their machines until SkyPilot released them."""
-        return account(self.name, self._until_release[0], self.recipe.train.batch_tokens, self.unreadable_attempts)
+        of_steps = partial(tokens_of_steps, self.recipe.train)
+        return account(self.name, self._until_release[0], of_steps, self.unreadable_attempts)
 
     @cached_property
     def series(self) -> list[dict[str, Any]]:
         """The committed rows, one a step."""
         return series(self.store, self.record.prefixes["train"]) if "train" in self.record.prefixes else []
+
+    @cached_property
+    def tokens_before(self) -> Callable[[int], int]:
+        """Tokens of all updates before a step."""
+        train = self.recipe.train
+        return lambda step: tokens_before(step, train)
 
     @cached_property
     def passed(self) -> Passed | None:
@@ -245,8 +253,7 @@ class Run:
             assert stop_at
             if row["step"] and (name := stop_at.passed_by(row)):
                 step, until = row["step"], cost_until(self.account, row["time"])
-                tokens = step * self.recipe.train.batch_tokens
-                return Passed(name, stop_at.targets[name], row[TARGETS[name]], step, tokens, until)
+                return Passed(name, stop_at.targets[name], row[TARGETS[name]], step, self.tokens_before(step), until)
         return None
 
     @property
@@ -298,7 +305,7 @@ class Run:
             state=self.state,
             attempts=1 + len(worked) - len({attempt.prefix for attempt in worked}),
             steps=steps,
-            tokens=steps * self.recipe.train.batch_tokens,
+            tokens=self.tokens_before(steps),
             train_loss=facts.get("train/loss"),
             val_loss=facts.get("val/loss"),
             bits_per_byte=facts.get("val/bits_per_byte"),

@@ -28,13 +28,13 @@ from trainer.optim.rates import Rates
 
 def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Inject the faults of `trouble` each time when training reads their positions."""
-    rates_at, backward, update = trainer.loop.rates_at, PlainEngine.backward, PlainEngine.update
+    batch_tokens_at, backward, update = trainer.loop.batch_tokens_at, PlainEngine.backward, PlainEngine.update
     position = -1
 
-    def recording_rates_at(step: int, *args: Any) -> Rates:
+    def recording_batch_tokens_at(step: int, *args: Any) -> int:
         nonlocal position
         position = step
-        return rates_at(step, *args)
+        return batch_tokens_at(step, *args)
 
     def active_kinds() -> set[str]:
         return {kind for kind, positions in trouble.items() if position in positions}
@@ -58,7 +58,7 @@ def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None]
         rate = rates.of["vector"] * (300 if "spike" in kinds else 1)
         return update(engine, Rates.adamw(1e30 if "ruin" in kinds else rate), *args, **options)
 
-    patch(trainer.loop, "rates_at", recording_rates_at)
+    patch(trainer.loop, "batch_tokens_at", recording_batch_tokens_at)
     patch(PlainEngine, "backward", troubled_backward)
     patch(PlainEngine, "update", troubled_update)
 

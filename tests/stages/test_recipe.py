@@ -49,6 +49,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "model": {"family": "modern", "n_layer": 13, "n_head": 6, "n_embd": 1536, "block_size": 512, "vocab_size": 50_304},
     "train": {
         "batch_tokens": 262_144,
+        "batch_ramp_from": 32_768,
+        "batch_ramp_tokens": 1_000_000_000,
         "max_steps": 1000,
         "optimizer": "muon",
         "learning_rate": 5e-4,
@@ -219,6 +221,14 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
             "train.batch_tokens=1000",
             "train.batch_tokens: 1000 is not a multiple of model.block_size 128; 1024 would be",
         ),
+        (
+            "train={batch_tokens: 2048, max_steps: 9, learning_rate: 1, batch_ramp_from: 768, batch_ramp_tokens: 9}",
+            "train: batch_ramp_from 768 does not divide batch_tokens 2048; 512 would",
+        ),
+        (
+            "train.batch_ramp_from=512",
+            "train: batch_ramp_from is given without batch_ramp_tokens; a ramp needs both, a constant batch neither",
+        ),
         ("model.n_head=3", "my.yaml: model: n_embd 128 is not divisible by n_head 3; 126 would be"),
         (
             "model.vocab_size=256",
@@ -317,7 +327,9 @@ def test_set_changes_one_field_with_the_types_of_yaml(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("section", "field"), FIELDS)
 def test_a_field_changes_the_fingerprints_downstream_and_no_others(section: str, field: str) -> None:
-    recipe = load_recipe("gpt2-124m", ["train.optimizer=muon"] if field in MUON_FIELDS else [])
+    ramp = ["train.batch_ramp_from=16384", "train.batch_ramp_tokens=1"]  # one is invalid without the other
+    muon = ["train.optimizer=muon"]
+    recipe = load_recipe("gpt2-124m", ramp if field.startswith("batch_ramp") else muon if field in MUON_FIELDS else [])
     values = recipe.model_dump()
     assert values[section][field] != OTHER[section][field]
     if (section, field) == ("tokens", "val_tokens"):

@@ -52,7 +52,7 @@ def test_hours_and_dollars_are_the_time_between_start_and_last_heartbeat_at_each
 def test_every_node_is_billed_and_hours_of_unknown_price_are_kept_apart_in_every_sum() -> None:
     four_nodes = beat(price_per_hour=2.0, nodes=4, phases={"train": HOUR})
     unknown = beat(attempt=2, price_per_hour=None, nodes=2, phases={"train": HOUR})
-    bill = of(four_nodes, unknown, batch_tokens=1000)
+    bill = of(four_nodes, unknown, tokens_before=lambda step: 1000 * step)
     assert bill.total == bill.by_stage["train"] == bill.by_phase["train"] == Cost(6.0, 8.0, 2.0)
     assert cost_metrics(bill)["time/unpriced_hours"] == 2.0
     unpriced = of(beat(price_per_hour=None))
@@ -93,7 +93,7 @@ def test_steps_that_a_later_attempt_rolled_back_are_not_kept() -> None:
         beat(attempt=3, state="failed"),  # never began to train
         beat(attempt=4, state="running", progress=steps(80, 88)),  # died 2 steps after its last heartbeat
         beat(attempt=5, progress=steps(90, 100)),
-        batch_tokens=10_000_000,
+        tokens_before=lambda step: 10_000_000 * step,
     )
     assert [(a.steps_done, a.steps_kept, a.steps_redone) for a in bill.attempts] == [
         (57, 50, 0),

@@ -128,6 +128,16 @@ def test_a_batch_with_fewer_sequences_than_processes_is_refused_with_numbers_tha
     check_shares(model, configured("train", batch_tokens=256).train, 16)
 
 
+def test_a_ramp_begins_with_a_sequence_for_every_process() -> None:
+    model, _, _ = parts()
+    ramp = {"batch_tokens": 12 * 16, "batch_ramp_tokens": 1000}
+    train = configured("train", batch_ramp_from=3 * 16, **ramp).train
+    check_shares(model, train, 2)
+    with pytest.raises(UserError, match=r"train\.batch_ramp_from: 48 .* or --set train\.batch_ramp_from=96$"):
+        check_shares(model, train, 5)
+    check_shares(model, configured("train", batch_ramp_from=96, **ramp).train, 5)
+
+
 def test_validations_take_at_most_two_percent_of_the_training() -> None:
     model = Gpt2Config(n_layer=1, n_head=1, n_embd=8, block_size=1024)
 
@@ -139,6 +149,7 @@ def test_validations_take_at_most_two_percent_of_the_training() -> None:
         (train(batch_tokens=524_288, max_steps=18_865), 7_706_624),
         (train(batch_tokens=524_288, max_steps=18_865, val_every=1000), 10_485_760),
         (train(batch_tokens=65_536, max_steps=100), 196_608),
+        (train(batch_tokens=1_048_576, max_steps=999, batch_ramp_from=131_072, batch_ramp_tokens=10**8), 10_206_208),
     ):
         assert val_tokens(model, config) == tokens and tokens % model.block_size == 0
         assert val_share(model, config) <= 0.02

@@ -2,7 +2,9 @@
 
 import struct
 import threading
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.amounts import batch_tokens_at, tokens_before
 from trainer.config import TrainConfig
 from trainer.data.batches import TokenData
 from trainer.data.shards import Order, Shard, local_shards, read_shard, sequences_of, token_dtype, write_shard
@@ -128,15 +131,25 @@ def test_every_window_is_read_exactly_once_an_epoch(sizes: list[int], block: int
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 8), st.integers(0, 40), st.integers(0, 20))
-def test_ranks_share_a_step_without_gap_or_overlap(world_size: int, step: int, more: int) -> None:
-    per_step = world_size + more
-    train = TrainConfig(batch_tokens=4 * per_step, max_steps=50, learning_rate=0.1)
-    whole = list(sequences_of(step, MODEL, train, 0, 1))
-    assert whole == list(range(step * per_step, (step + 1) * per_step))
-    parts = [sequences_of(step, MODEL, train, rank, world_size) for rank in range(world_size)]
-    assert [g for part in parts for g in part] == whole
-    assert all(len(part) in (per_step // world_size, -(-per_step // world_size)) for part in parts)
+@given(st.integers(1, 8), st.integers(0, 9), st.integers(1, 9), st.integers(1, 3000))
+def test_ranks_share_a_step_without_gap_or_overlap_and_batches_grow_as_in_gpt3(
+    world_size: int, more: int, multiples: int, ramp: int
+) -> None:
+    first = MODEL.block_size * (world_size + more)
+    full = first * multiples
+    grows: Any = {"batch_ramp_from": first, "batch_ramp_tokens": ramp} if multiples > 1 else {}
+    train = TrainConfig(batch_tokens=full, **grows, max_steps=400, learning_rate=0.1)
+    read = 0
+    for step in range(100):
+        parts = [sequences_of(step, MODEL, train, rank, world_size) for rank in range(world_size)]
+        count, tokens = sum(map(len, parts)), read * MODEL.block_size
+        assert [g for part in parts for g in part] == list(range(read, read + count))
+        assert all(len(part) in (count // world_size, -(-count // world_size)) for part in parts)
+        # Brown et al. 2020: linear from the first batch to the full one over the first tokens; in multiples here.
+        line = full if tokens >= ramp else first + (full - first) * Fraction(tokens, ramp)
+        assert count * MODEL.block_size == line // first * first == batch_tokens_at(step, train)
+        assert tokens == tokens_before(step, train)
+        read += count
 
 
 def test_the_order_of_a_seed_never_changes() -> None:

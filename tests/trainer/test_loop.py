@@ -40,6 +40,16 @@ def test_a_run_learns_and_logs_every_step(runner: Callable[..., Runner]) -> None
     assert validation_loss(model, val, 400, 7, ALONE) == pytest.approx(state.val_loss, rel=1e-5)
 
 
+def test_a_batch_ramp_resumes_where_it_was_interrupted(runner: Callable[..., Runner]) -> None:
+    ramp = {"batch_tokens": 256, "batch_ramp_from": 64, "batch_ramp_tokens": 600, "max_steps": 10}
+    whole, parts = runner("whole", **ramp), runner("parts", **ramp)
+    model, state = whole.attempt()
+    assert state.tokens_seen == 4 * 64 + 2 * 128 + 192 + 3 * 256
+    for last in (3, 3, 2):
+        parts.attempt(stop_after=last)
+    assert weights(parts.attempt()[0]) == weights(model) and parts.rows() == whole.rows()
+
+
 def test_the_accumulated_gradient_is_that_of_the_whole_batch(runner: Callable[..., Runner]) -> None:
     runs = [runner(f"micro-{size}", micro_batch_size=size) for size in (1, 2, 3, 8)]  # 3: 2, 3 and 3
     for run in runs:

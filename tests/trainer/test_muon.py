@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 from trainer_runs import EVERY_STEP, Runner, weights
 
-from trainer.amounts import state_bytes
+from trainer.amounts import batch_tokens_at, state_bytes, tokens_before
 from trainer.config import TrainConfig
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
@@ -116,34 +116,6 @@ def test_an_update_is_the_formula_with_a_cautious_decay(monkeypatch: pytest.Monk
         torch.testing.assert_close(p.detach().double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_updates_are_those_of_torchs_class_with_its_polynomial_and_without_decay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torch does not divide c_attn into queries, keys and values, evens nothing, decays without caution, and iterates
-    Jordan's polynomial; the momentum, the look ahead and the factor of tall matrices are the same."""
-    orthogonal, jordans = muon.orthogonal, ((3.4445, -4.775, 2.0315),) * 5
-    monkeypatch.setattr(muon, "SAFETY", 1.0)
-    monkeypatch.setattr(muon, "_row_norms", lambda m: muon._norms(m) / m.size(1) ** 0.5)
-    monkeypatch.setattr(muon, "orthogonal", lambda m, **_: orthogonal(m, jordans))
-    monkeypatch.setattr(muon, "_even", lambda d, *_: d * max(1, d.size(1) / d.size(2)) ** 0.5)
-    monkeypatch.setattr(muon, "parts_of", lambda name, rows, columns: [rows])
-    ours, theirs = small_model(), small_model()
-    optimizer = optimizer_for(ours, TrainConfig(**TRAIN))
-    optimizer.rates = Rates({**Rates.adamw(0.01).of, "matrix": 0.02}, momentum=0.95)
-    names = dict(theirs.named_parameters())
-    reference = torch.optim.Muon([names[name] for name in sorted(MATRICES)], lr=0.02, weight_decay=0.0, momentum=0.95)
-    before = {name: p.detach().clone() for name, p in names.items()}
-    for step in range(4):
-        set_gradients(ours, theirs, seed=step)
-        optimizer.step()
-        reference.step()
-    for name, p in ours.named_parameters():
-        if name in MATRICES:
-            moved, wanted = (w.detach() - before[name] for w in (p, names[name]))
-            assert float((moved - wanted).norm() / wanted.norm()) < 0.03, name  # both round 15 products to bf16
-
-
 RATES: dict[str, Any] = {
     "warmup_steps": 10,
     "schedule": "wsd",
@@ -183,6 +155,25 @@ def test_scaled_rates_are_nanochats(layers: int, batch: int, decay: float, rates
     top = peaks(config, model)
     assert top.matrix_decay == pytest.approx(decay, rel=2e-3) and top.of["gate"] == 0.2
     assert {group: top.of[group] for group in rates} == pytest.approx(rates, rel=2e-3)
+
+
+def test_a_growing_batch_has_the_rates_of_its_size_and_the_schedule_of_its_tokens() -> None:
+    constant = TrainConfig(
+        **TRAIN | RATES | {"batch_tokens": 1 << 19, "scale_rates": True, "muon_momentum_warmup_steps": 9}
+    )
+    ramp = {"batch_ramp_from": 1 << 18, "batch_ramp_tokens": 60 << 19, "max_steps": 200}
+    grown, compared = constant.model_copy(update=ramp), 0
+    constant = constant.model_copy(update={"max_steps": tokens_before(200, grown) >> 19})
+    for step in range(50, 200):
+        position, rest = divmod(tokens_before(step, grown), 1 << 19)
+        if not rest:
+            root = (batch_tokens_at(step, grown) / (1 << 19)) ** 0.5
+            now, wanted = rates_at(step, grown, MODEL), rates_at(position, constant, MODEL)
+            scaled = {group: rate * (1 if group == "gate" else root) for group, rate in wanted.of.items()}
+            assert now.of == pytest.approx(scaled) and now.momentum == pytest.approx(wanted.momentum)
+            assert now.matrix_decay == pytest.approx(root * wanted.matrix_decay)
+            compared += 1
+    assert compared > 50
 
 
 # --- checkpoints

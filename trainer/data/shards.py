@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from trainer.amounts import batch_tokens_at, tokens_before
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.models.model_config import ModelConfig
@@ -323,8 +324,8 @@ def order_of(shards: Sequence[Shard], block_size: int, seed: int, weights: Seque
 def sequences_of(step: int, model: ModelConfig, train: TrainConfig, rank: int, world_size: int) -> range:
     """The sequence numbers that `rank` reads in update `step`: its slice of the step's, which is not empty if the step
     has at least `world_size` sequences."""
-    count = train.batch_tokens // model.block_size
-    return slices(range(step * count, (step + 1) * count), world_size)[rank]
+    first, count = tokens_before(step, train) // model.block_size, batch_tokens_at(step, train) // model.block_size
+    return slices(range(first, first + count), world_size)[rank]
 
 
 def slices(sequences: range, count: int) -> list[range]:

@@ -19,8 +19,6 @@ REMOVED_FIELDS = {
     "train.rollback_above_nats": "removed in version 0.2: set train.skip_grad_norm_zscore, or train.branch_from an "
     "earlier commit",
     "train.max_rollbacks": "removed in version 0.2, with train.rollback_above_nats",
-    "train.batch_ramp_from": "removed in version 0.2: the batch is constant",
-    "train.batch_ramp_tokens": "removed in version 0.2, with train.batch_ramp_from",
     "train.muon_beta2": "removed in version 0.2: Muon always evens rows or columns, with 0.9",
     "train.muon_weight_decay_schedule": "removed in version 0.2: it is nanochat's cosine",
     "runtime.data_parallel": "removed in version 0.2: the fused engine always uses ZeRO-1",

@@ -15,7 +15,8 @@ even(O): rows, or of a wide matrix columns, divided by the roots of their mean s
 the result has the norm that it had (NorMuon, Li et al. 2025).
 
 All of it is as in nanochat's optim.py (July 2026). torch.optim.Muon has the first two and f, other polynomials
-(Jordan's, whose singular values end between 0.7 and 1.2), and a weight decay that is not cautious; tests compare it.
+(Jordan's, whose singular values end between 0.7 and 1.2), and a weight decay that is not cautious. nanochat's norms
+have a margin of 1e-6 before the polynomials, and ours do not, so that the scale of a gradient changes nothing.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,5 +1,7 @@
 """The numbers that the schedule gives to an update, as functions of the step, and those of each group of parameters.
 
+Where the batch grows, schedules follow the tokens read, and the warm-ups the steps.
+
 Parameters fall into groups by name and shape, by one rule for every model: the matrices of the blocks (`h.…`), which
 Muon moves if the run uses it; and, always for AdamW, the untied head, the embeddings and all vectors. Alone, AdamW has
 the same numbers for all. Beside Muon, each group has nanochat's (github.com/karpathy/nanochat, gpt.py, July 2026).
@@ -10,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from trainer.amounts import batch_tokens_at, tokens_before
 from trainer.config import TrainConfig
 from trainer.models.model_config import ModelConfig
 
@@ -82,8 +85,8 @@ def rates_of(rate: float, step: int, config: TrainConfig, model: ModelConfig) ->
     """The numbers of update `step` (0-based) when `learning_rate` is `rate` there: all rates keep their ratios."""
     if config.optimizer == "adamw":
         return Rates.adamw(rate)
-    top, share = peaks(config, model), rate / config.learning_rate
-    left = 0.5 * (1 + math.cos(math.pi * step / config.max_steps))
+    top, share = peaks(config, model, batch_tokens_at(step, config)), rate / config.learning_rate
+    left = 0.5 * (1 + math.cos(math.pi * full_steps(step, config) / full_steps(config.max_steps, config)))
     return Rates(
         {group: share * peak for group, peak in top.of.items()}, momentum_at(step, config), left * top.matrix_decay
     )
@@ -92,8 +95,13 @@ def rates_of(rate: float, step: int, config: TrainConfig, model: ModelConfig) ->
 REFERENCE_BATCH, REFERENCE_WIDTH, REFERENCE_LAYERS = 1 << 19, 768, 12  # of nanochat's rates
 
 
-def peaks(config: TrainConfig, model: ModelConfig) -> Rates:
-    """The largest numbers of a run with Muon.
+def full_steps(step: int, config: TrainConfig) -> float:
+    """The tokens of all updates before update `step`, in batches of `batch_tokens`: the time of schedules."""
+    return tokens_before(step, config) / config.batch_tokens
+
+
+def peaks(config: TrainConfig, model: ModelConfig, batch_tokens: int | None = None) -> Rates:
+    """The largest numbers of a run with Muon, in steps of `batch_tokens`; None: of the largest batch.
 
     With `scale_rates` those of the configuration are for a batch of 2^19 tokens and 12 layers of 768. As nanochat does,
     all rates and the decay are multiplied by the root of the batch's ratio; rates of embeddings and head also by the
@@ -105,7 +113,7 @@ def peaks(config: TrainConfig, model: ModelConfig) -> Rates:
     if config.scale_rates:
         head = model.padded_vocab_size
         reference = 12 * REFERENCE_LAYERS * REFERENCE_WIDTH**2 + head * REFERENCE_WIDTH
-        batch = math.sqrt(config.batch_tokens / REFERENCE_BATCH)
+        batch = math.sqrt((batch_tokens or config.batch_tokens) / REFERENCE_BATCH)
         width = math.sqrt(REFERENCE_WIDTH / model.n_embd)
         decay = batch * reference / (model.matrix_parameters + head * model.n_embd)
     embedding = batch * width * (config.embedding_learning_rate or config.learning_rate)
@@ -132,13 +140,14 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     peak, floor = config.learning_rate, config.learning_rate * config.min_lr_fraction
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    now, start, end = (full_steps(n, config) for n in (step, config.warmup_steps, config.max_steps))
+    done = (now - start) / max(1.0, end - start)
     if config.schedule == "cosine":
         return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
     if config.schedule == "linear":
         return floor + (peak - floor) * (1 - done)
     if config.schedule == "wsd":
-        return floor + (peak - floor) * min(1.0, (config.max_steps - step) / _wsd_decay_steps(config))
+        return floor + (peak - floor) * min(1.0, (end - now) / _wsd_decay_steps(config))
     return peak
 
 
@@ -153,9 +162,10 @@ def momentum_at(step: int, config: TrainConfig) -> float:
         first = min(FIRST_MOMENTUM, top)
         return first + (top - first) * step / config.muon_momentum_warmup_steps
     falls = config.schedule == "wsd"
-    done = max(0.0, 1 - (config.max_steps - step) / decay_steps) if falls else 0.0
+    left = full_steps(config.max_steps, config) - full_steps(step, config)
+    done = max(0.0, 1 - left / decay_steps) if falls else 0.0
     return top + (min(LAST_MOMENTUM, top) - top) * done
 
 
 def _wsd_decay_steps(config: TrainConfig) -> int:
-    return max(1, round(config.wsd_decay_fraction * config.max_steps))
+    return max(1, round(config.wsd_decay_fraction * full_steps(config.max_steps, config)))

@@ -12,7 +12,7 @@ const sources = [
 const lengths = sources.map((source) => source.steps).filter((steps) => steps > 0);
 const unequal = Math.max(...lengths) > 8 * Math.min(...lengths);
 // With different batches, equal steps are different amounts of training.
-const batches = new Set(sources.map((source) => source.batch_tokens));
+const batches = new Set(sources.map((source) => JSON.stringify(source.batches)));
 const view = { axis: batches.size > 1 ? "tokens" : "step", scale: unequal ? "log" : "linear" };
 const visible = () => sources.filter((source) => !source.hidden);
 const redraws = [];

@@ -5,7 +5,7 @@ const AXES = {
   tokens: {
     name: "tokens",
     title: "training tokens",
-    of: (source, curve) => curve.step.map((step) => step * source.batch_tokens),
+    of: (source, curve) => curve.step.map((step) => tokensBefore(source, step)),
     text: (x) => `${short(x)} tokens`,
   },
   hours: {
@@ -21,6 +21,11 @@ const AXES = {
     text: dollars,
   },
 };
+// Tokens of all steps before a step. Batch sizes: [first step, tokens before it, tokens a step].
+function tokensBefore(source, step) {
+  const [first, before, batch] = source.batches.findLast(([from]) => from <= step);
+  return before + (step - first) * batch;
+}
 const isOn = (source, axis) => Object.values(source.series).some((curve) => AXES[axis].of(source, curve.line));
 
 function ticks(low, high, count) {

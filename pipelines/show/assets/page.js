@@ -43,7 +43,7 @@ function overview() {
   const scores = (source) => [score(source.val_loss), score(source.hellaswag_acc_norm)];
   const name = (source) => source.page ? el("a", { href: source.page }, source.name) : [swatch(source.key, "box"), source.name];
   function row(source) {
-    const tokens = short(source.overlay ? source.steps * source.batch_tokens : source.tokens);
+    const tokens = short(source.overlay ? tokensBefore(source, source.steps) : source.tokens);
     if (source.overlay) return [name(source), "llm.c's log", "", tokens, ...scores(source), ...more.map(() => "–")];
     const { total, goodput } = source.account;
     return [
@@ -122,7 +122,7 @@ function training() {
 }
 
 function samples(run) {
-  const then = run.samples.map(([step, texts]) => [`After step ${full(step)}, ${short(step * run.batch_tokens)} tokens`, texts]);
+  const then = run.samples.map(([step, texts]) => [`After step ${full(step)}, ${short(tokensBefore(run, step))} tokens`, texts]);
   const all = run.sample ? [...then, ["Of the final weights", [run.sample]]] : then;
   return all.map(([title, texts], i) => el("details", { open: i === all.length - 1 },
     el("summary", {}, title), texts.map((text) => el("pre", {}, text))));
