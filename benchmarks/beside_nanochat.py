@@ -49,7 +49,7 @@ from trainer.parallel import World
 RECIPE = Path(__file__).parents[1] / "pipelines" / "recipes" / "modern-124m.yaml"
 RAMPS = {
     "ramp2": (2, 0.5),
-    "ramp4": (4, 0.9),
+    "ramp4": (4, 2 / 3),
 }  # last batch / first batch, share of the tokens in which it grows
 OURS = ("ours", "ours-fp8_head")
 ARMS = ("nanochat", "nanochat-fp8", *OURS, *(f"{arm}+{ramp}" for arm in OURS for ramp in RAMPS))
@@ -63,6 +63,7 @@ WITHOUT: dict[str, tuple[Any, str, Any]] = {
     "moments by group": (rates, "BESIDE_MUON", dict.fromkeys(rates.BESIDE_MUON, OLD)),
     "epsilon 1e-10": (rates, "BESIDE_MUON", {g: m._replace(epsilon=1e-8) for g, m in rates.BESIDE_MUON.items()}),
     "first scalars": (modern_module, "SCALARS", {**modern_module.SCALARS, **FLAT}),
+    "the step's own batch": (rates, "batch_tokens_at", lambda _, train: train.batch_tokens),
     "vectors in float32": (FlatState, "_in_float32", lambda state: (state.master[:0], [])),
 }
 FIELDS: dict[str, dict[str, Any]] = {

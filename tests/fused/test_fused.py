@@ -5,7 +5,6 @@ On a CPU its kernels run in Triton's interpreter and its products in plain torch
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,18 +239,6 @@ def test_the_eager_engine_resumes_from_a_commit_of_the_fused_engine_and_back(
         mixed.attempt(stop_after)
     for a, b in zip(plain.rows(), mixed.rows(), strict=True):
         assert a.get("train/loss", 0) == pytest.approx(b.get("train/loss", 0), rel=5e-3)
-
-
-@pytest.mark.gpu
-def test_three_ranks_that_share_a_batch_unequally_train_as_one(data: Path, tmp_path: Path) -> None:
-    config = trainer_runs.configured(engine="fused", **SHORT | {"batch_tokens": 256, "learning_rate": 1e-3})
-    one, three = (trainer_runs.Command(data, tmp_path / f"of-{ranks}", config) for ranks in (1, 3))
-    for command, ranks in ((one, 1), (three, 3)):
-        command.finish(ranks)
-    for a, b in zip(one.rows(), three.rows(), strict=True):
-        assert b.get("data/checksum") == a.get("data/checksum")
-        norms = [row.pop("train/grad_norm", 0.0) for row in (a, b)]
-        assert b == pytest.approx(a, rel=3e-3) and norms[1] == pytest.approx(norms[0], rel=0.03)
 
 
 def set_weights(engine: FusedEngine | PlainEngine, weights: dict[str, Tensor]) -> None:
