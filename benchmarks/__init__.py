@@ -1,15 +1,11 @@
 """Side-by-side measurements. Each module is a command: `python -m benchmarks.NAME`."""
 
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-import torch
-
 from trainer.errors import EXIT_MISTAKE, UserError
-from trainer.parallel import World
 
 
 def run_as_command(main: Callable[[], int | None]) -> NoReturn:
@@ -30,6 +26,8 @@ def median_ms(
     works: Sequence[Callable[[], object]], rounds: int, warm_up: int = 3, before: Callable[[], object] = lambda: None
 ) -> list[float]:
     """The median milliseconds of each piece of work on the GPU. They take turns; `before` precedes each, untimed."""
+    import torch
+
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in works]
     for _ in range(warm_up + rounds):
         for work, each in zip(works, marks, strict=True):
@@ -41,9 +39,3 @@ def median_ms(
             each.append((start, end))
     torch.cuda.synchronize()
     return [statistics.median(start.elapsed_time(end) for start, end in each[warm_up:]) for each in marks]
-
-
-def rank_0_prints(world: World) -> None:
-    """Let the other ranks print nothing on stdout."""
-    if world.rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

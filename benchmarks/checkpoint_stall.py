@@ -14,13 +14,14 @@ import argparse
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks import rank_0_prints, run_as_command, spread
+from benchmarks import run_as_command, spread
 from pipelines.recipe import Recipe, load_recipe
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState, checkpoint_seconds
@@ -100,7 +101,8 @@ def blocking_save(engine: Engine, path: Path) -> float:
 
 def measure(recipe: Recipe, saves: int, seconds: float, folder: Path) -> None:
     world = World.start(recipe.runtime)
-    rank_0_prints(world)
+    if world.rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     engine = make_engine(recipe.model, recipe.train, recipe.runtime, world)
     engine.initialize(recipe.train.seed)
     log = EventLog(None, PhaseClock())

@@ -113,10 +113,9 @@ class S3Store:
     def _connect(self) -> None:
         """Make the clients, with the credentials of now."""
 
-        def client(attempts: int) -> Any:
-            return self._given_client or client_from_environment(self.uri, self._time_limit_s, attempts)
-
-        self._client, self._transfer_client = client(1), client(PART_ATTEMPTS)
+        given = self._given_client
+        clients = [given] * 2 if given else clients_from_environment(self.uri, self._time_limit_s, 1, PART_ATTEMPTS)
+        self._client, self._transfer_client = clients
 
     def __repr__(self) -> str:
         return f"S3Store({self.uri!r})"
@@ -445,33 +444,39 @@ def _local(uri: str, root: Path) -> LocalStore:
     return store
 
 
-def client_from_environment(uri: str, time_limit_s: float, attempts: int) -> Any:
-    """A boto3 client for S3 with so many attempts a request. UserError for a wrong environment."""
+def clients_from_environment(uri: str, time_limit_s: float, *attempts: int) -> list[Any]:
+    """Boto3 clients for S3 with so many attempts a request. UserError for a wrong environment."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
-    config = Config(
-        retries={"total_max_attempts": attempts, "mode": "standard"},
-        connect_timeout=min(10, time_limit_s),
-        read_timeout=min(SILENCE_SECONDS / attempts, time_limit_s),  # of silence, not of the whole answer
-        max_pool_connections=2 * CONNECTIONS_OF_NODE,
-        # S3's newer checksums may use a chunked encoding that older servers (Ceph 16) store as data. We send
-        # Content-MD5 or sign the body instead, which all servers check.
-        s3={"payload_signing_enabled": True},  # over TLS it is not the default
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-    )
     own = {option: os.environ.get(f"SKYTRAIN_S3_{name}") or None for name, option in OWN_SETTINGS.items()}
+    configs = [
+        Config(
+            retries={"total_max_attempts": total, "mode": "standard"},
+            connect_timeout=min(10, time_limit_s),
+            read_timeout=min(SILENCE_SECONDS / total, time_limit_s),  # of silence, not of the whole answer
+            max_pool_connections=2 * CONNECTIONS_OF_NODE,
+            # S3's newer checksums may use a chunked encoding that older servers (Ceph 16) store as data. We send
+            # Content-MD5 or sign the body instead, which all servers check.
+            s3={"payload_signing_enabled": True},  # over TLS it is not the default
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        for total in attempts
+    ]
     try:
-        # A session of our own: two threads must not build boto3's default session at once.
-        client = boto3.session.Session().client("s3", config=config, **own)
+        # A session of our own: two threads must not build boto3's default session at once. Its first client takes
+        # 0.1 s of processor time, the next ones nothing.
+        session = boto3.session.Session()
+        clients = [session.client("s3", config=config, **own) for config in configs]
     except (BotoCoreError, ValueError) as error:
         raise UserError(f"{uri}: {error}; correct SKYTRAIN_S3_*, AWS_* or ~/.aws/config") from error
-    client.meta.events.register("before-send.s3", count_request)
-    client.meta.events.register("after-call.s3", refuse_odd_answer)
-    client.meta.events.register("after-call.s3", count_answer)
-    return client
+    for client in clients:
+        client.meta.events.register("before-send.s3", count_request)
+        client.meta.events.register("after-call.s3", refuse_odd_answer)
+        client.meta.events.register("after-call.s3", count_answer)
+    return clients
 
 
 def _content_type(key: str) -> dict[str, str]:

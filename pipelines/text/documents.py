@@ -47,7 +47,7 @@ def column_documents(column: Any) -> Iterator[bytes]:
     import pyarrow as pa
 
     strings = column.cast(pa.large_string())
-    documents = strings.cast(pa.large_binary()).fill_null(b"").to_pylist()
+    documents = [one or b"" for one in strings.cast(pa.large_binary()).to_pylist()]  # fill_null imports pandas
     try:
         strings.validate(full=True)
     except pa.ArrowInvalid:

@@ -87,6 +87,13 @@ class Files:
             raise UserError(f"tokens.source: no file matches '{self.where}'")
         return replace(self, paths=tuple(found))
 
+    def connect(self) -> None:
+        """Make the client of its server, if that is S3."""
+        if self.objects:
+            from pipelines.text.objects import store_of
+
+            store_of(self.paths[0].split("/")[2])
+
     def text_bytes(self) -> int | None:
         """About the bytes of its text; None if only a server knows, or if it is packed."""
         if self.pinned is not None or any(path.endswith(tuple(PACKED)) for path in self.paths):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from servers import free_ports
 
-from pipelines.artifacts.s3_store import S3Store, client_from_environment
+from pipelines.artifacts.s3_store import S3Store, clients_from_environment
 
 BODY = b"the body of the object"
 HEAD = b'HTTP/1.1 %s\r\nETag: "1"\r\nContent-Length: %d\r\nConnection: close\r\n%s\r\n'
@@ -43,7 +43,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, *answers: bytes) -> Iterator[tuple[
     with socket.create_server(("127.0.0.1", port)) as listener:
         server = threading.Thread(target=serve, args=(listener,), daemon=True)
         server.start()
-        client = client_from_environment("s3://bucket", 20, 1)
+        (client,) = clients_from_environment("s3://bucket", 20, 1)
         yield S3Store("bucket", client=client, time_limit_s=20), asked
         server.join(10)
 
