@@ -10,7 +10,7 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import ODD_TEXTS
+from texts import CUT_TEXT, ODD_TEXTS
 
 from pipelines.text import documents, encode
 from pipelines.text.documents import batches_of, utf8
@@ -58,11 +58,21 @@ def test_a_stream_is_end_of_text_and_encode_ordinary_of_every_document_in_order(
 def test_a_long_document_is_encoded_in_parts_that_have_its_tokens(
     gpt2: tiktoken.Encoding, shared_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = " ".join([*corpus(shared_data, 20), *ODD_TEXTS, "it's  'll. x , y   z "])
+    text = " ".join([*corpus(shared_data, 20), *ODD_TEXTS, "it's  'll. x , y   z ", CUT_TEXT])
     whole = [rows(encoding, [text]) for encoding in (gpt2, tokenizer("bytes"))]
     monkeypatch.setattr(encode, "LONG_BYTES", 9)
-    assert len(list(encode.parts_of(text.encode()))) > 1000
+    assert len(list(encode.parts_of(text.encode(), 9, encode.GPT2_CUT))) > 1000
     assert [rows(encoding, [text]) for encoding in (gpt2, tokenizer("bytes"))] == whole
+
+
+def test_a_document_that_cannot_be_cut_is_refused_before_it_takes_the_memory(
+    gpt2: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode, "LONG_BYTES", 100)
+    monkeypatch.setattr(encode, "WORD_BYTES", 100)
+    assert gpt2.decode(rows(gpt2, ["a " * 60 + "x" * 180])[0][1:]) == "a " * 60 + "x" * 180
+    with pytest.raises(UserError, match="document of 302 bytes .* from byte 101 .* no space .* 'a a a"):
+        rows(gpt2, ["a " * 60 + "x" * 182])
 
 
 def test_gpt2s_text_is_encoded_by_the_fast_library_and_other_text_by_tiktoken(gpt2: tiktoken.Encoding) -> None:
