@@ -83,7 +83,7 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         val_share=val_share(recipe.model, recipe.train) * read / full,
         evaluations=evaluations,
         evaluation_tokens=recipe.benchmark_tokens if evaluations else 0,
-        evaluation_share=evaluations * recipe.benchmark_tokens / 3 / recipe.train_tokens,  # a forward pass
+        evaluation_share=evaluations * recipe.benchmark_tokens / 3 / max(1, recipe.train_tokens),  # a forward pass
         first_weights=recipe.first_weights,
         rates=scaled_rates(recipe),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipelines.artifacts.manifest import File, Manifest, download_verified, read_manifest
 from pipelines.formats.hf import COMPONENTS
 from pipelines.recipe import HF, OTHER_FORMATS
-from pipelines.tracking.runs import read_records
+from pipelines.tracking.runs import read_records, tuned_model
 from trainer.errors import UserError, cut, is_full
 from trainer.store import Store, sha256_of
 
@@ -23,15 +23,18 @@ class Pulled:
     was_there: bool  # from an earlier pull
 
 
-def pull_run(store: Store, run: str, folder: Path, format: str | None) -> Iterator[Pulled]:
-    """Copy the files of one format (None: of all) into `folder`, and yield each once it is there.
+def pull_run(store: Store, run: str, folder: Path, format: str | None, tuned: bool = False) -> Iterator[Pulled]:
+    """Copy the files of one format (None: of all) of the export, or of the tuned model, into `folder`, and yield each
+    once it is there.
 
     Complete files of an earlier pull stay, so a second pull continues the first. UserError, before anything is copied,
     if another file is in the place of one, or if the export does not exist or lacks the format.
     """
     (record,) = read_records(store, [run])
     prefix = record.prefixes.get("export")
-    manifest = read_manifest(store, prefix) if prefix else None
+    manifest = tuned_model(store, record) if tuned else read_manifest(store, prefix) if prefix else None
+    if manifest is None and tuned:
+        raise UserError(f"--tuned: {record.run} has no tuned model; leave it out for the export")
     if manifest is None:
         raise UserError(f"{record.run}: the run has no export yet; `skytrain run run:{record.run}` finishes it")
     files = files_of(manifest, format, record.run)

@@ -32,8 +32,9 @@ HUB_FILE = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[0-9a-f]{40}
 # The families that each can hold.
 FORMATS_OF: dict[str, tuple[str, ...]] = {"gguf": ("gpt2", "llama"), "llmc": ("gpt2",)}
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")  # ChatML's, which tuning adds to the tokenizer
-METHODS = ("sft", "dpo", "grpo", "rloo")  # of a step of tuning
+METHODS = ("sft", "dpo", "reward", "grpo", "rloo")  # of a step of tuning
 REWARDED = ("grpo", "rloo")
+REWARD = "reward"  # the method whose result gives rewards, and answers nothing
 REMOVED_FORMATS = {
     "nanogpt": "hf has the same weights, and nanoGPT's GPT.from_pretrained shows how to read them",
     "onnx": "run `optimum-cli export onnx` on the files of hf",
@@ -299,19 +300,21 @@ class ExportConfig(Section):
 
 
 class RewardConfig(Section):
-    """A reward of generated answers, 0 to 1."""
+    """A reward of generated answers: 0 to 1, unless a model gives it."""
 
-    kind: Literal["exact_match", "format", "length"] = Field(
+    kind: Literal["exact_match", "format", "length", "model"] = Field(
         description="exact_match: the final answer, what follows the last ####, is that of the row's `answer`; format: "
-        "the whole answer matches `pattern`; length: it has at most `characters`, and falls to 0 at twice as many"
+        "the whole answer matches `pattern`; length: it has at most `characters`, and falls to 0 at twice as many; "
+        "model: the score, without bounds, of the reward model that the earlier step `step` made"
     )
     weight: float = Field(default=1.0, allow_inf_nan=False, description="Factor in the sum of all rewards")
     pattern: str | None = Field(default=None, max_length=1000, description="Regular expression of `format`")
     characters: int | None = Field(default=None, ge=1, description="Limit of `length`")
+    step: str | None = Field(default=None, description="Step of method reward, for `model`")
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
-        for kind, field in (("format", "pattern"), ("length", "characters")):
+        for kind, field in (("format", "pattern"), ("length", "characters"), ("model", "step")):
             if (self.kind == kind) != (getattr(self, field) is not None):
                 raise ValueError(f"{field} belongs to kind {kind}, and {kind} needs it (kind is {self.kind})")
         try:
@@ -328,9 +331,10 @@ class TuneConfig(Section):
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9-]{0,30}$", description="Name of the step: up to 31 of a-z, 0-9 and '-'"
     )
-    method: Literal["sft", "dpo", "grpo", "rloo"] = Field(
-        description="sft: on the answers of `messages`; dpo: on pairs of `chosen` and `rejected`; grpo, rloo: on "
-        "answers that the model generates to `prompt`, by rewards"
+    method: Literal["sft", "dpo", "reward", "grpo", "rloo"] = Field(
+        description="sft: on the answers of `messages`; dpo: on pairs of `chosen` and `rejected`; reward: a reward "
+        "model of such pairs, for a later step (gpt2 and llama); grpo, rloo: on answers that the model generates to "
+        "`prompt`, by rewards. TRL has no PPO"
     )
     data: str = Field(
         min_length=1,
@@ -356,12 +360,19 @@ class TuneConfig(Section):
         le=100,
         description="dpo, grpo, rloo: strength of the pull to the model before the step; null: TRL's default",
     )
+    lora_rank: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Train low-rank adapters of this rank by peft, with alpha twice as large, in all layers but "
+        "embeddings and head; merged into the weights at the end of the step. null: all weights",
+    )
     generations: int = Field(default=8, ge=2, description="grpo, rloo: answers to a prompt; must divide batch")
     max_answer: int = Field(default=64, ge=1, description="grpo, rloo: longest generated answer [tokens]")
     rewards: list[RewardConfig] = Field(
         default=[],
         max_length=20,
-        description="grpo, rloo: a list of {kind, weight, …}; kinds: exact_match, format, length",
+        description="grpo, rloo: a list of {kind, weight, …}; kinds: exact_match, format, length, model",
     )
     held_out: int = Field(
         default=0,
@@ -405,8 +416,10 @@ class TuneConfig(Section):
             return f"rewards: {self.method} generates no answers; remove them"
         if rewarded and self.batch % self.generations:
             return f"batch {self.batch} is not divisible by generations {self.generations}"
-        if self.beta is not None and self.method == "sft":
+        if self.beta is not None and self.method in ("sft", REWARD):
             return "beta belongs to dpo, grpo and rloo; remove it"
+        if self.held_out and self.method == REWARD:
+            return "held_out compares answers, and reward generates none; remove it"
         if type(accumulated) is not int or accumulated < 1 or self.batch % accumulated:
             return f"options.gradient_accumulation_steps must divide batch {self.batch}"
         return None
@@ -494,7 +507,14 @@ class Recipe(Section):
             raise ValueError(f"tune: two steps have the name {twice}; rename one")
         if self.tune and "auto_map" in self.model.hf_config():
             raise ValueError("tune: the export of this model has remote code, which nothing here runs; remove tune")
+        models = set[str]()
         for step in self.tune:
+            if unknown := next((one.step for one in step.rewards if one.step and one.step not in models), None):
+                raise ValueError(f"tune.{step.name}: rewards: {shown(unknown)} is not an earlier step of method reward")
+            if step.method == REWARD:
+                models.add(step.name)
+                if self.model.family == "modern":
+                    raise ValueError(f"tune.{step.name}: transformers has no reward model of family modern; remove it")
             longest = step.max_length or 0
             if max(longest, step.max_answer * (step.method in REWARDED)) > self.model.block_size:
                 raise ValueError(
@@ -554,6 +574,16 @@ class Recipe(Section):
     def train_tokens(self) -> int:
         """The tokens that the run reads; a branch reads those after its first step."""
         return tokens_before(self.train.max_steps, self.train) - tokens_before(self.train.first_step, self.train)
+
+    def with_vocabulary(self, size: int) -> Self:
+        """The recipe of a model with other tokens: of a tuned one."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"vocab_size": size})})
+
+    def model_before(self, step: TuneConfig | None = None) -> str:
+        """The stage whose model a step of tuning begins with; without a step, that of the last model. A reward model
+        answers nothing, so the chain passes it over."""
+        steps = self.tune[: self.tune.index(step)] if step else self.tune
+        return ["export", *(f"tune.{one.name}" for one in steps if one.method != REWARD)][-1]
 
     @property
     def first_weights(self) -> str | None:

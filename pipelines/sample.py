@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import Manifest, fetch, fetch_folder, read_manifest
 from pipelines.text.chat import ChatTokens
 from pipelines.text.tokenizer import tokenizer_of
-from pipelines.tracking.runs import Run, key_of, read_run
+from pipelines.tracking.runs import Run, key_of, read_run, tuned_model
 from trainer.checkpoint.commits import Commit, DamagedCommit, committed_folders, step_of
 from trainer.errors import NotAFile, UserError
 from trainer.models.model_config import ModelConfig
@@ -135,8 +135,7 @@ def load_text_model(
     if precision == "int8" and device.type != "cpu":
         raise UserError(f"--precision {precision}: is for CPUs, and this machine has {device.type}; use bf16")
     encoding = tokenizer_of(run.recipe.tokens, store, run.record.prefixes["tokenize"])
-    steps = [read_manifest(store, prefix) for prefix in run.record.tunings.values()] if tuned else []
-    made = next((manifest for manifest in reversed(steps) if manifest), None)
+    made = tuned_model(store, run.record) if tuned else None
     chat, precision = ChatTokens(encoding) if made else None, precision or best_precision(device)
     model, step = (read_tuned(store, cache, run, made), None) if made else read_weights(store, cache, run, at)
     return TextModel(run.name, step, Decoder(model.to(device), precision, (chat or encoding).n_vocab), encoding, chat)
@@ -146,7 +145,7 @@ def read_tuned(store: Store, cache: Path, run: Run, made: Manifest) -> "Language
     """The model that a step of tuning made."""
     import torch
 
-    config = run.recipe.model.model_copy(update={"vocab_size": made.fact("vocab_size")})
+    config = run.recipe.with_vocabulary(made.fact("vocab_size")).model
     with TemporaryDirectory() as scratch:
         folder = fetch_folder(store, made, cache, Path(scratch) / "tuned")
         return load_weights(open_weights(folder, f"{store.uri}/{made.prefix}"), config, torch.device("cpu"))

@@ -35,7 +35,7 @@ from trainer.process import StopSignal
 from trainer.store import Store
 
 TUNE = "tune"
-STAGES = tuple(name for name in FOLDERS if name != TUNE)  # of every run; the steps of `tune` follow as tune.NAME
+STAGES = tuple(name for name in FOLDERS if name != TUNE)  # of every run; tune.NAME and an evaluate.NAME follow
 RUN = "run:"
 
 
@@ -123,7 +123,10 @@ def stage_named(name: str) -> Stage:
 def plans_of(recipe: Recipe, known: Mapping[str, ArtifactPlan] | None = None) -> dict[str, ArtifactPlan]:
     """The plan of every stage, except for known ones. Reads local text, changes nothing."""
     plans: dict[str, ArtifactPlan] = {}
-    for name in (*STAGES, *(f"{TUNE}.{step.name}" for step in recipe.tune)):
+    names = [*STAGES, *(f"{TUNE}.{step.name}" for step in recipe.tune)]
+    if (last := recipe.model_before()).startswith(TUNE):
+        names.append(last.replace(TUNE, "evaluate", 1))
+    for name in names:
         plans[name] = (known or {}).get(name) or stage_named(name).plan(recipe, plans)
     return plans
 
@@ -169,7 +172,8 @@ def missing(store: Store, plans: Mapping[str, ArtifactPlan], until: str) -> list
 def stages_until(plans: Mapping[str, ArtifactPlan], until: str) -> list[str]:
     """The stages of a run up to `until`; "tune" means all its steps. UserError if the run has no such stage."""
     stages = list(plans)
-    last = stages[-1] if until == TUNE and len(stages) > len(STAGES) else until
+    steps = [stage for stage in stages if stage.startswith(f"{TUNE}.")]
+    last = steps[-1] if until == TUNE and steps else until
     if last not in stages:
         raise UserError(f"--stage {cut(until)}: the recipe has no such stage; choose one of {', '.join(stages)}")
     return stages[: stages.index(last) + 1]

@@ -49,7 +49,7 @@ def tokens_of_steps(train: TrainConfig, steps: int) -> int:
 
 def validations(train: TrainConfig) -> int:
     """The number of validations of a whole run: at the start, every `val_every` steps and at the end."""
-    if train.val_every is None:
+    if train.val_every is None or not train.max_steps:
         return 0
     return 1 + train.max_steps // train.val_every + bool(train.max_steps % train.val_every)
 
@@ -72,7 +72,7 @@ def val_tokens(model: ModelConfig, train: TrainConfig) -> int:
 
 def val_share(model: ModelConfig, train: TrainConfig) -> float:
     """The time of all validations of a run as a share of its training steps'."""
-    return validations(train) * val_tokens(model, train) / 3 / tokens_before(train.max_steps, train)
+    return validations(train) * val_tokens(model, train) / max(1, 3 * tokens_before(train.max_steps, train))
 
 
 def state_bytes(model: ModelConfig, train: TrainConfig) -> int:

@@ -74,7 +74,11 @@ class TrainConfig(Section):
     batch_ramp_tokens: int | None = Field(
         default=None, ge=1, description="Length of the ramp, from the start of the run [tokens]"
     )
-    max_steps: int = Field(ge=1, description="Length of the training [optimizer steps]")
+    max_steps: int = Field(
+        ge=0,
+        description="Length of the training; 0 takes the weights of init_from as they are, to tune them "
+        "[optimizer steps]",
+    )
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
         description="muon: Muon for the matrices of the blocks, AdamW for embeddings, head and vectors. Muon computes "
@@ -218,6 +222,8 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _one_beginning(self) -> Self:
+        if not self.max_steps and (not self.init_from or RUN_COMMIT.fullmatch(self.init_from)):
+            raise ValueError("max_steps 0 takes the weights of init_from as they are: name them there, and no commit")
         if self.branch_from is None:
             return self
         if not RUN_COMMIT.fullmatch(self.branch_from):

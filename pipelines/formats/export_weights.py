@@ -31,6 +31,7 @@ class Weights:
     encoding: "tiktoken.Encoding"
     name: str  # of the run
     check: Callable[[], None] = lambda: None
+    chat: bool = False  # whether the model was tuned to answer, with the tokens of ChatML after the tokenizer's
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -6,10 +6,13 @@ embedding.
 """
 
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.formats.export_weights import Weights, require
+from pipelines.recipe import CHAT_TOKENS
+from pipelines.text.chat import TEMPLATE, ChatTokens
 from pipelines.text.tokenizer import vocabulary
 from trainer.models.llama import LlamaConfig
 from trainer.models.model_config import ModelConfig
@@ -147,15 +150,22 @@ def add_tokenizer(writer: "gguf.GGUFWriter", weights: Weights) -> None:
     unused = weights.config.vocab_size - len(found.tokens)
     kinds = [gguf.TokenType.NORMAL] * len(found.tokens) + [gguf.TokenType.UNUSED] * unused
     kinds[found.end_of_text] = gguf.TokenType.CONTROL
-    end = found.tokens[found.end_of_text]
+    end, last = found.tokens[found.end_of_text], found.end_of_text
+    names = [*found.tokens, *(f"[PAD{len(found.tokens) + i}]" for i in range(unused))]
+    if weights.chat:
+        tokens = ChatTokens(weights.encoding)
+        last = tokens.end
+        names[tokens.start : tokens.n_vocab] = CHAT_TOKENS
+        kinds[tokens.start : tokens.n_vocab] = [gguf.TokenType.CONTROL] * len(CHAT_TOKENS)
+        writer.add_chat_template(re.sub(r"{% (end)?generation %}", "", TEMPLATE))  # marks that llama.cpp does not know
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*found.tokens, *(f"[PAD{len(found.tokens) + i}]" for i in range(unused))])
+    writer.add_token_list(names)
     writer.add_token_types(kinds)
     # llama.cpp wants merges, and the tokenizer "bytes" has none. A pair of special tokens never arises in a text.
     writer.add_token_merges(found.merges or [f"{end} {end}"])
     writer.add_bos_token_id(found.end_of_text)
-    writer.add_eos_token_id(found.end_of_text)
+    writer.add_eos_token_id(last)
     writer.add_add_bos_token(False)  # as transformers
 
 

@@ -183,6 +183,7 @@ def make_app(
     app = FastAPI(title="skytrain", docs_url=None, redoc_url=None, openapi_url=None)
     queue = Queue(waiting, wait_seconds)
     about = {"id": model.run, "object": "model", "created": int(time.time()), "owned_by": "skytrain"}
+    about["chat"] = model.chat is not None  # for the page
 
     async def refusal(_: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):

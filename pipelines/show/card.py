@@ -1,7 +1,7 @@
 """The card of a finished run: its artifacts, losses, time and cost, and the next commands."""
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pipelines.artifacts.manifest import Manifest
 from pipelines.show.console import columns, console, duration, money
+from pipelines.stages.tune import TUNED_METRICS
 from pipelines.tracking.account import LATE_SHARE, Account, late_share, total_cost
 from pipelines.tracking.runs import Passed, Summary
+from trainer.config import TARGETS
 
 if TYPE_CHECKING:
     from pipelines.pipeline import Pipeline
@@ -40,7 +43,6 @@ def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
         out.print(f"  {escape(command)}")
 
 
-TUNED = ("exact", "reward", "loss")  # of a step of tuning: exact answers to held-out prompts, …
 TARGET_NAMES = {"hellaswag": "HellaSwag", "core": "CORE", "val_loss": "val loss"}
 
 
@@ -67,13 +69,30 @@ def table_of_stages(pipeline: "Pipeline", account: Account) -> Table:
     return table
 
 
+def changes_by_tuning(made: Mapping[str, Manifest]) -> dict[str, list[str]]:
+    """ "exact 0.300 → 0.500" and the like for each step of tuning, and for the scores of their model beside those
+    of the trained weights."""
+    found: dict[str, list[tuple[str, float | None, float | None]]] = {}
+    for stage, one in made.items():
+        now = one.facts
+        if stage.startswith("tune."):
+            found[stage] = [(name, now.get(f"tune/{name}_before"), now.get(f"tune/{name}")) for name in TUNED_METRICS]
+        elif stage.startswith("evaluate."):
+            before = made["evaluate"].facts
+            found[stage] = [(TARGET_NAMES[name], before.get(key), now.get(key)) for name, key in TARGETS.items()]
+    return {
+        stage: [f"{name} {old:.3f} → {new:.3f}" for name, old, new in values if old is not None and new is not None]
+        for stage, values in found.items()
+    }
+
+
 def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = None) -> list[tuple[str, str]]:
     """Labels and values of the card below the table of stages."""
     facts = [("store", pipeline.store.uri)]
     train = pipeline.made.get("train")
     if first_weights := pipeline.recipe.first_weights:
         facts.append(("began with", first_weights))
-    if train:
+    if train and summary.steps:
         facts += [
             ("tokens", f"{summary.tokens:,} in {summary.steps:,} steps"),
             ("speed", f"{train.fact('perf/tokens_per_second'):,.0f} tokens/s (median step)"),
@@ -86,10 +105,7 @@ def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = N
         facts.append(("HellaSwag", f"{summary.hellaswag_acc_norm:.4f} (completion style, acc_norm)"))
     if summary.core is not None:
         facts.append(("CORE", f"{summary.core:.4f} (centred accuracy, 22 tasks)"))
-    for stage, made in pipeline.made.items():
-        values = ((name, made.facts.get(f"tune/{name}_before"), made.facts.get(f"tune/{name}")) for name in TUNED)
-        if changes := [f"{name} {before:.3f} → {now:.3f}" for name, before, now in values if now is not None]:
-            facts.append((stage, ", ".join(changes)))
+    facts += [(stage, ", ".join(changes)) for stage, changes in changes_by_tuning(pipeline.made).items() if changes]
     if passed:
         facts.append(("passed", passed_text(passed)))
     phases = sorted(summary.phases.items(), key=lambda item: -item[1])

@@ -8,29 +8,28 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.artifacts.manifest import ArtifactPlan, Manifest
+from pipelines.artifacts.manifest import ArtifactPlan, Manifest, fetch_folder
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
-from pipelines.nodes.ranks import RankSpec, start_ranks, wait_for_orphans
 from pipelines.recipe import Recipe
 from pipelines.sample import load_weights
 from pipelines.stage import Built, Work
-from pipelines.stages.follow import attempt_of, follow_events, pass_on_stop, raise_error_of_ranks
+from pipelines.stages.follow import facts_of_ranks
 from pipelines.stages.harness import harness_facts, verify_tasks
 from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_identity, measures_of
+from pipelines.stages.train import rank_spec
 from pipelines.text.llmc_shards import places_of
 from pipelines.text.tokenizer import token_bytes, tokenizer_of
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError
-from trainer.events import EVENTS_FILE, Measuring, PhaseChanged, Row
 from trainer.metrics import PhaseClock
 from trainer.models.weights import open_weights
-from trainer.process import failpoint, steady_time
+from trainer.process import failpoint
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -39,14 +38,15 @@ if TYPE_CHECKING:
 SAMPLE_TOKENS = 100
 VAL_BATCH = 8  # sequences
 SHOW_SECONDS = 1.0
-FACTS_FILE = "facts.json"  # that rank 0 writes
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
-    """The identity of the evaluation. UserError if a benchmark is not on this machine and cannot be had."""
+    """The identity of the evaluation: of the trained weights or, after the export, of the model that tuning made.
+    UserError if a benchmark is not on this machine and cannot be had."""
+    model = recipe.model_before() if "export" in plans else "train"
     identity = {
         "stage": "evaluate",
-        "train": plans["train"].fingerprint,
+        "train": plans[model].fingerprint,
         "val_tokens": recipe.evaluate.val_tokens,
         "hellaswag": hellaswag_identity(recipe.evaluate.hellaswag),
     }
@@ -59,12 +59,12 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
                 "tasks of lm-eval, or run lm-eval on the export"
             )
         identity["lm_eval"] = sorted({*recipe.evaluate.lm_eval})
-    return ArtifactPlan("evaluate", recipe.name, identity)
+    return ArtifactPlan("evaluate", plans[model].label, identity)
 
 
 def build(work: Work) -> Built:
-    """Evaluate the final weights on all GPUs of this node, and generate a sample. UserError if an input of the
-    evaluation cannot be had."""
+    """Evaluate the final weights, or the tuned model, on all GPUs of this node, and generate a sample. UserError if an
+    input of the evaluation cannot be had."""
     from trainer.parallel import World
 
     recipe, cache = work.recipe, work.home / "cache"
@@ -73,18 +73,25 @@ def build(work: Work) -> Built:
     wanted, held_out = recipe.evaluate.val_tokens, work.inputs["tokenize"].facts.get("val_tokens", sys.maxsize)
     if held_out < wanted:
         work.screen.note(f"  evaluate.val_tokens is {wanted:,}, and {held_out:,} tokens are held out: it reads those")
-    weights = work.fetch("train", "model.safetensors")
-    processes = processes_on_this_node(recipe.runtime)
-    with work.screen.bar("evaluate", None) as bar:
-        show = partial(bar.update, 0)
-        if processes > 1:
-            measured = measured_on_ranks(work, weights, processes, show)
-        else:
-            world, tokens = World.alone(recipe.runtime), work.inputs["tokenize"]
+    if "export" in work.inputs:
+        made = work.inputs[recipe.model_before()]
+        weights = fetch_folder(work.store, made, cache, work.folder / "tuned")
+        recipe = recipe.with_vocabulary(made.fact("vocab_size"))
+    else:
+        weights = work.fetch("train", "model.safetensors")
+    if (processes := processes_on_this_node(recipe.runtime)) > 1:  # the workers of other nodes left after training
+        spec = rank_spec(work, NodeAddress(), processes)
+        steps = work.inputs["train"].fact("steps")
+        measured = facts_of_ranks(work, replace(spec, recipe=recipe, reached=steps, weights=str(weights)))
+        work.clock.enter("evaluate")
+    else:
+        world, tokens = World.alone(recipe.runtime), work.inputs["tokenize"]
+        with work.screen.bar("evaluate", None) as bar:
+            show = partial(bar.update, 0)
             measured = measure(
                 recipe, work.store, tokens, weights, cache, work.clock, world, work.check, work.report, show
             )
-    if recipe.evaluate.lm_eval:
+    if recipe.evaluate.lm_eval and weights.is_file():
         scores = harness_facts(work, weights)
         work.report(metrics={name: value for name, value in scores.items() if isinstance(value, float)})
         measured |= scores
@@ -98,47 +105,6 @@ def check_inputs(recipe: Recipe, cache: Path) -> None:
     fetch_inputs(recipe, cache)
     if recipe.evaluate.lm_eval:
         verify_tasks(recipe.evaluate.lm_eval)
-
-
-def measured_on_ranks(work: Work, weights: Path, processes: int, show: Callable[[str], None]) -> dict[str, Any]:
-    """The facts, measured by ranks on this node; the workers of other nodes left after training. Raises the error that
-    ended the ranks early."""
-    spec = RankSpec(
-        started=steady_time(),
-        reached=work.inputs["train"].fact("steps"),
-        recipe=work.recipe,
-        store=work.store.uri,
-        tokens=work.inputs["tokenize"].prefix,
-        prefix=work.plan.prefix,
-        attempt=work.attempt.number,
-        between_failures=PRIOR_SECONDS_BETWEEN_FAILURES,
-        processes=processes,
-        weights=str(weights),
-    )
-    work.clock.enter("ranks")
-    launcher = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, NodeAddress())
-    stopping = False
-    with attempt_of(work, launcher):
-        for events in follow_events(work.folder / EVENTS_FILE, launcher):
-            for event in events:
-                match event:
-                    case PhaseChanged(phases, phase):
-                        work.rank_phases = phases, phase
-                    case Row():
-                        work.report(event.metrics)
-                    case Measuring(note):
-                        show(note)
-            stopping = stopping or pass_on_stop(work, launcher, nothing_to_lose=True)
-        exit_code = launcher.wait()
-        if exit_code < 0:
-            wait_for_orphans(launcher, work.stop.grace_seconds)
-    raise_error_of_ranks(work, exit_code, None, None)
-    facts = work.folder / FACTS_FILE
-    if not facts.exists():
-        raise work.stop.interruption()
-    work.clock.enter("evaluate")
-    measured: dict[str, Any] = json.loads(facts.read_text())
-    return measured
 
 
 def measure(
@@ -206,6 +172,7 @@ def measure(
         names = {"HellaSwag": recipe.evaluate.hellaswag, "CORE": recipe.evaluate.core}
         for name, measure_of in zip(filter(names.get, names), measures, strict=True):
             facts |= measure_of(model, world, partial(checked, name, None, count(1)))
-        sampling = TextSampler(encoding.eot_token, encoding.decode, train.seed, texts=1, tokens=SAMPLE_TOKENS)
+        decode = lambda ids: encoding.decode([one for one in ids if one < encoding.n_vocab])  # noqa: E731
+        sampling = TextSampler(encoding.eot_token, decode, train.seed, texts=1, tokens=SAMPLE_TOKENS)
         (facts["sample"],) = sampling.texts_of(model, world, check)
     return facts

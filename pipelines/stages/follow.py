@@ -3,6 +3,7 @@
 Rank 0 appends its events to a file, which this process reads, so nothing here can delay a step.
 """
 
+import json
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipelines.nodes.ranks import LOG_FILE, kill_ranks, result_of_ranks, wait_for_orphans, wait_or_kill
+from pipelines.nodes.address import NodeAddress
+from pipelines.nodes.ranks import (
+    LOG_FILE,
+    RankSpec,
+    kill_ranks,
+    result_of_ranks,
+    start_ranks,
+    wait_for_orphans,
+    wait_or_kill,
+)
 from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult
 from pipelines.nodes.workers import Workers
 from pipelines.screen import Bar
@@ -29,6 +39,7 @@ from trainer.events import (
     CheckpointFailed,
     Damaged,
     Event,
+    Measuring,
     PhaseChanged,
     Row,
     Skipped,
@@ -39,6 +50,7 @@ from trainer.events import (
 from trainer.health import START_MINUTES
 from trainer.process import steady_time
 
+FACTS_FILE = "facts.json"  # that rank 0 of evaluate and tune writes
 POLL_SECONDS = 0.1
 UNSAVED_SECONDS = 1800.0  # from the first failed checkpoint until the run leaves
 FULL_BYTES = 1 << 16  # more than an error message, less than any other file: with less free space, the disk is full
@@ -68,6 +80,20 @@ def follow(work: Work, launcher: subprocess.Popen[bytes], workers: Workers | Non
             wait_for_orphans(launcher, work.stop.grace_seconds)
     raise_error_of_ranks(work, exit_code, follower.step, workers)
     return follower.step
+
+
+def facts_of_ranks(work: Work, spec: RankSpec) -> dict[str, Any]:
+    """Start ranks on this node alone, and follow them. Returns the facts that rank 0 leaves; raises the error that
+    ended them early."""
+    work.clock.enter("ranks")
+    launcher = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, NodeAddress())
+    with attempt_of(work, launcher):
+        follow(work, launcher)
+    facts = work.folder / FACTS_FILE
+    if not facts.exists():
+        raise work.stop.interruption()
+    made: dict[str, Any] = json.loads(facts.read_text())
+    return made
 
 
 @contextmanager
@@ -120,6 +146,8 @@ class Follower:
                 self._row(event, bar)
             case PhaseChanged(phases, phase):
                 work.rank_phases = phases, phase
+            case Measuring(note):
+                bar.update(0, note)
             case Started():
                 self.started = True
                 self.step = event.step  # a run that resumes after its last step sends no row

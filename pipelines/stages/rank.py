@@ -17,7 +17,8 @@ from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.s3_store import open_store
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.nodes.ranks import RankSpec, leave_error_message
-from pipelines.stages.evaluate import FACTS_FILE, measure
+from pipelines.stages.evaluate import measure
+from pipelines.stages.follow import FACTS_FILE
 from pipelines.stages.measures import evaluation_in_training
 from pipelines.text.llmc_shards import places_of
 from pipelines.text.tokenizer import tokenizer_of

@@ -15,6 +15,7 @@ from pipelines.nodes.address import NodeAddress, free_port, processes_on_this_no
 from pipelines.nodes.ranks import RankSpec, start_ranks
 from pipelines.nodes.workers import Workers, write_spec
 from pipelines.recipe import Recipe
+from pipelines.sample import load_weights
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import attempt_of, follow
 from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_identity
@@ -25,12 +26,13 @@ from pipelines.tracking.ledger import (
     seconds_between_failures,
     traffic_seconds,
 )
-from pipelines.weight_sources import content_identity
+from pipelines.weight_sources import bring, content_identity
 from trainer.amounts import check_shares, state_bytes
 from trainer.checkpoint.commits import TrainState, committed_state, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, identity_of
 from trainer.errors import UserError
-from trainer.models.model_config import identity_of_model
+from trainer.models.model_config import ModelConfig, identity_of_model
+from trainer.models.weights import open_weights, write_weights
 from trainer.process import steady_time
 from trainer.store import LocalStore
 
@@ -68,9 +70,11 @@ def build(work: Work) -> Built:
     """Train to the last step, or to a target of `stop_at`. Raises the error of the ranks that ended them early."""
     from trainer.data.shards import check_ids
 
+    recipe = work.recipe
+    if not recipe.train.max_steps:
+        return given_weights(work)
     if work.before_ranks:
         work.before_ranks(work)
-    recipe = work.recipe
     processes = processes_on_this_node(recipe.runtime)
     address = this_node()
     check_shares(recipe.model, recipe.train, processes * address.count)  # UserError now, not in the ranks
@@ -100,6 +104,24 @@ def build(work: Work) -> Built:
     if state is None or not complete or not (work.folder / WEIGHTS_FILE).exists():
         raise work.stop.interruption()
     return store_result(work, state)
+
+
+def given_weights(work: Work) -> Built:
+    """The weights of train.init_from as they are, for tuning."""
+    recipe = work.recipe
+    work.clock.enter("download")
+    given = bring(str(recipe.train.init_from), work.store, work.home / "cache", "train.init_from")
+    path = stored_as_ours(given, recipe.model, work.folder / WEIGHTS_FILE)
+    return Built([work.upload(path)], {"steps": 0, "tokens": 0, "parameters": recipe.model.parameters, "rollbacks": []})
+
+
+def stored_as_ours(weights: Path, model: ModelConfig, path: Path) -> Path:
+    """Write weights of another layout as a training does. Returns `path`."""
+    import torch
+
+    loaded = load_weights(open_weights(weights), model, torch.device("cpu"))
+    write_weights(path, model, loaded.named_parameters())
+    return path
 
 
 def check_memory(recipe: Recipe, processes: int) -> None:

@@ -6,34 +6,46 @@ template. It begins with the artifact of the step before it, the first one with 
 """
 
 import importlib.util
-import json
+from dataclasses import replace
+from pathlib import Path
 
 from pipelines.artifacts.manifest import ArtifactPlan, fetch_folder
+from pipelines.formats.export_weights import Weights
 from pipelines.nodes.address import NodeAddress
-from pipelines.nodes.ranks import RankSpec, start_ranks
-from pipelines.recipe import Recipe, TuneConfig
+from pipelines.recipe import REWARD, Recipe, TuneConfig
 from pipelines.stage import STAGES, TUNE, Built, Work
-from pipelines.stages.evaluate import FACTS_FILE
-from pipelines.stages.follow import attempt_of, follow
+from pipelines.stages.follow import facts_of_ranks
+from pipelines.stages.train import WEIGHTS_FILE, rank_spec, stored_as_ours
 from pipelines.text.chat import ChatTokens
 from pipelines.text.conversations import Rows, content_of, rows_of
 from pipelines.text.tokenizer import tokenizer_of
-from pipelines.tracking.ledger import prior_seconds_between_failures, seconds_between_failures
 from trainer.checkpoint.commits import series
 from trainer.errors import UserError
-from trainer.process import steady_time
+from trainer.models.model_config import ModelConfig
 from trainer.store import Store
 
+# In the facts as at the start and at the end. exact: the share of exact answers to held-out prompts; accuracy: of pairs
+# of a batch that a reward model ranks right.
+TUNED_METRICS = ("exact", "reward", "accuracy", "loss")
 TUNED = "tuned"  # folder of the result, which the rank writes; its facts come last
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     """The identity of the next step: the model before it, the content of the data, and its fields."""
-    step, (*_, before) = recipe.tune[len(plans) - len(STAGES)], plans.values()
+    step = recipe.tune[len(plans) - len(STAGES)]
     own = step.model_dump(exclude={"name", "data", "revision", "content"}, exclude_defaults=True)
-    content = step.content or content_of(step)
-    identity = {"stage": TUNE, "from": before.fingerprint, "data": content, "template": "chatml", **own}
+    before, content = plans[recipe.model_before(step)].fingerprint, step.content or content_of(step)
+    identity = {"stage": TUNE, "from": before, "data": content, "template": "chatml", **own}
+    if "gguf" in recipe.export.formats:
+        identity["formats"] = ["gguf"]
+    if models := [plans[f"{TUNE}.{name}"].fingerprint for name in reward_models(step)]:
+        identity["reward_models"] = models
     return ArtifactPlan(TUNE, f"{recipe.name}-{step.name}", identity)
+
+
+def reward_models(step: TuneConfig) -> list[str]:
+    """The steps whose reward models a step uses."""
+    return [reward.step for reward in step.rewards if reward.step]
 
 
 def build(work: Work) -> Built:
@@ -44,42 +56,39 @@ def build(work: Work) -> Built:
     if content_of(step) != work.plan.identity["data"]:
         raise UserError(f"tune.{step.name}: {step.data} changed after the step was planned; run the recipe again")
     work.clock.enter("download")
-    *_, before = work.inputs.values()
-    spec = RankSpec(
-        started=steady_time(),
-        reached=max((beat.progress.highest_step or 0 for beat in work.earlier), default=0),
-        recipe=recipe,
-        store=work.store.uri,
-        tokens=work.inputs["tokenize"].prefix,
-        prefix=work.plan.prefix,
-        attempt=work.attempt.number,
-        between_failures=seconds_between_failures(
-            (beat for beat in work.earlier if not beat.progress.waiting),
-            prior_seconds_between_failures(work.attempt.latest.machine, 1),
-        ),
-        processes=1,
-        weights=str(fetch_folder(work.store, before, work.home / "cache", work.folder / "before")),
-        tune=step.name,
-    )
-    work.report(highest_step=spec.reached)
+    before, cache = work.inputs[recipe.model_before(step)], work.home / "cache"
+    for name in reward_models(step):
+        fetch_folder(work.store, work.inputs[f"{TUNE}.{name}"], cache, work.folder / f"{REWARD}-{name}")
+    weights = fetch_folder(work.store, before, cache, work.folder / "before")
     work.check()
-    work.clock.enter("ranks")
-    launcher = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, NodeAddress())
-    with attempt_of(work, launcher):
-        follow(work, launcher)
-    facts, folder = work.folder / FACTS_FILE, work.folder / TUNED
-    if not facts.exists():
-        raise work.stop.interruption()
+    made = facts_of_ranks(work, replace(rank_spec(work, NodeAddress(), 1), weights=str(weights), tune=step.name))
+    folder = work.folder / TUNED
     work.clock.enter("upload")
     files = [work.upload(path) for path in sorted(folder.iterdir())]
-    return Built(files, json.loads(facts.read_text()) | measured(work, step))
+    made |= measured(work, step)
+    if "gguf" in recipe.export.formats and step.method != REWARD:
+        config = recipe.with_vocabulary(made["vocab_size"]).model
+        files += [work.upload(path, f"gguf/{path.name}") for path in written_gguf(work, folder, config)]
+    return Built(files, made)
+
+
+def written_gguf(work: Work, tuned: Path, config: ModelConfig) -> list[Path]:
+    """Write the tuned model for llama.cpp, with its chat template. RuntimeError if it, read back, differs."""
+    from pipelines.formats import gguf
+
+    path = stored_as_ours(tuned, config, work.folder / WEIGHTS_FILE)
+    encoding = tokenizer_of(work.recipe.tokens, work.store, work.inputs["tokenize"].prefix)
+    weights = Weights(path, config, encoding, work.plan.label, work.check, chat=True)
+    files = gguf.write(weights, work.folder)
+    gguf.verify(weights, work.folder)
+    return files
 
 
 def measured(work: Work, step: TuneConfig) -> dict[str, float]:
-    """The first and the last loss, reward and share of exact answers on record."""
+    """The first and the last value on record of each of TUNED_METRICS."""
     facts: dict[str, float] = {}
     for row in series(work.store, work.plan.prefix):
-        for name in ("loss", "reward", "exact"):
+        for name in TUNED_METRICS:
             if (value := row.get(f"tune/{step.name}/{name}")) is not None:
                 facts.setdefault(f"tune/{name}_before", value)
                 facts[f"tune/{name}"] = value

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.s3_store import open_store
 from pipelines.nodes.ranks import RankSpec
-from pipelines.recipe import CHAT_TOKENS, REWARDED, RewardConfig, TuneConfig
-from pipelines.stages.evaluate import FACTS_FILE
+from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, RewardConfig, TuneConfig
+from pipelines.stages.follow import FACTS_FILE
 from pipelines.stages.tune import TUNED
 from pipelines.text.chat import END, TEMPLATE, ChatTokens
 from pipelines.text.conversations import answer_in, rows_of
@@ -37,6 +37,7 @@ from trainer.process import StopSignal, failpoint, log_line
 if TYPE_CHECKING:
     from trainer.parallel import World
 
+TRL_NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 LEFT_OUT = ("epoch", "num_tokens", "step_time")  # of TRL's logs: relative to the start of this process, or its speed
 GENERATED_AT_ONCE = 64  # answers to held-out prompts
@@ -98,9 +99,10 @@ class Tuning:
         self.steps = len(self.rows.train) * step.epochs // examples
         self.order = order_of(len(self.rows.train), step.epochs, step.seed)[: self.steps * examples]
         self.examples = examples  # of a step
-        self.model, self.tokenizer = model_in(Path(str(spec.weights)), tokens)
+        self.model, self.tokenizer = model_in(Path(str(spec.weights)), tokens, step, step.method == REWARD)
         self.model.to(world.device)
         self.trainer = self.trainer_of_trl()
+        self.model = self.trainer.model  # with adapters, if the step has a lora_rank
         self.trainer.create_optimizer()
         self.pieces = self.pieces_of_state()
         self.state = TrainState(world_size=1)
@@ -176,25 +178,50 @@ class Tuning:
         if step.beta is not None:
             arguments["beta"] = step.beta
         longest, rows = step.max_length or self.spec.recipe.model.block_size, self.rows.train
-        common = {"model": self.model, "processing_class": self.tokenizer}
+        more = {"model": self.model, "processing_class": self.tokenizer, "peft_config": self.adapters()}
         if step.method in REWARDED:
-            weights = [reward.weight for reward in step.rewards]
             arguments |= {"num_generations": step.generations, "max_completion_length": step.max_answer}
-            arguments |= {"shuffle_dataset": False, "reward_weights": weights}
+            arguments |= {"shuffle_dataset": False, "reward_weights": [reward.weight for reward in step.rewards]}
             del arguments["train_sampling_strategy"]
-            rewards = [reward_function(reward) for reward in step.rewards]
-            kind, config = (
-                (trl.GRPOTrainer, trl.GRPOConfig) if step.method == "grpo" else (trl.RLOOTrainer, trl.RLOOConfig)
-            )
-            data = datasets.Dataset.from_list(rows)
-            return kind(**common, reward_funcs=rewards, args=config(**arguments), train_dataset=data)
-        arguments["max_length"] = longest
-        if step.method == "dpo":
-            reference, _ = model_in(Path(str(self.spec.weights)), self.tokens)
-            data, args = datasets.Dataset.from_list(rows), trl.DPOConfig(**arguments)
-            return trl.DPOTrainer(**common, ref_model=reference, args=args, train_dataset=data)
-        data = datasets.Dataset.from_list([self.learned(row, longest) for row in rows])
-        return trl.SFTTrainer(**common, args=trl.SFTConfig(**arguments), train_dataset=data)
+            more["reward_funcs"] = [self.reward_of(reward) for reward in step.rewards]
+        else:
+            arguments["max_length"] = longest
+        if step.method == "sft":
+            rows = [self.learned(row, longest) for row in rows]
+        if step.method == "dpo" and not step.lora_rank:  # with adapters, the reference is the model without them
+            more["ref_model"], _ = model_in(Path(str(self.spec.weights)), self.tokens, step)
+        trainer, config = (getattr(trl, TRL_NAMES[step.method] + part) for part in ("Trainer", "Config"))
+        return trainer(**more, args=config(**arguments), train_dataset=datasets.Dataset.from_list(rows))
+
+    def adapters(self) -> Any:
+        """The configuration of LoRA (Hu et al. 2021) for TRL; None without."""
+        if (rank := self.step.lora_rank) is None:
+            return None
+        from peft import LoraConfig
+
+        kind = "SEQ_CLS" if self.step.method == REWARD else "CAUSAL_LM"
+        return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=kind)
+
+    def reward_of(self, reward: RewardConfig) -> Callable[..., list[float]]:
+        """A reward in TRL's form. That of a model is ours: TRL's own call would not crop an answer that, as text,
+        has more tokens than were generated."""
+        if reward.step is None:
+            return reward_function(reward)
+        import torch
+
+        folder, longest = self.folder / f"{REWARD}-{reward.step}", self.spec.recipe.model.block_size
+        model, tokenizer = model_in(folder, self.tokens, self.step, scores=True)
+        model.to(self.world.device).eval()
+        options = {"padding": True, "padding_side": "right", "truncation": True, "max_length": longest}
+
+        @torch.no_grad()
+        def score(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+            whole = [[*prompt, *answer] for prompt, answer in zip(prompts, completions, strict=True)]
+            given = tokenizer.apply_chat_template(whole, return_tensors="pt", return_dict=True, **options)
+            scores: list[float] = model(**given.to(self.world.device)).logits[:, 0].tolist()
+            return scores
+
+        return score
 
     def learned(self, row: dict[str, Any], longest: int) -> dict[str, list[int]]:
         """A conversation for SFTTrainer: it learns the answers alone."""
@@ -218,6 +245,8 @@ class Tuning:
             optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
         pieces = {}
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             pieces[f"model.{name}"] = Piece.whole(parameter)
             pieces |= {f"{moment}.{name}": Piece.whole(optimizer.state[parameter][moment]) for moment in MOMENTS}
         return pieces
@@ -315,7 +344,8 @@ class Tuning:
         import torch
 
         dtype = getattr(torch, self.spec.recipe.export.dtype)
-        self.model.to(dtype).save_pretrained(self.folder / TUNED)
+        model = self.model.merge_and_unload() if self.step.lora_rank else self.model
+        model.to(dtype).save_pretrained(self.folder / TUNED)
         self.tokenizer.backend_tokenizer.no_padding()  # of the last batch that this process encoded
         self.tokenizer.backend_tokenizer.no_truncation()
         self.tokenizer.save_pretrained(self.folder / TUNED, save_jinja_files=False)
@@ -323,11 +353,11 @@ class Tuning:
             "method": self.step.method,
             "steps": self.state.step,
             "tokens": self.state.tokens_seen,
-            "parameters": self.model.num_parameters(),
+            "parameters": model.num_parameters(),
             "precision": self.precision,
             "rows": len(self.rows.train),
             "cropped": self.rows.cropped,
-            "vocab_size": self.model.config.vocab_size,
+            "vocab_size": model.config.vocab_size,
         }
         (self.folder / FACTS_FILE).write_text(json.dumps(facts))
 
@@ -360,15 +390,17 @@ def order_of(rows: int, epochs: int, seed: int) -> list[int]:
     return order
 
 
-def model_in(folder: Path, tokens: ChatTokens) -> tuple[Any, Any]:
-    """The model in float32 and the tokenizer of a folder, with the two tokens of ChatML and its template. Their rows of
-    the embedding begin as the mean of all others (Hewitt 2021)."""
+def model_in(folder: Path, tokens: ChatTokens, step: TuneConfig, scores: bool = False) -> tuple[Any, Any]:
+    """The model in float32 and the tokenizer of a folder, with the two tokens of ChatML and its template. The first
+    row begins as the mean of all others (Hewitt 2021), the second as far beyond <|endoftext|> as that is beyond the
+    mean: a head that LoRA leaves as it is could never prefer a mean. With `scores`, a reward model: it has one output,
+    which a base model draws from the seed."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
-    )
+    set_seed(step.seed)  # of the adapters, too
+    kind, options = (AutoModelForSequenceClassification, {"num_labels": 1}) if scores else (AutoModelForCausalLM, {})
+    model = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, **options)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer.chat_template == TEMPLATE:
         return model, tokenizer
@@ -379,10 +411,12 @@ def model_in(folder: Path, tokens: ChatTokens) -> tuple[Any, Any]:
     if model.config.vocab_size < tokens.n_vocab:
         model.resize_token_embeddings(tokens.n_vocab, mean_resizing=False)
     with torch.no_grad():
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            layer.weight[known : tokens.n_vocab] = layer.weight[:known].mean(0)
+        for layer in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
+            mean, eot = layer.weight[:known].mean(0), layer.weight[tokens.encoding.eot_token]
+            layer.weight[tokens.start], layer.weight[tokens.end] = mean, 2 * eot - mean
     tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, END
-    model.generation_config.eos_token_id = [tokens.end, tokens.encoding.eot_token]
+    if model.generation_config:
+        model.generation_config.eos_token_id = [tokens.end, tokens.encoding.eot_token]
     model.config.eos_token_id = tokens.end
     return model, tokenizer
 

@@ -1,7 +1,8 @@
 """Conversations as rows of jsonl or parquet, for tuning: read, checked before anything is trained, and counted.
 
-A row has `messages` (sft), `prompt`, `chosen` and `rejected` (dpo), or `prompt` and, for exact_match, `answer` (grpo,
-rloo). Each of these is a list of {role, content}, as on the Hugging Face Hub, or for all but `messages` a plain text.
+A row has `messages` (sft), `prompt`, `chosen` and `rejected` (dpo, reward), or `prompt` and, for exact_match, `answer`
+(grpo, rloo). Each of these is a list of {role, content}, as on the Hugging Face Hub, or for all but `messages` a plain
+text.
 """
 
 import json
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from pipelines.recipe import CHAT_TOKENS, REWARDED, TuneConfig
+from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, TuneConfig
 from pipelines.text.chat import ROLES, ChatTokens, Message
 from pipelines.text.files import Files, opened, sha256_of_text, unpacked
 from pipelines.text.hub import reading
@@ -110,7 +111,7 @@ def checked_row(step: TuneConfig, row: Any) -> dict[str, Any]:
     if step.method == "sft":
         return {"messages": messages("messages", "user", "assistant")}
     made: dict[str, Any] = {"prompt": messages("prompt", "user", "user")}
-    if step.method == "dpo":
+    if step.method in ("dpo", REWARD):
         return made | {column: messages(column, "assistant", "assistant")[-1:] for column in ("chosen", "rejected")}
     if any(reward.kind == "exact_match" for reward in step.rewards) or step.held_out:
         if not isinstance(answer := row.get("answer"), str | int) or not str(answer).strip():

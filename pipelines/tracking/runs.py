@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, DamagedArtifact, Manifest, read_manifest
 from pipelines.artifacts.store_id import StoreIdText, settled_store_id
-from pipelines.recipe import REMOVED_FORMATS, Recipe
+from pipelines.recipe import REMOVED_FORMATS, REWARD, Recipe
 from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, account, cost_until
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
 from pipelines.tracking.mlflow.settings import experiment_name, own_tags
@@ -94,6 +94,12 @@ class RunRecord(StoredRecord):
         if missing := [stage for stage in asked if stage not in found.prefixes]:
             raise DamagedRecord(where, f"it names no artifact of {missing[0]}")
         return found
+
+
+def tuned_model(store: Store, record: RunRecord) -> Manifest | None:
+    """The last finished model of tuning; a reward model answers nothing."""
+    steps = (read_manifest(store, prefix) for prefix in reversed(record.tunings.values()))
+    return next((made for made in steps if made and made.facts.get("method") != REWARD), None)
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,16 @@ def pull(
         str | None,
         typer.Option("--format", metavar="FORMAT", help="One format, such as hf or gguf; all by default."),
     ] = None,
+    tuned: Annotated[bool, typer.Option("--tuned", help="The last model of tuning instead of the export.")] = False,
     store: StoreUri = None,
 ) -> None:
-    """Download and verify the export of a run; the same command continues after an interruption."""
+    """Download and verify the export of a run, or its tuned model; the same command continues after an interruption."""
     from pipelines.artifacts.s3_store import open_store
     from pipelines.pull import pull_run
     from pipelines.show.console import say
 
     count = size = 0
-    for file in pull_run(open_store(store_uri(store)), run, folder, format):
+    for file in pull_run(open_store(store_uri(store)), run, folder, format, tuned):
         say(f"{file.size:>15,}  {file.path}" + ("  (already there)" if file.was_there else ""))
         count, size = count + 1, size + file.size
     say(f"{count} files, {size:,} bytes in {folder}, verified by sha256")

@@ -87,7 +87,7 @@ def run(
 
     if exited is not None and not 128 < exited <= 192:
         sys.exit(exited)
-    if stage and not stage.startswith(f"{TUNE}."):
+    if stage and "." not in stage:
         one_of(stage, (*STAGES, TUNE), "--stage")
     set_tracking_options(experiment, tag)
     node, stop, screen = this_node(), StopSignal(), TerminalScreen(quiet=as_json)
@@ -103,7 +103,7 @@ def run(
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     check_home()
     refuse_what_ends_late(loaded, lambda: missing(opened, plans, stage), launched=unless_stopped or bool(node.rank))
-    if stage.startswith(TUNE) and missing(opened, plans, stage):
+    if any(one.startswith(TUNE) for one in missing(opened, plans, stage)):
         check_package()
         checked_rows(loaded, opened, plans["tokenize"])
     if not unless_stopped:

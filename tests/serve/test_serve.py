@@ -194,7 +194,7 @@ def test_what_is_not_served_is_refused_in_openais_shape(
 
 def test_only_the_paths_of_openais_completions_are_there(endpoint: Endpoint) -> None:
     (model,) = endpoint.ask("/v1/models")[1]["data"]
-    assert endpoint.ask("/v1/models/speaker") == (200, model) and model["id"] == "speaker"
+    assert endpoint.ask("/v1/models/speaker") == (200, model) and model["id"] == "speaker" and not model["chat"]
     assert endpoint.ask("/health") == (200, {"status": "ok", "model": "speaker", "busy": False, "waiting": 0})
     status, answer = endpoint.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
     assert status == 404 and "chat is not served" in answer["error"]["message"]
@@ -229,6 +229,24 @@ def test_a_conversation_is_answered_as_openais_clients_expect(chatty: Endpoint) 
     parts = [json.loads(line.removeprefix("data: ")) for line in lines if line and not line.endswith("[DONE]")]
     assert "".join(part["choices"][0]["delta"]["content"] for part in parts) == text
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+
+
+def test_openais_own_client_chats_streams_and_reads_errors(chatty: Endpoint) -> None:
+    openai = pytest.importorskip("openai", reason="needs openai (pip)")
+    client = openai.OpenAI(base_url=f"http://{chatty.address}/v1", api_key="any", max_retries=0)
+    (model,) = client.models.list().data
+    asked = {"model": model.id, "messages": [{"role": "user", "content": "3+4"}], "max_tokens": 30, "seed": 5}
+    whole = client.chat.completions.create(**asked)
+    text = whole.choices[0].message.content
+    assert whole.usage.completion_tokens <= 30 and whole.choices[0].finish_reason in ("length", "stop")
+    parts = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert "".join(one.delta.content for part in parts for one in part.choices) == text
+    stopped = client.chat.completions.create(**asked, stop=text[3:5])
+    assert stopped.choices[0].message.content == text.partition(text[3:5])[0]
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.chat.completions.create(**asked | {"model": "gpt-4"})
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.chat.completions.create(**asked | {"max_tokens": CONTEXT})
 
 
 @pytest.mark.parametrize(
@@ -384,35 +402,54 @@ def test_a_taken_port_is_named() -> None:
 # --- the page
 
 
+def until(browser: Browser, expression: str) -> None:
+    assert browser.js(
+        f"new Promise((done) => {{ const end = Date.now() + 30000, look = () => ({expression}) ? done(true) : "
+        "Date.now() > end ? done(false) : setTimeout(look, 20); look(); })"
+    ), expression
+
+
+SET_VALUES = "for (const [id, value] of Object.entries({})) document.getElementById(id).value = value;"
+
+
+def test_the_page_is_a_chat_for_a_model_that_was_tuned(chatty: Endpoint, browser: Browser) -> None:
+    browser.screen(900)
+    browser.visit(f"http://{chatty.address}/")
+    until(browser, "document.body.className === 'chat'")
+    turns: list[dict[str, str]] = []
+    for question in ("3+4", "<b>5</b>"):
+        turns.append({"role": "user", "content": question})
+        values = {"prompt": question, "max_tokens": 20, "seed": 4, "top_k": "", "temperature": 0}
+        browser.js(SET_VALUES.format(json.dumps(values)) + "document.getElementById('go').click()")
+        until(browser, "!document.getElementById('go').disabled && document.getElementById('prompt').value === ''")
+        asked = {"messages": turns, "max_tokens": 20, "seed": 4, "temperature": 0}
+        turns.append(chatty.ask("/v1/chat/completions", asked)[1]["choices"][0]["message"])
+    shown = browser.js("[...document.querySelectorAll('#answer span')].map((one) => one.textContent)")
+    assert shown == [turn["content"] for turn in turns] and browser.heard(*COMPLAINTS) == []
+
+
 def test_the_page_streams_text_as_text_and_stops(endpoint: Endpoint, browser: Browser, tmp_path: Path) -> None:
     prompt = "<b>def</b> <img src=x onerror=alert(1)>"
     browser.screen(900)
     browser.visit(f"http://{endpoint.address}/")
 
-    def until(expression: str) -> None:
-        assert browser.js(
-            f"new Promise((done) => {{ const end = Date.now() + 30000, look = () => ({expression}) ? done(true) : "
-            "Date.now() > end ? done(false) : setTimeout(look, 20); look(); })"
-        ), expression
-
-    until("document.title === 'speaker'")
-    set_values = "for (const [id, value] of Object.entries({})) document.getElementById(id).value = value;"
-    browser.js(set_values.format(json.dumps({"prompt": prompt, "max_tokens": 60, "seed": 4, "top_k": ""})))
+    until(browser, "document.title === 'speaker'")
+    browser.js(SET_VALUES.format(json.dumps({"prompt": prompt, "max_tokens": 60, "seed": 4, "top_k": ""})))
     browser.js("document.getElementById('go').click()")
-    until("document.getElementById('note').textContent.startsWith('60 tokens, ')")
+    until(browser, "document.getElementById('note').textContent.startsWith('60 tokens, ')")
     shown = browser.js("document.getElementById('answer').textContent")
     assert shown == prompt + text_of(endpoint, prompt, 60, 4, ALL)
     assert browser.js("document.querySelectorAll('#answer *').length") == 2
 
-    browser.js(set_values.format(json.dumps({"max_tokens": 8000})))
+    browser.js(SET_VALUES.format(json.dumps({"max_tokens": 8000})))
     browser.js("document.getElementById('go').click()")
-    until("document.getElementById('text').textContent.length > 20")
+    until(browser, "document.querySelector('.assistant').textContent.length > 20")
     browser.js("document.getElementById('stop').click()")
-    until("document.getElementById('note').textContent === 'stopped'")
+    until(browser, "document.getElementById('note').textContent === 'stopped'")
     endpoint.until(lambda health: not health["busy"])
-    browser.js(set_values.format(json.dumps({"max_tokens": 9000})))
+    browser.js(SET_VALUES.format(json.dumps({"max_tokens": 9000})))
     browser.js("document.getElementById('go').click()")
-    until("document.getElementById('note').className === 'bad'")
+    until(browser, "document.getElementById('note').className === 'bad'")
     assert "maximum context length" in browser.js("document.getElementById('note').textContent")
     complaints = browser.heard(*COMPLAINTS)
     assert [entry for entry in complaints if "400" not in json.dumps(entry)] == []  # the refused request, by chromium

@@ -62,30 +62,20 @@ def test_an_evaluation_computes_in_the_precision_of_the_training_and_names_it(
     assert json.loads((mine.folder / "report.json").read_text())["precision"] == built.facts["precision"] == computed
 
 
-def test_an_evaluation_says_that_fewer_tokens_are_held_out_than_it_is_to_read(
+def test_an_evaluation_shows_how_far_it_is_and_that_fewer_tokens_are_held_out_than_it_is_to_read(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = work("evaluate")
     tokens = mine.inputs["tokenize"]
     mine.inputs["tokenize"] = replace(tokens, facts=tokens.facts | {"val_tokens": 100})
     mine.screen = console.TerminalScreen()
-    monkeypatch.setattr("trainer.eval.evaluation.validation", lambda *arguments, on_batch: (1.0, 1.0))
-    monkeypatch.setattr("trainer.eval.evaluation.TextSampler.texts_of", lambda *arguments: [""])
-    evaluate.build(mine)
-    wanted = f"{mine.recipe.evaluate.val_tokens:,}"
-    assert f"evaluate.val_tokens is {wanted}, and 100 tokens are held out: it reads those" in capsys.readouterr().err
-
-
-def test_an_evaluation_shows_how_far_it_is(
-    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine = work("evaluate")
-    mine.screen = console.TerminalScreen()
     monkeypatch.setattr(evaluate, "SHOW_SECONDS", 0.0)
     monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     monkeypatch.setattr("trainer.eval.evaluation.TextSampler.texts_of", lambda *arguments: [""])
     evaluate.build(mine)
-    lines = [" ".join(line.split()) for line in capsys.readouterr().err.splitlines()]
+    note, *lines = [" ".join(line.split()) for line in capsys.readouterr().err.splitlines()]
+    wanted = f"{mine.recipe.evaluate.val_tokens:,}"
+    assert note == f"evaluate.val_tokens is {wanted}, and 100 tokens are held out: it reads those"
     assert (
         lines[0].startswith("evaluate val loss: batch 1 of ") and lines[-1].rpartition(" batch ")[2].count(" of ") == 1
     )

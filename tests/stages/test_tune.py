@@ -26,10 +26,14 @@ trl = pytest.importorskip("trl", reason="needs trl (pip)")
 
 GRPO = {"method": "grpo", "generations": 4, "max_answer": 4, "rewards": [{"kind": "exact_match"}]}
 CHAIN = [
-    {"name": "sft", "method": "sft", "data": "addition", "batch": 24, "held_out": 4, "learning_rate": 1e-3},
+    {"name": "sft", "method": "sft", "data": "addition", "batch": 24, "held_out": 4, "learning_rate": 1e-3}
+    | {"lora_rank": 4},
     {"name": "dpo", "method": "dpo", "data": "pairs.jsonl", "batch": 5, "beta": 0.2, "options": {"warmup_steps": 2}},
-    {"name": "rl", **GRPO, "data": "addition", "batch": 100, "learning_rate": 1e-3},
+    {"name": "judge", "method": "reward", "data": "pairs.jsonl", "batch": 5, "learning_rate": 1e-2},
+    {"name": "rl", **GRPO, "data": "addition", "batch": 100, "learning_rate": 1e-3}
+    | {"rewards": [{"kind": "exact_match"}, {"kind": "model", "step": "judge", "weight": 0.1}]},
 ]
+CHAT = ["--chat", "--prompt", "3+4", "--temperature", "0", "--tokens", "4"]
 PAIRS = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in addition()[:20]]
 
 
@@ -86,13 +90,62 @@ def test_a_chain_stopped_in_every_step_ends_bit_for_bit_like_an_undisturbed_one(
         self.stop.asked = self.state.step == 1
         return after_step(self, *arguments)
 
-    for stopped in ("tune.sft", "tune.dpo", "tune.rl"):
+    for stopped in ("tune.sft", "tune.dpo", "tune.judge", "tune.rl"):
         with monkeypatch.context() as patch:
             patch.setattr(tune_rank.Tuning, "after_step", stopping)
             project.run("run", "tiny.yaml", "--stage", stopped, expect=75)
         project.run("run", "tiny.yaml", "--stage", stopped)
     assert tuned(project) == tuned(undisturbed)
     assert len(tuned(project)["rows"]["tune.rl"]) == 4 and project.report()["state"] == "done"
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Any]:
+    """A run that tunes a model of transformers without a training, and that model."""
+    transformers, folder = pytest.importorskip("transformers"), tmp_path_factory.mktemp("given")
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": 257}
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=256))
+    theirs.save_pretrained(folder / "theirs")
+    for name, body in tokenizer_files(tokenizer("bytes"), 32).items():
+        (folder / "theirs" / name).write_bytes(body)
+    train = TINY["train"] | {"max_steps": 0, "warmup_steps": 0, "init_from": str(folder / "theirs")}
+    export = {"formats": ["hf", "gguf"], "dtype": "float32"}
+    project = Project(folder / FOLDER_NAME, TINY | {"train": train, "tune": [CHAIN[0]], "export": export})
+    project.run("run", "tiny.yaml")
+    return project, theirs
+
+
+def test_a_given_model_is_tuned_without_a_training_and_its_scores_stand_beside_the_first(
+    given: tuple[Project, Any],
+) -> None:
+    transformers, (project, theirs) = pytest.importorskip("transformers"), given
+    (run,) = read_runs(project.store)
+    made = {stage: manifest.facts for stage, manifest in run.manifests.items() if manifest}
+    assert [*made] == ["tokenize", "train", "evaluate", "export", "tune.sft", "evaluate.sft"]
+    exported = transformers.AutoModelForCausalLM.from_pretrained(project.path("export", "model.safetensors").parent)
+    assert all(torch.equal(exported.state_dict()[name], weight) for name, weight in theirs.state_dict().items())
+    before, now = (made[stage]["val/loss"] for stage in ("evaluate", "evaluate.sft"))
+    card = project.run("run", "tiny.yaml").stdout
+    assert before != now and f"val loss {before:.3f} → {now:.3f}" in card and made["train"]["steps"] == 0
+    assert project.report()["state"] == "done" and "tune.sft" in project.run("plan", "tiny.yaml").stdout
+    refused = project.run("plan", "tiny.yaml", "--set", "train.init_from=null", expect=2).stderr
+    assert "max_steps 0 takes the weights of init_from as they are: name them there" in refused
+
+
+def test_llama_cpp_chats_with_the_gguf_by_its_own_template(given: tuple[Project, Any], tmp_path: Path) -> None:
+    xllamacpp, (project, _) = pytest.importorskip("xllamacpp"), given
+    (run,) = read_runs(project.store)
+    project.run("pull", run.name, str(tmp_path), "--tuned", "--format", "gguf")
+    params = xllamacpp.CommonParams()
+    params.model.path, params.warmup, params.n_parallel = str(next(tmp_path.glob("gguf/*-f16.gguf"))), False, 1
+    params.n_ctx, params.cpuparams.n_threads = 32, 1
+    messages = [{"role": "user", "content": "3+4"}]
+    asked = {"messages": messages, "max_tokens": 4, "temperature": 0, "logprobs": True}
+    answer = xllamacpp.Server(params).handle_chat_completions(asked)
+    text = bytes(byte for one in answer["choices"][0]["logprobs"]["content"] for byte in one["bytes"])
+    ours = json.loads(project.run("sample", run.name, *CHAT, "--json").stdout)
+    assert text.decode(errors="replace") == ours[0]["text"]
+    assert answer["usage"]["prompt_tokens"] == len(ChatTokens(tokenizer("bytes")).prompt(messages))
 
 
 def killed_after(project: Project, stage: str, step: int) -> None:
@@ -148,9 +201,7 @@ def test_transformers_reads_the_result_with_its_template_and_its_ends(undisturbe
     made = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=4)[0, len(prompt) :]
     steps = ours.continue_prompt(prompt, 4, [0], Sampling(temperature=0))
     assert "".join(one.text for step in steps for one in step) == theirs.decode(made, skip_special_tokens=True)
-    said = undisturbed.run(
-        "sample", run.name, "--chat", "--prompt", "3+4", "--temperature", "0", "--tokens", "4"
-    ).stdout
+    said = undisturbed.run("sample", run.name, *CHAT).stdout
     assert said == f"3+4\n{theirs.decode(made, skip_special_tokens=True)}\n"
 
 
@@ -206,6 +257,8 @@ def test_a_wrong_row_is_named_before_anything_is_spent(tmp_path: Path, row: Any,
         ({"beta": 0.1}, "beta belongs to dpo, grpo and rloo"),
         ({"method": "grpo"}, "rewards: grpo needs at least one; name {kind: exact_match}"),
         (GRPO | {"batch": 6}, "batch 6 is not divisible by generations 4"),
+        (GRPO | {"rewards": [{"kind": "model", "step": "rm"}]}, "'rm' is not an earlier step of method reward"),
+        ({"method": "reward", "held_out": 4}, "held_out compares answers, and reward generates none"),
         (GRPO | {"rewards": [{"kind": "format"}]}, "pattern belongs to kind format"),
         (GRPO | {"rewards": [{"kind": "format", "pattern": "("}]}, "is not a regular expression"),
     ],
@@ -215,14 +268,15 @@ def test_a_wrong_step_is_refused_with_what_would_be_right(tmp_path: Path, change
     path.write_text(yaml.safe_dump(TINY | {"tune": [{"name": "a", "method": "sft", "data": "addition"} | changes]}))
     with pytest.raises(UserError) as refused:
         load_recipe(str(path))
-    assert re.search(r"mine.yaml: tune(\.0|: a)", str(refused.value)) and wrong in str(refused.value)
+    assert re.search(r"mine.yaml: tune(\.0|\.a|: a)", str(refused.value)) and wrong in str(refused.value)
 
 
 def test_every_option_is_an_argument_of_trl() -> None:
-    configs = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig}
     for name, methods in TRL_OPTIONS.items():
         for method in methods:
-            assert name in configs[method].__dataclass_fields__, f"{name} of {method}"
+            assert name in getattr(trl, f"{tune_rank.TRL_NAMES[method]}Config").__dataclass_fields__, (
+                f"{name} of {method}"
+            )
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
 
     from pipelines import cli
     from pipelines.nodes import launcher_process
-    from pipelines.stages import train, tune
+    from pipelines.stages import follow, train
     from pipelines.tracking import ledger
 
     began, out, err, code = time.time(), Output(), StringIO(), 0
@@ -107,7 +107,7 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
     ):
         patch.chdir(folder)
         patch.setattr("sys.argv", ["skytrain", *arguments])
-        for stage in (train, tune):
+        for stage in (train, follow):
             patch.setattr(stage, "start_ranks", start_ranks_here)
         patch.setattr(launcher_process, "prepare_launcher", lambda: None)
         patch.setattr(ledger, "process_began", lambda: began)

@@ -4,6 +4,15 @@
 
 const at = (id) => document.getElementById(id);
 let running = null;
+let messages = null; // of the conversation, with a model that was tuned to answer
+
+// A new part of the text: what a user asks, or what the model says.
+function part(role) {
+  const element = document.createElement("span");
+  element.className = role;
+  at("answer").append(element);
+  return element;
+}
 
 function note(text, bad = false) {
   at("note").textContent = text;
@@ -29,18 +38,31 @@ async function* events(response) {
 }
 
 async function say(signal) {
-  const asked = { prompt: at("prompt").value, stream: true, stream_options: { include_usage: true } };
+  const question = at("prompt").value, headers = { "Content-Type": "application/json" };
+  const turns = messages && [...messages, { role: "user", content: question }];
+  const asked = { ...(turns ? { messages: turns } : { prompt: question }), stream: true };
+  asked.stream_options = { include_usage: true };
   for (const { id, value } of document.querySelectorAll("input")) if (value !== "") asked[id] = Number(value);
-  const headers = { "Content-Type": "application/json" };
-  const response = await fetch("/v1/completions", { method: "POST", headers, body: JSON.stringify(asked), signal });
+  if (!turns) at("answer").replaceChildren();
+  const texts = ["user", "assistant"].map(part);
+  texts[0].append(question);
+  const path = turns ? "/v1/chat/completions" : "/v1/completions";
+  const response = await fetch(path, { method: "POST", headers, body: JSON.stringify(asked), signal });
   if (!response.ok) throw new Error((await response.json()).error.message);
   const began = performance.now();
-  for await (const event of events(response)) {
-    if (event.error) throw new Error(event.error.message);
-    for (const choice of event.choices) at("text").append(choice.text);
-    if (event.usage) {
-      const tokens = event.usage.completion_tokens, seconds = (performance.now() - began) / 1000;
-      note(`${tokens} tokens, ${(tokens / seconds).toFixed(0)} a second`);
+  try {
+    for await (const event of events(response)) {
+      if (event.error) throw new Error(event.error.message);
+      for (const choice of event.choices) texts[1].append(choice.text ?? choice.delta.content);
+      if (event.usage) {
+        const tokens = event.usage.completion_tokens, seconds = (performance.now() - began) / 1000;
+        note(`${tokens} tokens, ${(tokens / seconds).toFixed(0)} a second`);
+      }
+    }
+  } finally {
+    if (turns) {
+      messages = [...turns, { role: "assistant", content: texts[1].textContent }];
+      at("prompt").value = "";
     }
   }
 }
@@ -49,8 +71,6 @@ at("form").addEventListener("submit", async (event) => {
   event.preventDefault();
   running = new AbortController();
   busy(true);
-  at("asked").textContent = at("prompt").value;
-  at("text").textContent = "";
   note("…");
   try {
     await say(running.signal);
@@ -60,6 +80,19 @@ at("form").addEventListener("submit", async (event) => {
   busy(false);
 });
 at("stop").addEventListener("click", () => running.abort());
+at("new").addEventListener("click", () => {
+  messages = [];
+  at("answer").replaceChildren();
+});
 fetch("/v1/models").then((response) => response.json()).then(({ data }) => {
   at("model").textContent = document.title = data[0].id;
+  if (!data[0].chat) return;
+  messages = [];
+  document.body.className = "chat";
+  at("about").textContent = "It was tuned to answer. It knows the conversation below, and nothing else.";
+  at("asks").textContent = "Message";
+  at("go").textContent = "Send";
+  at("prompt").required = true;
+  at("prompt").placeholder = "";
+  at("new").hidden = false;
 }, () => note("the server does not answer", true));

@@ -217,12 +217,14 @@ def tags_of(run: Run) -> dict[str, Any]:
 
 
 def results(run: Run) -> list[Point]:
-    """What the evaluation measured of the trained weights, as points of "final/…" at the last step."""
-    made = run.manifests.get("evaluate")
-    scores = {key: value for key, value in made.facts.items() if "/" in key} if made else {}
-    numbers = {key: float(value) for key, value in scores.items() if isinstance(value, int | float)}
+    """What the evaluations measured, at the last step: of the trained weights as "final/…", of a tuned model as
+    "tuned/…"."""
+    made = {stage: one for stage, one in run.manifests.items() if one and stage.partition(".")[0] == "evaluate"}
     return [
-        (legal_name(f"final/{key}"), value, made.created, run.summary.steps) for key, value in numbers.items() if made
+        (legal_name(f"{'tuned' if '.' in stage else 'final'}/{key}"), float(value), one.created, run.summary.steps)
+        for stage, one in made.items()
+        for key, value in one.facts.items()
+        if "/" in key and isinstance(value, int | float)
     ]
 
 
