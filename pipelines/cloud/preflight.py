@@ -34,6 +34,7 @@ def preflight(
     remote = not all(map(is_cluster, job.clouds))
     try:
         yield Finding("skypilot", version("skypilot"))
+        yield from controller(job)
     except PackageNotFoundError:
         yield broken("skypilot", "not installed", INSTALL)
     if "SKYTRAIN_VENV" not in request.variables:
@@ -57,6 +58,19 @@ def preflight(
         check_image_name(request.image)
     if uri := request.variables.get("MLFLOW_TRACKING_URI"):
         yield mlflow_answers(uri, request.variables | dict(secrets))
+
+
+def controller(job: ManagedJob) -> Iterator[Finding]:
+    """Whether SkyPilot's controller of managed jobs can reach Slurm. SkyPilot 0.14.1 lets no Slurm node be the
+    controller, and gives a controller elsewhere no file of Slurm's login nodes."""
+    from sky import skypilot_config
+    from sky.server import common
+
+    mode = ("jobs", "controller", "consolidation_mode")
+    if "slurm" in job.clouds and common.is_api_server_local() and not skypilot_config.get_nested(mode, False):
+        seen = "a controller on a machine of its own can't use Slurm; this machine has to be it, and to stay up"
+        remedy = "jobs: {controller: {consolidation_mode: true}} in ~/.sky/config.yaml, then sky api stop"
+        yield broken("controller", seen, remedy)
 
 
 def gpus_without_kernels(job: ManagedJob) -> Iterator[Finding]:

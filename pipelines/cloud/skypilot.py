@@ -203,8 +203,8 @@ class TaskStatus:
 def managed_tasks(name: str | None = None, unfinished: bool = False) -> list[TaskStatus]:
     """The tasks of all users' managed jobs, or of those with this name; `unfinished`: without jobs that are over.
 
-    None if SkyPilot's controller has a machine of its own that does not exist or is stopped. UserError if that machine
-    should be up and can't be reached: its jobs may run.
+    None if SkyPilot's controller has a machine of its own that does not exist or is stopped. UserError without an
+    answer: there may be jobs.
     """
     from sky import ClusterStatus, exceptions, jobs
     from sky.client import sdk
@@ -213,10 +213,11 @@ def managed_tasks(name: str | None = None, unfinished: bool = False) -> list[Tas
         found, *_ = sdk.get(
             jobs.queue_v2(refresh=False, skip_finished=unfinished, all_users=True, name_match=name, fields=JOB_FIELDS)
         )
-    except exceptions.ClusterNotUpError as error:
-        if error.cluster_status in (None, ClusterStatus.STOPPED):
+    except (exceptions.ClusterNotUpError, RuntimeError) as error:
+        # A RuntimeError: SkyPilot takes the machine as up, and it does not answer.
+        if getattr(error, "cluster_status", ClusterStatus.UP) in (None, ClusterStatus.STOPPED):
             return []
-        raise UserError(f"the controller of SkyPilot's managed jobs can't be reached: {error}") from error
+        raise UserError(f"SkyPilot can't tell of its managed jobs: {' '.join(str(error).split())}") from error
     return [TaskStatus.of(record) for record in found if name in (None, record.job_name)]
 
 

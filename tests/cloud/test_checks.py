@@ -95,16 +95,22 @@ def test_what_only_this_machine_has_is_refused_for_rented_machines(tmp_path: Pat
     assert "store" not in cluster
 
 
-def test_a_cloud_without_a_network_between_nodes_is_refused_and_runpods_slower_h100_noted(tmp_path: Path) -> None:
-    def found(infra: str, what: str, **more: Any) -> Finding | None:
-        return problems(LocalStore(tmp_path), infra=infra, **more).get(what)
+@pytest.mark.parametrize(("infra", "consolidated"), [("slurm/here", True), ("aws,slurm/here", False), ("aws", False)])
+def test_slurm_is_refused_to_a_controller_that_could_not_reach_it(
+    infra: str, consolidated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sky.skypilot_config.get_nested", lambda keys, default: consolidated)
+    found = problems(LocalStore(tmp_path), infra=infra).get("controller")
+    refused = infra == "aws,slurm/here"
+    assert found and "consolidation_mode: true" in found.remedy if refused else found is None
 
-    refused = found("runpod", "nodes", nodes=2)
-    assert refused and (refused.state, refused.seen) == ("broken", "runpod has no network between nodes")
-    assert found("runpod", "nodes") is found("aws", "nodes", nodes=2) is None
-    noted = found("runpod", "GPUs", gpus="H100:2")
-    assert noted and (noted.state, noted.remedy) == ("note", "--gpus H100-SXM:N")
-    assert found("runpod", "GPUs", gpus="H100-SXM:2") is found("lambda", "GPUs", gpus="H100:2") is None
+
+def test_runpods_slower_h100_is_noted(tmp_path: Path) -> None:
+    noted, *others = (
+        problems(LocalStore(tmp_path), infra=infra, gpus=gpus).get("GPUs")
+        for infra, gpus in (("runpod", "H100:2"), ("runpod", "H100-SXM:2"), ("lambda", "H100:2"))
+    )
+    assert noted and (noted.state, noted.remedy) == ("note", "--gpus H100-SXM:N") and others == [None, None]
 
 
 @pytest.mark.parametrize("gpus", ["V100-32GB:8", "P100:1", "MI300X:8", "tpu-v5litepod-8:1"])
