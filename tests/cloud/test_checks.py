@@ -1,14 +1,13 @@
 """Checks of real buckets and servers before a machine is rented."""
 
 import base64
-import http.server
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import answering
 from cloud_support import KEYS, closed_port
 from core_bundle import make_bundle
 from servers import S3Account
@@ -40,25 +39,10 @@ def test_a_bucket_that_refuses_a_second_create_is_accepted_and_nothing_is_left_i
 def test_a_tracking_server_that_is_gone_or_refuses_us_is_named() -> None:
     assert "start it" in mlflow_answers(closed_port(), {}).remedy
 
-    class Guarded(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            good = "Basic " + base64.b64encode(b"somebody:a password").decode()
-            self.send_response(200 if self.headers.get("Authorization") == good else 401)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Guarded)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        uri, account = f"http://127.0.0.1:{server.server_address[1]}", {"MLFLOW_TRACKING_USERNAME": "somebody"}
+    good, account = base64.b64encode(b"somebody:a password").decode(), {"MLFLOW_TRACKING_USERNAME": "somebody"}
+    with answering(lambda one: one.respond(200 if one.headers.get("Authorization") == f"Basic {good}" else 401)) as uri:
         assert mlflow_answers(uri, account | {"MLFLOW_TRACKING_PASSWORD": "a password"}).state == "ok"
         refused = mlflow_answers(uri, account | {"MLFLOW_TRACKING_PASSWORD": "another"})
-    finally:
-        server.shutdown()
-        server.server_close()
     assert refused.state == "broken" and "MLFLOW_TRACKING_PASSWORD" in refused.remedy
     assert "another" not in f"{refused.seen} {refused.remedy}"
 

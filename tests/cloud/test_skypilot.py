@@ -8,14 +8,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from answers import Request, answering
 from cloud_support import KEYS, closed_port
 from pipeline_runs import TINY, write_texts
 from sky_catalog import ROWS, Row, sky_environment, write_catalog
@@ -34,19 +33,10 @@ WHO = """<GetCallerIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06
 </GetCallerIdentityResult><ResponseMetadata><RequestId>1</RequestId></ResponseMetadata></GetCallerIdentityResponse>"""
 
 
-class OnlyAnIdentity(BaseHTTPRequestHandler):
+def only_an_identity(request: Request) -> None:
     """An S3 service other than Amazon's, as AWS_ENDPOINT_URL names it: it has no EC2."""
-
-    def do_POST(self) -> None:
-        known = "GetCallerIdentity" in self.rfile.read(int(self.headers["Content-Length"])).decode()
-        body = (WHO if known else "<html>not found</html>").encode()
-        self.send_response(200 if known else 404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    known = b"GetCallerIdentity" in request.body
+    request.respond(200 if known else 404, WHO if known else "<html>not found</html>")
 
 
 ASKING = """
@@ -274,20 +264,18 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "a deadline without slack for spot": to_price(("train", "evaluate"), deadline=time.time() + 1.1 * 3600),
         "a deadline that none keeps": to_price(("train", "evaluate"), deadline=time.time() + 360),
     }
-    server = ThreadingHTTPServer(("127.0.0.1", 0), OnlyAnIdentity)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    service = KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_DEFAULT_REGION": "us-east-1"}
     plan = ["plan", "gpt2-124m", "--cloud", "--deadline", "1h", "--json"]
-    keys = {"a plan with keys of another service": {"words": plan, "env": service, "keys_of_another_service": True}}
-    done = subprocess.run(
-        [sys.executable, "-c", ASKING],
-        input=json.dumps(QUESTIONS | deadlines | keys),
-        env=inherited | sky_environment(home) | ours,
-        cwd=home,
-        capture_output=True,
-        text=True,
-    )
-    server.shutdown()
+    with answering(only_an_identity) as address:
+        service = KEYS | {"AWS_ENDPOINT_URL": address, "AWS_DEFAULT_REGION": "us-east-1"}
+        keys = {"a plan with keys of another service": {"words": plan, "env": service, "keys_of_another_service": True}}
+        done = subprocess.run(
+            [sys.executable, "-c", ASKING],
+            input=json.dumps(QUESTIONS | deadlines | keys),
+            env=inherited | sky_environment(home) | ours,
+            cwd=home,
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr
     assert not (home / ".sky" / "api_server").exists(), "no server was started"
     return json.loads(done.stdout.rpartition("ANSWERS")[2])

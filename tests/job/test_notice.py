@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metadata_servers import Cloud, Ec2Cloud, Everything, GceCloud, Handler
+from answers import Request
+from metadata_servers import Cloud, Ec2Cloud, GceCloud
 from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, TINY, Project
 
 from pipelines.job import notice
@@ -114,7 +115,7 @@ def test_a_service_that_hangs_delays_nothing(start, watched) -> None:
     released = threading.Event()
 
     class Hangs(Cloud):
-        def answer(self, request: Handler) -> None:
+        def answer(self, request: Request) -> None:
             released.wait()
 
     cloud = start(Hangs())
@@ -127,10 +128,10 @@ def test_a_service_that_hangs_delays_nothing(start, watched) -> None:
 
 
 def test_a_token_goes_through_no_proxy_and_follows_no_redirect(start, watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = start(Everything(200, "{}"))
+    elsewhere = start(Cloud())
 
     class Redirects(Ec2Cloud):
-        def answer(self, request: Handler) -> None:
+        def answer(self, request: Request) -> None:
             if request.path == "/latest/api/token":
                 return super().answer(request)
             return request.respond(307, Location=f"{elsewhere.endpoint}{request.path}")

@@ -6,13 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pipeline_runs import FOLDER_NAME, TINY, Project
 
-from pipelines.recipe import Recipe, load_recipe
-from pipelines.stage import plans_of
 from pipelines.tracking.runs import read_runs
-from trainer.errors import UserError
 
 SCORE = "eval/hellaswag_acc_norm"
 ITEMS = [
@@ -31,12 +27,6 @@ def write_items(path: Path) -> None:
     path.write_text("".join(json.dumps(item) + "\n" for item in ITEMS), encoding="utf8")
 
 
-@pytest.fixture
-def items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_items(tmp_path / "items.jsonl")
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A run whose first evaluation passes its target."""
@@ -45,13 +35,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Project:
     made = project.result()
     assert made["state"] == "done" and not any(artifact["skipped"] for artifact in made["artifacts"].values())
     return project
-
-
-def planned(folder: Path, values: dict[str, Any]) -> dict[str, str]:
-    """The fingerprints of a recipe's stages."""
-    (folder / "texts").mkdir(exist_ok=True)
-    (folder / "texts" / "0.txt").write_text("the text")
-    return {stage: plan.fingerprint for stage, plan in plans_of(Recipe.model_validate(values)).items()}
 
 
 def test_a_target_that_an_evaluation_passes_ends_the_run_as_an_artifact(finished: Project) -> None:
@@ -96,27 +79,3 @@ def test_ranks_that_evaluate_leave_when_the_command_is_asked_to_stop(finished: P
     assert process.returncode == 75, err
     assert not project.artifacts("evaluate") and not project.alive()
     assert project.result()["state"] == "done"
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        (
-            ["train.stop_at={hellaswag: 0.3}", "evaluate.every=10"],
-            "tiny.yaml: train.stop_at.hellaswag needs evaluate.hellaswag, which is null; name its items there",
-        ),
-        (
-            ["train.stop_at={val_loss: 3.2}", "train.val_every=null"],
-            "tiny.yaml: train: stop_at.val_loss needs validations, and val_every is null; set train.val_every to 250",
-        ),
-        (["train.stop_at={}"], "tiny.yaml: train.stop_at: no target is given; name one of hellaswag, core, val_loss"),
-    ],
-)
-def test_a_target_that_nothing_measures_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], complaint: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
-    with pytest.raises(UserError) as refused:
-        load_recipe("tiny.yaml", changes)
-    assert str(refused.value).startswith(complaint) and "\n" not in str(refused.value)

@@ -1,17 +1,14 @@
 """Weights of the Hugging Face Hub: checked by their headers, fetched once, verified. The Hub is a server of ours."""
 
-import hashlib
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from answers import Hub, answering
 from safetensors.torch import save_file
 from stage_work import SMALL
 
@@ -48,61 +45,21 @@ except UserError as error:
 """
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """One repository: its list of files, and the files, also in part."""
-
-    files: dict[str, bytes] = {}
-    wrong_sum = False
-    sent: list[tuple[str, int]] = []  # path and bytes of each answer
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        name = path.rpartition("/")[2]
-        if path.startswith(f"/api/models/{MODEL}/tree/{COMMIT}"):
-            rows = [{"type": "file", "path": n, "size": len(b), "oid": "0" * 40} for n, b in self.files.items()]
-            return self.answer(200, json.dumps(rows).encode(), {"Content-Type": "application/json"})
-        if not path.startswith(f"/{MODEL}/resolve/{COMMIT}/") or name not in self.files:
-            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "no such repository"})
-        body = self.files[name]
-        digest = "0" * 64 if self.wrong_sum else hashlib.sha256(body).hexdigest()
-        large = name.endswith(".safetensors")
-        headers = {"ETag": f'"{digest if large else digest[:40]}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        asked = self.headers.get("Range")
-        if asked and self.command == "GET":
-            first, _, last = asked.removeprefix("bytes=").partition("-")
-            return self.answer(206, body[int(first) : int(last or len(body)) + 1], headers)
-        return self.answer(200, body, headers)
-
-    def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-            self.sent.append((self.path, len(body)))
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def ask(tmp_path: Path) -> Iterator[Callable[..., str]]:
+def hub(tmp_path: Path) -> Hub:
     model = load_recipe("smoke", SMALL).model
     gpt = GPT(model)
     gpt.initialize(0)
     save_file(to_hf(gpt.state_dict(), model), tmp_path / "model.safetensors")
     config = json.dumps(hf_config(model, "float32", 0)).encode()
-    Hub.files = {"config.json": config, "model.safetensors": (tmp_path / "model.safetensors").read_bytes()}
-    Hub.wrong_sum, Hub.sent = False, []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    files = {"config.json": config, "model.safetensors": (tmp_path / "model.safetensors").read_bytes()}
+    return Hub("models", MODEL, COMMIT, files)
+
+
+@pytest.fixture
+def ask(hub: Hub, tmp_path: Path) -> Iterator[Callable[..., str]]:
     environment = {
         **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
@@ -112,16 +69,18 @@ def ask(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
     def asked(what: str, source: str = f"{MODEL}@{COMMIT}", *changes: str) -> str:
         command = [sys.executable, "-c", CODE, what, source, *changes]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            command, env=environment | {"HF_ENDPOINT": address}, capture_output=True, text=True, timeout=100
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    yield asked
-    server.shutdown()
+    with answering(hub.answer) as address:
+        yield asked
 
 
 @pytest.mark.slow
-def test_weights_of_the_hub_are_checked_by_their_header_and_fetched_verified(ask: Callable[..., str]) -> None:
+def test_weights_of_the_hub_are_checked_by_their_header_and_fetched_verified(hub: Hub, ask: Callable[..., str]) -> None:
     assert ask("check") == ""
     shape = ask("check", f"{MODEL}@{COMMIT}", "model.n_layer=2")
     assert shape.endswith("its n_layer is 1, and model.n_layer is 2; --set model.n_layer=1 would fit")
@@ -129,15 +88,15 @@ def test_weights_of_the_hub_are_checked_by_their_header_and_fetched_verified(ask
         f"error: train.init_from: {MODEL}-xl@{COMMIT[:12]}: cannot be"
     )
     folder = Path(ask("fetch"))
-    assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
     assert (folder / "config.json").exists()
-    before = len(Hub.sent)
+    before = len(hub.sent)
     assert Path(ask("fetch")) == folder
-    assert not [path for path, _ in Hub.sent[before:] if "resolve" in path]  # once a machine
+    assert not hub.sent[before:]  # once a machine
     assert ask("tokenizer").startswith("error: tokens.tokenizer: hf://openai-community/gpt2@aaaa")
-    Hub.files["tokenizer.json"] = tokenizer_files(tokenizer("bytes"), 0)["tokenizer.json"]
+    hub.files["tokenizer.json"] = tokenizer_files(tokenizer("bytes"), 0)["tokenizer.json"]
     assert ask("tokenizer") == "257"
-    Hub.wrong_sum = True
+    hub.wrong_sum = True
     assert "damaged on its way (sha256 differs)" in ask("fetch")
-    Hub.files = {"pytorch_model.bin": b"PK", "config.json": b"{}"}
+    hub.files = {"pytorch_model.bin": b"PK", "config.json": b"{}"}
     assert "its weights are a pickle (pytorch_model.bin)" in ask("check")

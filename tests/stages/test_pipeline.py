@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,11 +193,9 @@ def test_an_s3_server_that_stays_away_is_reported_and_interrupts(project: Projec
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     project.environment["SKYTRAIN_STORE_SECONDS"] = "2"
-    started = time.monotonic()
     ended = project.run(
         *["run", "tiny.yaml", "--store", "s3://bucket/prefix", *(["--json"] if as_json else [])], expect=75
     )
-    assert time.monotonic() - started < 110  # with the default patience it takes 120
     *_, last = ended.stderr.splitlines()
     assert re.match(rf"error: .*{port}.*no success within 2 s.*run the same command to resume", last), ended.stderr
     assert "Traceback" not in ended.stderr and ended.stdout == ""
@@ -233,7 +230,7 @@ def test_a_wrong_bucket_is_a_user_error(project: Project, s3_store: S3Store) -> 
     assert line.startswith("error: ") and "no-such-bucket-here" in line and "the bucket does not exist" in line
 
 
-# --- real text, on a local store and on S3
+# --- real text on S3
 
 
 REAL: dict[str, Any] = {
@@ -247,7 +244,7 @@ REAL: dict[str, Any] = {
 }
 
 
-def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3(
+def test_real_text_is_tokenized_trained_evaluated_and_sampled_on_s3(
     tmp_path: Path, shared_data: Path, s3_store: S3Store
 ) -> None:
     recipe = REAL | {"tokens": REAL["tokens"] | {"source": str(shared_data / "corpus" / "*.parquet")}}
@@ -255,28 +252,18 @@ def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3(
     items = (shared_data / "hellaswag_val.jsonl").read_text().splitlines()[:60]
     (project.folder / "hellaswag.jsonl").write_text("\n".join(items) + "\n")
     make_bundle(project.folder / "bundle")
-    on_disk = project.result()
-    project.environment["SKYTRAIN_HOME"] = str(project.folder / "another home")  # shares no cache with the first
-    on_s3 = project.result("--store", s3_store.uri)
-
-    assert (on_disk["state"], on_s3["state"]) == ("done", "done")
-    assert on_disk["val_loss"] == on_s3["val_loss"]
-    assert on_disk["val_loss"] < 10.8  # log(50257) = 10.82: the model learned
-    for stage in STAGES:
-        here, there = on_disk["artifacts"][stage], on_s3["artifacts"][stage]
-        assert here["fingerprint"] == there["fingerprint"], stage
-        assert not here["skipped"] and not there["skipped"]
-        local = read_manifest(project.store, here["uri"].removeprefix(f"{project.store.uri}/"))
-        remote = read_manifest(s3_store, there["uri"].removeprefix(f"{s3_store.uri}/"))
-        assert local and remote and sums(local) == sums(remote), stage
-    facts = project.artifact("evaluate").facts
-    assert 0 < facts["eval/hellaswag_acc_norm"] < 1
-    centred = [facts[f"core/{task}"] for task in TASKS]
-    assert facts["eval/core"] == pytest.approx(sum(centred) / 22)
-    assert 1 < facts["val/bits_per_byte"] < 10
-    assert project.artifact("tokenize").facts["tokens"] == 300_000
+    made = project.result("--store", s3_store.uri)
+    assert made["state"] == "done" and made["val_loss"] < 10.8  # log(50257) = 10.82: the model learned
+    manifests = {
+        stage: read_manifest(s3_store, artifact["uri"].removeprefix(f"{s3_store.uri}/"))
+        for stage, artifact in made["artifacts"].items()
+    }
+    facts = {stage: manifest.facts for stage, manifest in manifests.items() if manifest}
+    scores = facts["evaluate"]
+    assert 0 < scores["eval/hellaswag_acc_norm"] < 1 < scores["val/bits_per_byte"] < 10
+    assert scores["eval/core"] == pytest.approx(sum(scores[f"core/{task}"] for task in TASKS) / 22)
+    assert facts["tokenize"]["tokens"] == 300_000
     again = project.result("--store", s3_store.uri)
     assert all(artifact["skipped"] for artifact in again["artifacts"].values())
-    words = ["sample", on_disk["run"], "--prompt", "The history of", "--tokens", "8"]
-    samples = [project.run(*words, "--store", uri).stdout for uri in (f"file://{project.home / 'store'}", s3_store.uri)]
-    assert samples[0] == samples[1] and samples[0].startswith("The history of")
+    words = ["sample", made["run"], "--prompt", "The history of", "--tokens", "8", "--store", s3_store.uri]
+    assert project.run(*words).stdout.startswith("The history of")

@@ -15,15 +15,6 @@ from trainer.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# name: layers, heads, width, context, batch_tokens, steps, peak learning rate
-TABLE = {
-    "gpt2-124m": (12, 12, 768, 1024, 524_288, 18_865, 6e-4),
-    "gpt2-350m": (24, 16, 1024, 1024, 524_288, 60_000, 3e-4),
-    "gpt2-774m": (36, 20, 1280, 1024, 524_288, 286_102, 2.5e-4),
-    "gpt2-1558m": (48, 25, 1600, 1024, 1_048_576, 32_000, 6e-4),
-    "gpt3-125m": (12, 12, 768, 2048, 524_288, 572_204, 6e-4),
-}
-
 # The artifacts of gpt2-124m.
 PINNED = {
     "tokenize": "7210dafe1f319f8733f11860ffe4aa803966a6c2b75d7b19b9b2e6ec5c09cde7",
@@ -115,7 +106,16 @@ ELSEWHERE = {"evaluate": {"core", "every"}, "tokens": {"sources"}}
 FIELDS = [(section, field) for section, fields in OTHER.items() for field in fields]
 
 
-YOUNGER = ("llama-124m", "modern-124m", "modern-d24")
+ON_ONE_GPU = (
+    "gpt2-124m",
+    "gpt2-350m",
+    "gpt2-774m",
+    "gpt2-1558m",
+    "gpt3-125m",
+    "llama-124m",
+    "modern-124m",
+    "modern-d24",
+)
 
 
 def write_recipe(folder: Path, **changes: Any) -> Path:
@@ -142,36 +142,13 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
 # --- the shipped ones
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_a_shipped_recipe_has_the_published_numbers(name: str) -> None:
-    layers, heads, width, context, batch_tokens, steps, rate = TABLE[name]
-    recipe = load_recipe(name)
-    m, t = recipe.model, recipe.train
-    assert (m.n_layer, m.n_head, m.n_embd, m.block_size, m.vocab_size) == (layers, heads, width, context, 50_257)
-    assert (t.batch_tokens, t.max_steps, t.learning_rate) == (batch_tokens, steps, rate)
-    assert (t.warmup_steps, t.schedule, t.weight_decay, t.grad_clip) == (700, "cosine", 0.1, 1.0)
-    assert (t.beta1, t.beta2, t.epsilon) == (0.9, 0.95, 1e-8)
-    assert recipe.tokens.tokenizer == "gpt2" and recipe.tokens.shard_tokens == 100_000_000
-
-
 @pytest.mark.parametrize("processes", [1, 8])
-@pytest.mark.parametrize("name", [*TABLE, *YOUNGER])
+@pytest.mark.parametrize("name", ON_ONE_GPU)
 def test_a_shipped_recipe_divides_its_batch_over_one_gpu_and_over_eight(name: str, processes: int) -> None:
     recipe = load_recipe(name)
     sequences = recipe.train.batch_tokens // recipe.model.block_size
     assert isinstance(recipe.runtime.micro_batch_size, int)
     assert sequences % (recipe.runtime.micro_batch_size * processes) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "rate"),
-    [("gpt3-6.7b", 6.7, 1.2e-4), ("gpt3-13b", 12.9, 1.0e-4), ("gpt3-175b", 174.6, 0.6e-4)],
-)
-def test_a_large_recipe_has_the_numbers_of_gpt3s_paper(name: str, parameters: float, rate: float) -> None:
-    recipe = load_recipe(name)
-    assert round(recipe.model.parameters / 1e9, 1) == parameters and recipe.train.learning_rate == rate
-    assert recipe.train_tokens == pytest.approx(300e9, rel=1e-4) and recipe.model.block_size == 2048
-    assert (recipe.train.batch_tokens // 2048) % 512 == 0
 
 
 # --- mistakes
@@ -183,9 +160,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path)
     assert complaint("my").endswith("did you mean 'my.yaml'?")
-    assert "shipped are smoke, smoke-chat, smoke-modern, gpt2-124m" in complaint(
-        "a" * 300
-    )  # longer than a file's name may be
+    assert "shipped are smoke, smoke-chat" in complaint("a" * 300)  # longer than a file's name may be
 
 
 @pytest.mark.parametrize(
@@ -237,6 +212,15 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
         ("train.warmup_steps=601", "my.yaml: train: warmup_steps 601 is more than max_steps 600"),
         ("tokens.max_tokens=2_000_128", "tokens.max_tokens 2000128 leaves nothing to train on"),
         ("tokens.val_shards=4", "tokens.max_tokens 8000000 leaves nothing to train on: 8,000,000 tokens are held out"),
+        (
+            "train.stop_at={hellaswag: 0.3}",
+            "my.yaml: train.stop_at.hellaswag needs evaluate.hellaswag, which is null; name its items there",
+        ),
+        (
+            "train={max_steps: 9, learning_rate: 1, stop_at: {val_loss: 3.2}, batch_tokens: 4096, val_every: null}",
+            "my.yaml: train: stop_at.val_loss needs validations, and val_every is null; set train.val_every to 250",
+        ),
+        ("train.stop_at={}", "my.yaml: train.stop_at: no target is given; name one of hellaswag, core, val_loss"),
         # --set itself
         ("train.max_steps", "--set train.max_steps: not of the form section.field=value, such as train.max_steps=50"),
         ("name.x=1", "--set name.x=1: name has no fields"),

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stage_work import NoSignals
 
 import pipelines.pipeline
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
@@ -31,19 +32,11 @@ from trainer.errors import Crashed, Interrupted, Stopped, StoreUnavailable, User
 from trainer.process import StopSignal
 from trainer.store import LocalStore, Store
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PLANS = {name: ArtifactPlan(name, "tiny", {"stage": name, "version": 1}) for name in STAGES}
 TOKENS = PLANS["tokenize"].prefix
 ELSEWHERE = ProcessId("other/boot", 1, "1")
 
 Build = Callable[[Work], Built]
-
-
-class NeverAsked(StopSignal):
-    """A stop signal that leaves the signals of this process to pytest."""
-
-    def __init__(self) -> None:
-        self.asked = False
 
 
 class StandIns:
@@ -93,7 +86,7 @@ def pipeline(store: Store, home: Path, price: float = 0.0, stop: StopSignal | No
     mirror = MirrorProcess(store.uri, name, home, default_uri="sqlite:///unused.db")
     recipe = load_recipe("smoke")
     return Pipeline(
-        recipe, store, home, Billing(price), mirror, TerminalScreen(quiet=True), stop or NeverAsked(), dict(PLANS)
+        recipe, store, home, Billing(price), mirror, TerminalScreen(quiet=True), stop or NoSignals(), dict(PLANS)
     )
 
 
@@ -170,7 +163,7 @@ def test_a_stage_that_ends_early_leaves_nothing_that_looks_finished_and_the_next
 
 
 def test_a_run_asked_to_stop_starts_no_further_stage(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
-    stop = NeverAsked()
+    stop = NoSignals()
 
     def asked_meanwhile(work: Work) -> Built:
         stop.asked = True
@@ -187,7 +180,7 @@ def test_a_watch_that_returns_a_reason_stops_the_run_for_good(
     stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
-    stop = NeverAsked()
+    stop = NoSignals()
 
     def long(work: Work) -> Built:
         for _ in range(1000):
@@ -207,7 +200,7 @@ def test_a_watch_that_returns_a_reason_stops_the_run_for_good(
 
 
 def test_a_machine_that_is_preempted_before_a_stop_request_leaves_the_run_recoverable() -> None:
-    stop = NeverAsked()
+    stop = NoSignals()
     stop.ask("SIGTERM")
     stop.ask("budget", Stopped)
     with pytest.raises(Interrupted) as raised:

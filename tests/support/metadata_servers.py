@@ -2,42 +2,10 @@
 
 import json
 import secrets
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+
+from answers import Request, answering
 
 END = "2026-11-20T10:02:00Z"
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Passes every request to the cloud of its server."""
-
-    server: "Server"
-
-    def do_GET(self) -> None:
-        self.server.cloud.requests.append((self.command, self.path))
-        self.server.cloud.answer(self)
-
-    do_PUT = do_GET
-
-    def respond(self, status: int, body: str = "", **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body.encode())))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    cloud: "Cloud"
-
-    def handle_error(self, *_: Any) -> None:
-        """A watcher that closes its connection is no error."""
 
 
 class Cloud:
@@ -48,19 +16,17 @@ class Cloud:
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str]] = []
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.server.cloud = self
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.server = answering(self.receive)
+        self.endpoint = self.server.__enter__()
 
     def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        self.server.__exit__(None, None, None)
 
-    def answer(self, request: Handler) -> None:
+    def receive(self, request: Request) -> None:
+        self.requests.append((request.command, request.path))
+        self.answer(request)
+
+    def answer(self, request: Request) -> None:
         request.respond(404)
 
     def threaten(self) -> None:
@@ -82,7 +48,7 @@ class Ec2Cloud(Cloud):
         self.expired = False
         self.items: dict[str, str] = {}
 
-    def answer(self, request: Handler) -> None:
+    def answer(self, request: Request) -> None:
         if request.path == "/latest/api/token":
             seconds = int(request.headers.get("X-aws-ec2-metadata-token-ttl-seconds", 0))
             if request.command != "PUT" or not 1 <= seconds <= 21600:
@@ -112,7 +78,7 @@ class GceCloud(Cloud):
         super().__init__()
         self.items = {"preempted": "FALSE", "maintenance-event": "NONE"}
 
-    def answer(self, request: Handler) -> None:
+    def answer(self, request: Request) -> None:
         if request.headers.get("Metadata-Flavor") != "Google":
             return request.respond(403)
         item = self.items.get(request.path.removeprefix("/computeMetadata/v1/instance/"))
@@ -123,15 +89,3 @@ class GceCloud(Cloud):
 
     def preempt(self) -> None:
         self.items["preempted"] = "TRUE"
-
-
-class Everything(Cloud):
-    """The same response to every request."""
-
-    def __init__(self, status: int = 200, body: str = "", **headers: str) -> None:
-        super().__init__()
-        self.what = (status, body, headers)
-
-    def answer(self, request: Handler) -> None:
-        status, body, headers = self.what
-        request.respond(status, body, **headers)

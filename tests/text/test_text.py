@@ -1,15 +1,11 @@
 """Promises of text and tokenizers: the same documents every time, the same ids as everyone else's."""
 
-import functools
 import gzip
-import http.server
 import json
 import os
 import subprocess
 import sys
 import sysconfig
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import requests
 import tiktoken
+from answers import Hub, answering
 from servers import free_ports
 from texts import ODD_TEXTS
 
@@ -246,75 +243,15 @@ def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
 # Remote sources, from a small server with the Hub's protocol
 
 
-class _Hub(http.server.SimpleHTTPRequestHandler):
-    """The dataset org/name at one commit, served from a folder; everything else is not found."""
-
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        root = Path(self.directory)
-        path = self.path.partition("?")[0]
-        if path == f"/api/datasets/org/name/revision/{COMMIT}":
-            names = [{"rfilename": entry["path"]} for entry in self._entries(root)]
-            return self._answer(json.dumps({"id": "org/name", "sha": COMMIT, "siblings": names}).encode())
-        if path.startswith(tree := f"/api/datasets/org/name/tree/{COMMIT}"):
-            folder = path.removeprefix(tree).strip("/")
-            return self._answer(json.dumps(self._entries(root, folder)).encode())
-        file = root / path.removeprefix(f"/datasets/org/name/resolve/{COMMIT}/").lstrip("/")
-        if not file.is_file():
-            return self._answer(b"{}", status=404)
-        body = file.read_bytes()
-        wanted = self.headers.get("Range")
-        if wanted is None:
-            return self._answer(body)
-        first, last = wanted.removeprefix("bytes=").split("-")
-        part = body[int(first) : int(last or len(body)) + 1]
-        place = f"bytes {first}-{int(first) + len(part) - 1}/{len(body)}"
-        return self._answer(part, status=206, headers={"Content-Range": place})
-
-    do_HEAD = do_GET
-
-    def _entries(self, root: Path, folder: str = "") -> list[dict[str, Any]]:
-        files = sorted(path for path in (root / folder).rglob("*") if path.is_file())
-        return [
-            {
-                "type": "file",
-                "path": path.relative_to(root).as_posix(),
-                "size": path.stat().st_size,
-                "oid": "0",
-            }
-            for path in files
-        ]
-
-    def _answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        fixed = {"ETag": '"1"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        for name, value in {"Content-Length": str(len(body)), **fixed, **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-
 @pytest.fixture
-def hub(rows: Path, tmp_path: Path) -> Iterator[str]:
-    """URL of a Hub that has `rows` as the dataset org/name with the subset "small" (its first two files)."""
-    folder = rows.rename(tmp_path / "hub")
+def hub(rows: Path) -> Hub:
+    """A Hub that has `rows` as the dataset org/name with the subset "small" (its first two files)."""
     subset = {"config_name": "small", "data_files": [{"split": "train", "path": "part-[01].parquet"}]}
-    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps([subset])}\n---\n")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Hub, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    card = {"README.md": f"---\nconfigs: {json.dumps([subset])}\n---\n".encode()}
+    return Hub("datasets", "org/name", COMMIT, {path.name: path.read_bytes() for path in rows.iterdir()} | card)
 
 
-def read_apart(hub: str, home: Path, *calls: tuple[Any, ...]) -> list[list[str]]:
+def read_apart(hub: Hub, home: Path, *calls: tuple[Any, ...]) -> list[list[str]]:
     """`documents(*call)` of each, in a process of its own: the Hub's address is fixed on import.
 
     A UserError takes the place of the documents.
@@ -328,18 +265,19 @@ def read_apart(hub: str, home: Path, *calls: tuple[Any, ...]) -> list[list[str]]
         "    except UserError as error: print(json.dumps([f'UserError: {error}']))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    run = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(calls)],
-        cwd=Path(__file__).parents[2],
-        env=environment | {"HF_ENDPOINT": hub, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    with answering(hub.answer) as address:
+        run = subprocess.run(
+            [sys.executable, "-c", code, json.dumps(calls)],
+            cwd=Path(__file__).parents[2],
+            env=environment | {"HF_ENDPOINT": address, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: str, tmp_path: Path) -> None:
+def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: Hub, tmp_path: Path) -> None:
     source = "hf://datasets/org/name"
     everything = [f"document {part}.{row}" for part in range(3) for row in range(5)]
     assert read_apart(
@@ -348,11 +286,8 @@ def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: str, tm
         (source, "small", COMMIT, "text"),
         (f"{source}/part-*.parquet", None, COMMIT, "text"),
     ) == [everything[:10], everything]
-    for path in (folder := tmp_path / "hub").iterdir():
-        path.unlink()
-    (folder / "README.md").touch()
-    for name in range(3):  # found by `datasets`, as parquet is
-        write_lines(folder / f"{name}.jsonl", *({"text": f"line {name}.{n}"} for n in range(2)))
+    lines_of = {f"{name}.jsonl": "".join(f'{{"text": "line {name}.{n}"}}\n' for n in range(2)) for name in range(3)}
+    hub.files = {"README.md": b"", **{name: text.encode() for name, text in lines_of.items()}}  # found as parquet is
     (lines,) = read_apart(hub, tmp_path / "another home", (source, None, COMMIT, "text"))
     assert lines == [f"line {name}.{n}" for name in range(3) for n in range(2)]
 

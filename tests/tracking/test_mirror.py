@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
+from answers import answering
 from mlflow_runs import Seen, own_experiment, until
 from pipeline_runs import PRICE, Project, committed
 from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, recorded, row, segment
@@ -288,48 +286,16 @@ def silent() -> Iterator[str]:
 @pytest.fixture
 def lying() -> Iterator[str]:
     """A gateway that answers, but never as MLflow does."""
-
-    class Gateway(BaseHTTPRequestHandler):
-        asked = 0
-
-        def do_GET(self) -> None:
-            Gateway.asked += 1
-            self.send_response((400, 200, 403, 500)[Gateway.asked % 4])
-            self.end_headers()
-            self.wfile.write(b"<html>\x9b31m")
-
-        do_POST = do_GET
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as gateway:
-        threading.Thread(target=gateway.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{gateway.server_port}"
-        gateway.shutdown()
+    statuses = itertools.cycle((200, 403, 500, 400))
+    with answering(lambda request: request.respond(next(statuses), b"<html>\x9b31m")) as address:
+        yield address
 
 
 @pytest.fixture
 def endless() -> Iterator[str]:
     """A server whose answer never ends."""
-
-    class Server(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            with suppress(OSError):
-                while True:
-                    self.wfile.write(bytes(1 << 20))
-
-        do_POST = do_GET
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with answering(lambda request: request.respond(200, bytes(64 << 20), Content_Length=str(1 << 40))) as address:
+        yield address
 
 
 @pytest.mark.parametrize("kind", ["silent", "lying", "endless"])
