@@ -277,10 +277,12 @@ def check_branch(parent: Recipe, recipe: Recipe, where: str) -> None:
     for name, reason in FIXED_IN_A_BRANCH.items():
         here, there = getattr(recipe.train, name), getattr(parent.train, name)
         if here != there:
-            raise UserError(f"{where}: train.{name} {here} is {there} there: {reason}; keep it, or use train.init_from")
+            raise UserError(
+                f"{where}: train.{name} is {there} in the parent: {reason}; set it to {there}, or use train.init_from"
+            )
     if recipe.tokens.tokenizer_identity != parent.tokens.tokenizer_identity:
         raise UserError(
-            f"{where}: tokens.tokenizer is {parent.tokens.tokenizer} there, and the weights were trained on its ids"
+            f"{where}: tokens.tokenizer is {parent.tokens.tokenizer} in the parent, whose weights know its ids"
         )
     if recipe.train.batch_ramp_from and recipe.tokens != parent.tokens:
         raise UserError(f"{where}: other text restarts the ramp of the batch; keep tokens, or remove the ramp")

@@ -33,7 +33,7 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
             return ".".join(path), f"was {removed}"
         if near := difflib.get_close_matches(path[-1], known, 1):
             return ".".join(path), f"unknown field; did you mean '{near[0]}'?"
-        return ".".join(path), f"unknown field; known here: {', '.join(known)}"
+        return ".".join(path), f"unknown field; known fields: {', '.join(known)}"
     if error["type"] == "missing":
         return ".".join(path), "missing; a value is required here"
     if error["type"] == "union_tag_invalid":

@@ -90,7 +90,7 @@ class FirstNode:
         if time.monotonic() - self._changed > (
             SILENT_SECONDS + RECORD_SECONDS if self.state == "running" else JOIN_SECONDS
         ):
-            raise Interrupted("node 0 is gone" if self.working else "node 0 does not start the training")
+            raise Interrupted("node 0 is lost" if self.working else "node 0 does not start the training")
 
     def reset(self) -> None:
         """Count the silence from now on: node 0 has reported, or the store is away, and then silence means nothing."""

@@ -52,7 +52,7 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
         if progress.killed:
             out.print(f"  [yellow]{shown(progress.killed)}[/]")
         if run.stop_request:
-            out.print(f"  [yellow]to be stopped:[/] {shown(str(run.stop_request))}")
+            out.print(f"  [yellow]stop requested:[/] {shown(str(run.stop_request))}")
         if progress.notice:
             out.print(f"  last asked to stop by: {shown(progress.notice)}")
         print_tasks(out, run)

@@ -72,7 +72,7 @@ def build(work: Work) -> Built:
     check_inputs(recipe, cache)
     wanted, held_out = recipe.evaluate.val_tokens, work.inputs["tokenize"].facts.get("val_tokens", sys.maxsize)
     if held_out < wanted:
-        work.screen.note(f"  evaluate.val_tokens is {wanted:,}, and {held_out:,} tokens are held out: it reads those")
+        work.screen.note(f"  evaluate reads the {held_out:,} held-out tokens: evaluate.val_tokens is {wanted:,}")
     if "export" in work.inputs:
         made = work.inputs[recipe.model_before()]
         weights = fetch_folder(work.store, made, cache, work.folder / "tuned")

@@ -235,7 +235,7 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
     if GPU in first and work.stop.ending is Interrupted:
         raise crashed(first[GPU].message)
     if workers and workers.lost and work.stop.ending is Interrupted:
-        raise Interrupted(f"node {workers.lost[0]} is gone")
+        raise Interrupted(f"node {workers.lost[0]} is lost")
     if work.stop.asked:
         raise work.stop.interruption()
     if STUCK in first and workers and workers.absent:  # no interruption: rented nodes would otherwise retry for ever

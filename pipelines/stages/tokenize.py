@@ -192,7 +192,7 @@ def make_all_shards(work: Work) -> list[ShardReceipt]:
     receipts = finished_receipts(work.store, work.plan)
     if receipts is None:  # this process stood still for so long that gc took it for dead
         work.attempt.check()
-        raise Interrupted(f"{work.plan.prefix}/parts/ is gone; run again to make its shards")
+        raise Interrupted(f"{work.plan.prefix}/parts/ was removed; run again to make its shards")
     return receipts
 
 

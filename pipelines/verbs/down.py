@@ -36,4 +36,4 @@ def down(run: RunName, store: StoreUri = None) -> None:
         if not removed and (beat := control.running_attempt(found)):
             where = beat.machine.cluster or beat.process.host
             raise UserError(f"down: {beat.stage}, attempt {beat.attempt} runs on {where}, and {control.no_job(run)}")
-    say(f"{run}: no job and no cluster of it is left")
+    say(f"{run}: no job and no cluster left")

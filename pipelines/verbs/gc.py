@@ -32,4 +32,4 @@ def gc(
     verb = "would be removed" if dry_run else "removed"
     say(f"{count} objects, {size:,} bytes {verb} in {opened.uri}")
     for message in damaged:
-        say(f"left alone: {message}", on_stderr=True)
+        say(f"skipped: {message}", on_stderr=True)

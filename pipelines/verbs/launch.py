@@ -105,7 +105,7 @@ def launch(
     with redirect_stdout(sys.stderr if dry_run else out):  # of SkyPilot, too: its log keeps the stdout of its import
         loaded, plans = planned(recipe, set_ or [], opened)
         if loaded.tune:
-            say(f"tune is not launched: `skytrain run {recipe}` on a machine with this store does it afterwards")
+            say(f"launch leaves out tune: run `skytrain run {recipe}` afterwards, where it reaches the store")
         request = LaunchRequest(
             run=run_name(plans),
             store=opened.uri,
@@ -163,7 +163,7 @@ def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> Non
             run_here(prepared, stage)
         launched = submit(prepared, dags)
         run, jobs = launched.request.run, " and ".join(map(str, launched.jobs))
-        say(f"{run} is launched as managed job {jobs}; see `skytrain status {run}`, `logs`, `stop` and `down`")
+        say(f"launched {run} as managed job {jobs}; see `skytrain status {run}`, `logs`, `stop` and `down`")
 
 
 def run_here(prepared: "Launch", until: str) -> None:

@@ -44,7 +44,7 @@ def resume(
     secrets = secrets_from_shell(name for name in before.secrets if not name.endswith("_SESSION_TOKEN"))
     names = ", ".join(secrets) or "none"
     settings = ", ".join(f"{name}={value}" for name, value in request.variables.items()) or "none"
-    say(f"from the record of its launch: image {request.image}; variables: {settings}; secrets: {names}")
+    say(f"as launched before: image {request.image}; variables: {settings}; secrets: {names}")
     loaded, plans = planned(f"run:{record.run}", [], opened)
     stopped = read_stop_request(opened, record.run)
 

@@ -149,7 +149,7 @@ def reporting() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except Exception as error:
-        say(f"the run has ended, and cannot be reported: {type(error).__name__}: {error}", on_stderr=True)
+        say(f"the run has ended; its report failed: {type(error).__name__}: {error}", on_stderr=True)
 
 
 def refuse_what_ends_late(recipe: "Recipe", missing: Callable[[], list[str]], launched: bool) -> None:

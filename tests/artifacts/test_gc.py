@@ -6,9 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from run_records import (
@@ -20,7 +18,6 @@ from run_records import (
     attempted,
     done_run,
     finished,
-    put_heartbeat,
     recipe_with,
     recorded,
 )
@@ -131,31 +128,6 @@ def test_gc_deletes_nothing_of_an_attempt_that_may_be_alive(
     put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st", days_old=30)
     attempted(store, "train", state="running", process=process)
     assert found(store, tmp_path, days=0.0) == []
-
-
-def test_an_artifact_that_is_finished_during_gc_loses_nothing(tmp_path: Path) -> None:
-    """The attempt commits between any two reads of the store by gc."""
-    for number in range(6):
-        fresh = LocalStore(tmp_path / f"store-{number}")
-        model = put(fresh, f"{TRAIN}/a0001/model.safetensors")
-        attempted(fresh, "train", state="running", process=this_process())
-        calls = 0
-
-        def look(how: Callable[..., Any], *arguments: Any, number: int = number, fresh: LocalStore = fresh) -> Any:
-            nonlocal calls
-            if calls == number:
-                file = File("model.safetensors", "a0001/model.safetensors", 5, "0" * 64)
-                finished(LocalStore(fresh.root), "train", (file,))
-                beat = Heartbeat(RUN, "train", 1, "done", 0.0, 1.0, 0.0, this_process())
-                put_heartbeat(LocalStore(fresh.root), TRAIN, beat)
-            calls += 1
-            return how(*arguments)
-
-        plain = LocalStore(fresh.root)
-        fresh.entries = partial(look, plain.entries)  # type: ignore[method-assign]
-        fresh.get = partial(look, plain.get)  # type: ignore[method-assign]
-        going = found(fresh, tmp_path, days=0.0)
-        assert model not in going and f"{TRAIN}/MANIFEST.json" not in going, f"look {number}"
 
 
 def test_a_dry_run_lists_everything_and_deletes_nothing(

@@ -218,14 +218,6 @@ def test_a_cached_copy_that_was_overwritten_is_fetched_again(
     assert fetch(store, PLAN.prefix, file, tmp_path / "cache").read_bytes() == BODY
 
 
-def test_a_file_of_a_local_store_is_read_in_place(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
-    manifest = finished(store, tmp_path)
-    path = fetch(store, PLAN.prefix, manifest.files[0], tmp_path / "cache")
-    assert path == tmp_path / "store" / PLAN.prefix / "a0001" / "weights.bin"
-    assert not (tmp_path / "cache").exists()
-
-
 def test_a_file_that_was_half_downloaded_when_its_process_was_killed_is_never_used(
     remote_store: Store, tmp_path: Path
 ) -> None:

@@ -87,24 +87,15 @@ class TestEveryStore:
             assert won.count(True) == 1
             assert store.get(f"race/{number}") == b"racer %d" % won.index(True)
 
-    def test_a_big_file_comes_back_with_the_same_bytes(self, store: Store, tmp_path: Path) -> None:
+    def test_a_file_of_any_size_comes_back_with_the_same_bytes(self, store: Store, tmp_path: Path) -> None:
         source, target = tmp_path / "source", tmp_path / "new" / "folder" / "target"
-        source.write_bytes(os.urandom(BIG))
-        store.upload(source, "shards/train_000000.bin")
-        store.download("shards/train_000000.bin", target)
-        assert _sha256(target) == _sha256(source)
-        assert [(entry.key, entry.size) for entry in store.entries("")] == [("shards/train_000000.bin", BIG)]
-        assert os.listdir(target.parent) == ["target"]
-
-    def test_files_at_the_edges_of_a_part_come_back_whole(self, store: Store, tmp_path: Path) -> None:
-        source, target = tmp_path / "source", tmp_path / "target"
-        for size in (0, 1, s3.PART_BYTES - 1, s3.PART_BYTES, s3.PART_BYTES + 1):
+        for size in (BIG, 0, 1, s3.PART_BYTES - 1, s3.PART_BYTES, s3.PART_BYTES + 1):
             source.write_bytes(os.urandom(size))
-            target.write_bytes(b"what was there before, longer than some" * 10)
-            store.upload(source, f"file-{size}")
-            store.download(f"file-{size}", target)
-            assert target.stat().st_size == size
+            store.upload(source, f"shards/file-{size}")
+            store.download(f"shards/file-{size}", target)  # the second one replaces a larger file
             assert _sha256(target) == _sha256(source), size
+            assert (f"shards/file-{size}", size) in [(entry.key, entry.size) for entry in store.entries("")]
+            assert os.listdir(target.parent) == ["target"]
 
     def test_a_check_ends_an_upload_and_no_object_is_there(self, store: Store, tmp_path: Path) -> None:
         source = tmp_path / "large"
@@ -342,6 +333,11 @@ def behind_proxy(s3_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.Monk
     return S3Store(s3_store.bucket, "some/prefix", time_limit_s=30)
 
 
+@pytest.fixture
+def impatient(behind_proxy: S3Store) -> S3Store:
+    return S3Store(behind_proxy.bucket, "p", time_limit_s=1)
+
+
 CUT = Fault()
 LOST_ANSWER = Fault(forward=True)
 OVERLOADED = [
@@ -392,11 +388,9 @@ class TestS3StoreAndAServerThatFails:
         assert _sha256(tmp_path / "out") == _sha256(source)
 
     def test_a_failed_upload_leaves_no_billed_parts(
-        self, s3_store: S3Store, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, s3_store: S3Store, impatient: S3Store, proxy: FaultyProxy, tmp_path: Path
     ) -> None:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        store = S3Store(s3_store.bucket, "p", time_limit_s=1)
-        source = tmp_path / "source"
+        store, source = impatient, tmp_path / "source"
         source.write_bytes(b"\0" * BIG)
         proxy.fail(*[Fault(503, "SlowDown")] * 50, method="PUT")
         with pytest.raises(StoreUnavailable):
@@ -405,12 +399,10 @@ class TestS3StoreAndAServerThatFails:
         assert "Uploads" not in s3_store._client.list_multipart_uploads(Bucket=s3_store.bucket)
 
     def test_a_download_that_fails_leaves_the_file_as_it_was(
-        self, s3_store: S3Store, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, impatient: S3Store, proxy: FaultyProxy, tmp_path: Path
     ) -> None:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        store = S3Store(s3_store.bucket, "p", time_limit_s=1)
+        store, target = impatient, tmp_path / "out"
         store.put("a", b"x" * 1000)
-        target = tmp_path / "out"
         target.write_bytes(b"before")
         proxy.fail(*[Fault(body_bytes=999)] * 50, method="GET")
         with pytest.raises(StoreUnavailable):
@@ -418,14 +410,10 @@ class TestS3StoreAndAServerThatFails:
         assert target.read_bytes() == b"before"
         assert os.listdir(tmp_path) == ["out"]
 
-    def test_a_silent_server_blocks_no_call_forever(
-        self, s3_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        store = S3Store(s3_store.bucket, "p", time_limit_s=1)
+    def test_a_silent_server_blocks_no_call_forever(self, impatient: S3Store, proxy: FaultyProxy) -> None:
         proxy.fail(*[Fault(silence_s=600)] * 50)
         with pytest.raises(StoreUnavailable, match=r"^http\S+ does not answer: no success within 1 s; last: Rea"):
-            store.get("a")
+            impatient.get("a")
 
     @pytest.mark.parametrize("size", [1000, s3.PART_BYTES + 1])
     def test_uploads_damaged_on_the_way_are_never_stored(
@@ -475,12 +463,6 @@ class TestS3StoreAndTheUsersMistakes:
             S3Store(s3_store.bucket).put("a", b"")
         assert "hunter2" not in str(caught.value) + caplog.text
         assert len(str(caught.value).splitlines()) == 1
-
-    def test_a_bucket_of_another_owner_is_reported(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
-        proxy.fail(Fault(403, "AccessDenied"))
-        with pytest.raises(UserError, match=r"the credentials may not do that.*\(AccessDenied\)"):
-            behind_proxy.get("a")
-        assert len(proxy.requests) == 1
 
     def test_credentials_that_were_renewed_meanwhile_are_used(
         self, behind_proxy: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -572,7 +554,7 @@ def test_a_right_that_was_never_there_is_a_mistake_at_once(short: tuple[S3Store,
     store, proxy = short
     assert store.get("a") is None
     proxy.fail(Fault(403, "AccessDenied"))
-    with pytest.raises(UserError, match=r"\(AccessDenied\)"):
+    with pytest.raises(UserError, match=r"the credentials may not do that.*\(AccessDenied\)"):
         store.put("a", b"x")
 
 

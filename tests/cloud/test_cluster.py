@@ -158,7 +158,7 @@ def reached(failpoint: Path) -> Path:
 def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one(user: User, cloud: LocalCloud) -> None:
     user.skytrain("run", str(user.recipe), "--stage", "tokenize")
     launched = user.launch("--stage", "train", "--nodes", "2", "--budget", "1000")
-    assert "is launched as managed job" in launched
+    assert "as managed job" in launched
     assert "has job 1, still running" in user.launch("--stage", "train", expect=2)
     undisturbed = S3Store(user.bucket, "undisturbed")
     alone = ("--stage", "train", "--set", "runtime.processes=2", "--store", undisturbed.uri)
@@ -175,7 +175,7 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
     user.wait_until(lambda: user.summary.state == "stopped")
     user.wait_until(lambda: not cloud.slurm("squeue", "-h"))
 
-    assert "is launched as managed job" in user.skytrain("resume", run, "--yes")
+    assert "as managed job" in user.skytrain("resume", run, "--yes")
     threads = ThreadPoolExecutor(1)
     followed = threads.submit(user.skytrain, "logs", run, "--follow")
     with user.held_in_mid_training():

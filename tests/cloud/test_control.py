@@ -217,7 +217,7 @@ def test_a_run_is_taken_down_and_never_below_its_controller(
         down(RUN, store=store.uri)
     down(RUN, store=nowhere)
     assert removed == ["job 8", "cluster by-hand"]
-    assert capsys.readouterr().out.endswith(f"{RUN}: no job and no cluster of it is left\n")
+    assert capsys.readouterr().out.endswith(f"{RUN}: no job and no cluster left\n")
     with pytest.raises(UserError, match="SkyPilot has no job of tiny in .*; give the run's whole name"):
         down("tiny", store=nowhere)
 
@@ -348,7 +348,7 @@ def test_verbs_for_runs_that_were_not_launched_name_the_remedy(tmp_path: Path) -
     assert output == f"error: resume: {RUN} was never launched; skytrain run run:{RUN} continues it here\n"
     assert "was not launched" in project.run("logs", RUN, expect=2).stderr
     assert "no attempt runs" in project.run("stop", RUN).stdout
-    assert "to be stopped" in project.run("status").stdout
+    assert "stop requested" in project.run("status").stdout
 
 
 def test_the_store_takes_no_other_secret_of_the_shell_and_no_image_without_a_word(tmp_path: Path) -> None:

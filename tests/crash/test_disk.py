@@ -1,21 +1,15 @@
 """A full disk: training continues while it can; otherwise one line names the fault and the folder."""
 
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import trainer_runs
 from pipeline_runs import Project
 from trainer_runs import EVERY_STEP, Runner, configured, weights
 
-from pipelines.show.console import TerminalScreen
-from pipelines.stage import Work
-from pipelines.stages import train
-from trainer.errors import FULL, UserError
+from trainer.errors import FULL
 from trainer.events import CheckpointFailed
 from trainer.store import LocalStore
 
@@ -79,28 +73,6 @@ def test_a_disk_that_is_full_for_a_while_stops_no_step_and_nothing_is_missing_af
     assert {e.step for e in run.events_of(CheckpointFailed)} >= {4, 5}
     assert run.commits() == [12, 11]
     assert run.rows() == whole.rows() and weights(same) == weights(model)
-
-
-def test_ranks_that_died_of_a_full_disk_need_no_error_message_file(tmp_path: Path, disk: Disk) -> None:
-    folder = disk.root / "a0001"
-    folder.mkdir()
-    for name in ("mistake-0.txt", "train.log"):
-        (folder / name).touch()
-    disk.fill()
-    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
-    ended.wait()
-    nothing: Any = SimpleNamespace(check=lambda: None, lost=False)
-    work = SimpleNamespace(
-        folder=folder,
-        recipe=SimpleNamespace(train=SimpleNamespace(max_steps=1)),
-        screen=TerminalScreen(quiet=True),
-        attempt=nothing,
-        stop=SimpleNamespace(asked=False),
-        store=LocalStore(tmp_path / "store"),
-        plan=SimpleNamespace(stage="train", prefix="train/x"),
-    )
-    with pytest.raises(UserError, match="no space left"):
-        train.follow(cast(Work, work), ended)
 
 
 def test_a_command_whose_folder_is_full_fails_with_one_line(tmp_path: Path, disk: Disk) -> None:

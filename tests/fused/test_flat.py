@@ -19,7 +19,6 @@ from torch import Tensor
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
-from trainer.checkpoint.pieces import training_tensors
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.events import EventLog
 from trainer.fused.flat import FlatState, Layout
@@ -326,12 +325,6 @@ def test_updates_of_any_number_of_ranks_are_adamws_on_the_mean_gradient(
     ranks: Callable[[int, Job], None], world_size: int
 ) -> None:
     ranks(world_size, updates_are_adamws)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_updates_of_any_number_of_ranks_are_muons_on_the_mean_gradient(
-    ranks: Callable[[int, Job], None], world_size: int
-) -> None:
     ranks(world_size, updates_are_muons)
 
 
@@ -361,32 +354,6 @@ def test_muon_resumes_bit_for_bit_on_two_ranks_and_with_its_whole_state_on_one_a
 ) -> None:
     ranks(2, saves_muon_and_resumes_bit_for_bit)
     ranks(world_size, resumes_muon_from_two_ranks)
-
-
-def test_the_flat_state_and_the_plain_engine_load_each_others_checkpoints(tmp_path: Path) -> None:
-    alone, log = World(0, 0, 1, torch.device("cpu")), EventLog(None, PhaseClock())
-    saves_after_two_updates(alone, tmp_path)
-    plain = Reference(1)
-    names = training_tensors(plain.model, plain.optimizer)
-    with torch.no_grad():
-        for piece in names.values():
-            piece.live.fill_(-1)
-    assert checkpointer(alone, tmp_path).load_latest(names, log) == TrainState(step=2)
-    plain.optimizer.set_steps(2)
-    expected = Reference(1)
-    for number in (1, 2, 3):
-        expected.step(number)
-    plain.step(3)
-    for name, p in plain.model.state_dict().items():
-        torch.testing.assert_close(p, expected.model.state_dict()[name], atol=1e-6, rtol=1e-5)
-
-    saving = checkpointer(alone, tmp_path)
-    saving.save(TrainState(step=3), names, log)
-    saving.finish(log)
-    state = flat_state(alone)
-    assert checkpointer(alone, tmp_path).load_latest(state.pieces(), log) == TrainState(step=3)
-    state.restore()
-    assert_agrees(state, plain)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])

@@ -28,7 +28,7 @@ def test_after_the_loss_of_any_node_all_leave_resumable_and_the_losses_stay_equa
             killed.kill_all(processes[id(killed)])
             _, output = processes[id(left)].communicate(timeout=300)
             assert processes[id(left)].returncode == 75, output
-            assert f"node {int(killed is node_1)} is gone" in output
+            assert f"node {int(killed is node_1)} is lost" in output
             assert not left.alive()
 
     with node_1.started(*COMMAND) as second, node_0.started(*COMMAND) as first:

@@ -162,7 +162,7 @@ def test_a_worker_leaves_resumable_once_node_0_is_silent_but_not_while_the_store
     clock.now += SILENT_SECONDS
     first.look()
     clock.now += worker.RECORD_SECONDS + 1
-    with pytest.raises(Interrupted, match="node 0 is gone"):
+    with pytest.raises(Interrupted, match="node 0 is lost"):
         first.look()
 
 

@@ -49,7 +49,6 @@ def test_a_run_is_fine_tuned_from_its_own_export(finished: Project) -> None:
 def test_weights_that_cannot_be_a_runs_are_refused_in_a_line_before_anything_starts(finished: Project) -> None:
     export = finished.path("export", "model.safetensors").parent
     run, before = json.loads(finished.run("report", "--json").stdout)[0]["run"], finished.attempts()
-    whole = (export / "model.safetensors").read_bytes()
     swapped = {": 97,": ": 98,", ": 98,": ": 97,"}  # the ids of a and b
     tokenizer = (export / "tokenizer.json").read_text()
     (finished.folder / "own.json").write_text(re.sub("|".join(swapped), lambda found: swapped[found[0]], tokenizer))
@@ -66,9 +65,6 @@ def test_weights_that_cannot_be_a_runs_are_refused_in_a_line_before_anything_sta
         for verb in (["plan", "tiny.yaml"], ["run", "tiny.yaml"])[: 1 + (source == str(export))]:
             done = finished.run(*verb, *changes, "--set", f"train.init_from={source}", expect=2)
             assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    (export / "model.safetensors").write_bytes(whole[:-100])
-    done = finished.run("plan", "tiny.yaml", "--set", f"train.init_from={export}", expect=2)
-    assert "truncated" in done.stderr
     assert finished.attempts() == before
 
 
@@ -133,9 +129,9 @@ def test_a_change_that_the_state_cannot_bear_is_refused_with_the_reason(
 
     cases = {
         "model.n_layer=3": "its n_layer is 2, and model.n_layer is 3",
-        "train.batch_tokens=2048": "train.batch_tokens 2048 is 1024 there: the state counts its text in batches",
-        "train.beta1=0.8": "train.beta1 0.8 is 0.9 there: the moments of the optimizer were made with it",
-        "train.optimizer=muon": "train.optimizer muon is adamw there: the state of another optimizer has other tensors",
+        "train.batch_tokens=2048": "train.batch_tokens is 1024 in the parent: the state counts its text in batches",
+        "train.beta1=0.8": "train.beta1 is 0.9 in the parent: the moments of the optimizer were made with it",
+        "train.optimizer=muon": "train.optimizer is adamw in the parent: the state of another optimizer",
         "train.seed=1": "the state is a position in the order that the seed gives",
         f"train.max_steps={step}": f"max_steps {step} ends before the branch begins",
     }

@@ -17,22 +17,6 @@ from trainer.errors import Interrupted
 from trainer.models.gpt2_module import GPT
 
 
-def test_an_evaluation_stops_between_two_batches(work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, done = work("evaluate"), []
-
-    def validation(*arguments: Any, on_batch: Callable[[], None]) -> tuple[float, float]:
-        for batch in range(10):
-            on_batch()
-            done.append(batch)
-            mine.stop.asked = batch == 3
-        return 1.0, 1.0
-
-    monkeypatch.setattr("trainer.eval.evaluation.validation", validation)
-    with pytest.raises(Interrupted):
-        evaluate.build(mine)
-    assert done == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(("configured", "computed"), [("auto", "fp32"), ("bf16", "bf16"), ("fp8", "bf16")])
 def test_an_evaluation_computes_in_the_precision_of_the_training_and_names_it(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch, configured: str, computed: str
@@ -75,7 +59,7 @@ def test_an_evaluation_shows_how_far_it_is_and_that_fewer_tokens_are_held_out_th
     evaluate.build(mine)
     note, *lines = [" ".join(line.split()) for line in capsys.readouterr().err.splitlines()]
     wanted = f"{mine.recipe.evaluate.val_tokens:,}"
-    assert note == f"evaluate.val_tokens is {wanted}, and 100 tokens are held out: it reads those"
+    assert note == f"evaluate reads the 100 held-out tokens: evaluate.val_tokens is {wanted}"
     assert (
         lines[0].startswith("evaluate val loss: batch 1 of ") and lines[-1].rpartition(" batch ")[2].count(" of ") == 1
     )

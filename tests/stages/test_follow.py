@@ -27,23 +27,17 @@ from trainer.events import (
 )
 
 
-def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[str], Work]) -> None:
+def test_a_failed_checkpoint_is_a_warning_and_a_stopped_run_names_its_last_commit(work: Callable[[str], Work]) -> None:
     train_work = work("train")
     train_work.screen = cast(TerminalScreen, recorder := Recorder())
     with TerminalScreen(quiet=True).bar("train", 10) as bar:
         Follower(train_work).handle(CheckpointFailed(1200, "OSError(28)"), bar)
-    assert recorder.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
-    assert train_work.attempt.latest.progress.checkpoint_failed == 1200
-
-
-def test_a_stopped_run_names_the_step_that_was_committed(work: Callable[[str], Work]) -> None:
-    train_work = work("train")
-    train_work.screen = cast(TerminalScreen, recorder := Recorder())
-    with TerminalScreen(quiet=True).bar("train", 10) as bar:
+        assert train_work.attempt.latest.progress.checkpoint_failed == 1200
         Follower(train_work).handle(Checkpointed(5, 0.1, 7), bar)
         train_work.stop.ask("SIGINT")
-        Follower(train_work).handle(Checkpointed(1200, 0.1, 7), bar)
-    assert recorder.notes == ["  step 1,200 is committed"]
+        Follower(train_work).handle(Checkpointed(1300, 0.1, 7), bar)
+    assert recorder.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
+    assert recorder.notes == ["  step 1,300 is committed"]
 
 
 def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:

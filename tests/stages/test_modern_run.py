@@ -79,7 +79,7 @@ def test_weights_of_another_family_are_refused_by_name(tmp_path: Path) -> None:
         open_weights(tmp_path).check(gpt2)
     open_weights(tmp_path).check(modern)
     (tmp_path / "config.json").write_text(json.dumps(modern.hf_config() | {"gate_scale": 9.0}))
-    with pytest.raises(UserError, match="config.json: gate_scale is 9.0; family modern here has 3.0"):
+    with pytest.raises(UserError, match="config.json: gate_scale is 9.0; skytrain's modern has 3.0"):
         open_weights(tmp_path)
     with pytest.raises(UserError, match="its family is gpt2, and model.family is modern"):
         check_model(gpt2, modern, "run:other")

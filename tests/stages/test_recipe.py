@@ -168,7 +168,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
     [
         ("train.learning_rte=1", "my.yaml: train.learning_rte: unknown field; did you mean 'learning_rate'?"),
         ("trian.max_steps=1", "my.yaml: trian: unknown field; did you mean 'train'?"),
-        ("tokens.colour=red", "my.yaml: tokens.colour: unknown field; known here: source, sources, subset, "),
+        ("tokens.colour=red", "my.yaml: tokens.colour: unknown field; known fields: source, sources, subset, "),
         ("train.max_steps=fast", "my.yaml: train.max_steps: input should be a valid integer (got 'fast')"),
         ("train.schedule=sine", "my.yaml: train.schedule: input should be 'cosine', 'wsd', 'linear' or 'constant'"),
         ("name=Big Run", "my.yaml: name: must be: Name of the run and of its artifacts: up to 63 of a-z, 0-9, '.'"),

@@ -5,10 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from pipelines.tracking.ledger import (
 )
 from pipelines.tracking.records import Billing, Heartbeat, Machine
 from trainer import process
-from trainer.errors import StaleAttempt, StoreUnavailable, UserError
+from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -70,32 +68,6 @@ def test_without_a_meter_an_attempt_bills_its_process_from_its_start(tmp_path: P
     assert beat.phases["idle"] == 0.25 and sum(beat.phases.values()) == pytest.approx(beat.time - began, abs=0.5)
     second = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 2, Billing(3600.0), earlier=[beat], began=began)
     assert second and second.latest.started == pytest.approx(beat.time, abs=0.01)
-
-
-def test_one_of_many_claims_of_an_attempt_succeeds(tmp_path: Path) -> None:
-    store, racers = LocalStore(tmp_path), 16
-    start = threading.Barrier(racers)
-
-    def race(_: int) -> Attempt | None:
-        start.wait()
-        return claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing())
-
-    with ThreadPoolExecutor(racers) as pool:
-        won = [attempt for attempt in pool.map(race, range(racers)) if attempt]
-    assert len(won) == 1 and won[0].number == 1
-    assert len(attempts(store, PREFIX)) == 1
-
-
-def test_an_attempt_is_stale_once_a_later_one_is_claimed(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    first = claimed(store, 1)
-    first.check()
-    second = claimed(store, 2)
-    second.check()
-    assert first.superseded() and not second.superseded()
-    with pytest.raises(StaleAttempt, match=f"attempt 1 of {PREFIX} was superseded"):
-        first.check()
-    assert first.latest.state == "stale"
 
 
 def test_a_working_attempt_detects_within_a_heartbeat_that_it_is_stale(

@@ -28,9 +28,6 @@ from trainer.errors import Diverged
 from trainer.events import Skipped, Started
 from trainer.optim.rates import rates_at
 
-_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
-
-
 TROUBLED = (str(Path(troubled.__file__)),)
 
 

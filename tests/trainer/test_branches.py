@@ -12,8 +12,6 @@ from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.errors import UserError
 from trainer.models.weights import Origin
 
-_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
-
 
 @pytest.fixture
 def parent(runner: Callable[..., Runner]) -> Runner:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_runs
 from safetensors import safe_open
 from trainer_runs import (
     EVERY_STEP,
@@ -32,8 +31,6 @@ from trainer.events import (
     Started,
 )
 from trainer.store import LocalStore
-
-_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 
 
 def test_only_the_last_checkpoints_are_kept(runner: Callable[..., Runner]) -> None:

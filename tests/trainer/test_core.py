@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import trainer_runs
 from core_bundle import make_bundle
 from tiny_models import model_of, transformers_copy
 
@@ -24,8 +23,6 @@ from trainer.parallel import World
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 Encode = Callable[[list[str]], list[list[int]]]
-
-_one_thread = trainer_runs._one_thread
 
 
 def as_bytes(texts: list[str]) -> list[list[int]]:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import trainer_runs
 from tiny_models import model_of
 from trainer_runs import ALONE, Runner, weights
 
@@ -23,9 +22,6 @@ from trainer.events import Row, Sampled
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
 from trainer.parallel import World
-
-_one_thread = trainer_runs._one_thread
-data, runner = trainer_runs.data, trainer_runs.runner
 
 SCORE = "eval/hellaswag_acc_norm"
 BATCHES = 3  # of a measurement

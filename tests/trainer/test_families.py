@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_runs
 import yaml
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,11 +20,9 @@ from trainer.models.family import ANY_MODEL, plain_model, section_of_hf, to_hf
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
 from trainer.models.llama import LlamaConfig
-from trainer.models.model_config import ModelConfig, identity_of_model
+from trainer.models.model_config import ModelConfig
 from trainer.models.modern import ModernConfig
 from trainer.models.weights import StoredTensor, WeightsFile, from_hub_layout
-
-_one_thread = trainer_runs._one_thread
 
 SIZES: dict[str, Any] = {"n_layer": 3, "n_head": 6, "n_embd": 36, "block_size": 40, "vocab_size": 300}
 CONFIGS = {
@@ -156,23 +153,6 @@ def test_shapes_parameters_and_flops_are_those_of_the_module(config: ModelConfig
     vectors = sum(math.prod(shape) for shape in found.values() if len(shape) == 1)
     attention = 12 * config.attention_width * sum(config.contexts)  # torch counts none of a CPU's
     assert counter.get_total_flops() == (config.flops_per_token - 6 * vectors - attention) * config.block_size
-
-
-@pytest.mark.parametrize(
-    ("layers", "heads", "width", "parameters"),
-    [
-        (12, 12, 768, 124_439_808),
-        (24, 16, 1024, 354_823_168),
-        (36, 20, 1280, 774_030_080),
-        (48, 25, 1600, 1_557_611_200),
-    ],
-)
-def test_parameters_are_counted_as_openai_released_them(layers: int, heads: int, width: int, parameters: int) -> None:
-    config = Gpt2Config(n_layer=layers, n_head=heads, n_embd=width, block_size=1024)
-    assert config.parameters == parameters
-    padding = (config.padded_vocab_size - config.vocab_size) * config.n_embd
-    with torch.device("meta"):
-        assert sum(p.numel() for p in plain_model(config).parameters()) == config.parameters + padding
 
 
 def test_initial_weights_have_gpt2s_spread() -> None:
@@ -317,12 +297,6 @@ def test_weights_with_gates_of_version_0_1_are_refused_with_its_name() -> None:
         UserError, match=r"old.safetensors: h.1.attn.ve_gate.weight has the shape \[2, 32\]; .*version 0.1"
     ):
         WeightsFile("old.safetensors", {}, tensors).check(config)
-
-
-def test_gpt2s_fingerprint_has_no_family_and_the_others_have_it() -> None:
-    assert identity_of_model(CONFIGS["gpt2"]) == SIZES
-    assert identity_of_model(CONFIGS["modern"]) == SIZES | {"family": "modern", "n_kv_head": None, "rope_base": 1e5}
-    assert identity_of_model(CONFIGS["modern, both"])["value_embeddings"] is True
 
 
 # --- bad input

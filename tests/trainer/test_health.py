@@ -8,16 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import trainer_runs
 
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import EXIT_INTERRUPTED
 from trainer.health import Health, Watchdog
 from trainer.metrics import PhaseClock
 from trainer.parallel import collective_timeout
-
-_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
-
 
 BASE: dict[str, Any] = {"batch_tokens": 256, "max_steps": 1000, "learning_rate": 0.01}
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_runs
 from tiny_models import model_of, transformers_copy
 
 from trainer.errors import UserError
@@ -18,8 +17,6 @@ from trainer.parallel import World
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 GPT2 = Gpt2Config(n_layer=1, n_head=2, n_embd=16, block_size=128, vocab_size=50_257)
-
-_one_thread = trainer_runs._one_thread
 
 
 def each(encode: Callable[[str], list[int]]) -> Encode:

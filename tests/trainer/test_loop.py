@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import trainer_runs
 from trainer_runs import (
     ALONE,
     Runner,
@@ -21,8 +20,6 @@ from trainer.data.shards import local_shards
 from trainer.engine import PlainEngine
 from trainer.errors import StoreUnavailable
 from trainer.eval.evaluation import validation_loss
-
-_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 
 
 def test_a_run_learns_and_logs_every_step(runner: Callable[..., Runner]) -> None:

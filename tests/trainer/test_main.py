@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import trainer_runs
 import yaml
 from in_process import signals_unchanged
 from trainer_runs import (
@@ -30,8 +29,6 @@ from trainer.data.shards import write_shard
 from trainer.errors import UserError
 from trainer.events import Row, Started
 from trainer.store import LocalStore
-
-_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 
 
 @pytest.fixture(scope="module")

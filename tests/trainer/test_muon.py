@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_runs
 from safetensors import safe_open
 from torch import Tensor
 from trainer_runs import EVERY_STEP, Runner, weights
@@ -21,7 +20,6 @@ from trainer.optim import muon
 from trainer.optim.adamw import optimizer_for
 from trainer.optim.rates import BESIDE_MUON, Group, Rates, group_of, peaks, rates_at
 
-_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 MODEL = Gpt2Config(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=50)
 MATRICES = {f"h.{i}.{part}.weight" for i in (0, 1) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
 TRAIN: dict[str, Any] = {"batch_tokens": 64, "max_steps": 100, "learning_rate": 0.01, "optimizer": "muon"}

@@ -5,14 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import trainer_runs
 
 from trainer.errors import UserError
 from trainer.models.decoder import Decoder, Sampling, draw, stream
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
-
-_one_thread = trainer_runs._one_thread
 
 SMALL = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=97)
 WAYS = {"greedy": Sampling(0.0), "top k": Sampling(0.7, 5), "top p": Sampling(1.3, None, 0.8)}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import trainer_runs
 from safetensors.torch import save_file
 from trainer_runs import ALONE, LONG, Command, configured, kill_tree
 
@@ -27,8 +26,6 @@ from trainer.models.model_config import ModelConfig
 from trainer.models.weights import open_weights
 from trainer.optim.rates import rates_at
 from trainer.parallel import World
-
-_one_thread, data = trainer_runs._one_thread, trainer_runs.data
 
 RANKS, STEPS = 4, 3
 TRAIN = TrainConfig(batch_tokens=10 * 32, max_steps=STEPS, learning_rate=1e-3, grad_clip=0.3)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import trainer_runs
 from safetensors.torch import save_file
 from trainer_runs import ALONE, Runner, configured, weights
 
@@ -22,7 +21,6 @@ from trainer.models.gpt2_module import GPT
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import Origin, open_weights
 
-_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 MODEL = configured().model
 
 

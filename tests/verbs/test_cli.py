@@ -68,14 +68,9 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["run", "smoek"], "error: smoek: neither a shipped recipe nor a file; did you mean 'smoke'?"),
         (
-            ["run", "tiny.yaml", "--set", "train.learning_rte=1"],
+            ["run", "tiny.yaml", "--json", "--set", "train.learning_rte=1"],
             "error: tiny.yaml: train.learning_rte: unknown field; did you mean 'learning_rate'?",
-        ),
-        (
-            ["run", "tiny.yaml", "--set", "train.max_steps"],
-            "error: --set train.max_steps: not of the form section.field=value, such as train.max_steps=50",
         ),
         (
             ["run", "tiny.yaml", "--stage", "trian"],
@@ -91,10 +86,6 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
         ),
         (["plan", "tiny.yaml", "--set", "tokens.source=nowhere/*.txt"], "error: tokens.source: no file matches"),
         (["report", "nope"], "error: nope: no such run in file://"),
-        (
-            ["run", "tiny.yaml", "--json", "--set", "model.n_head=3"],
-            "error: tiny.yaml: model: n_embd 8 is not divisible",
-        ),
     ],
 )
 def test_a_user_error_exits_with_2_and_one_line_before_anything_starts(

@@ -149,4 +149,4 @@ def test_an_error_of_the_report_of_a_run_changes_no_ending(capsys: pytest.Captur
         finally:
             with reporting():
                 raise KeyError("time")
-    assert "cannot be reported: KeyError: 'time'" in capsys.readouterr().err
+    assert "its report failed: KeyError: 'time'" in capsys.readouterr().err

@@ -110,7 +110,7 @@ class GroupedHeads(ModelConfig, ABC):
         rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
         for name, allowed in cls.hf_constants.items():
             if (value := values.get(name, allowed[0])) not in allowed:
-                raise UserError(f"{where}: {name} is {shown(value)}; family {family} here has {allowed[0]!r}")
+                raise UserError(f"{where}: {name} is {shown(value)}; skytrain's {family} has {allowed[0]!r}")
         if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
             raise UserError(
                 f"{where}: its rotary positions are scaled ({shown(rope)}), as Llama 3.1's are; family {family} here "

@@ -223,7 +223,7 @@ class ModernConfig(GroupedHeads):
         given = super().fields_of_hf(values, where)
         if values.get("intermediate_size") != 4 * given["n_embd"]:
             inner = shown(values.get("intermediate_size"))
-            raise UserError(f"{where}: intermediate_size is {inner}; family modern here has 4 x hidden_size")
+            raise UserError(f"{where}: intermediate_size is {inner}; skytrain's modern has 4 x hidden_size")
         if values.get("model_type") != "skytrain":
             return given
         given |= {name: values[name] for name in cls.options if name in values}
@@ -233,7 +233,5 @@ class ModernConfig(GroupedHeads):
             raise UserError(f"{where}: not a model of family modern ({shown(cut(str(error)))})") from error
         for name in CODE_NUMBERS:
             if values.get(name) != expected[name]:
-                raise UserError(
-                    f"{where}: {name} is {shown(values.get(name))}; family modern here has {expected[name]}"
-                )
+                raise UserError(f"{where}: {name} is {shown(values.get(name))}; skytrain's modern has {expected[name]}")
         return given

@@ -85,7 +85,7 @@ def checked_uri(uri: str, where: str = "MLFLOW_TRACKING_URI") -> str:
             "http(s)://SERVER, or a database such as sqlite:///mlflow.db"
         )
     if parts.scheme in ("http", "https") and "@" in parts.netloc:
-        raise UserError(f"{where}: a URL without user and password, please: they belong in {USER} and {PASSWORD}")
+        raise UserError(f"{where}: has a user or password in it; put them into {USER} and {PASSWORD}")
     return uri
 
 
