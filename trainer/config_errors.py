@@ -35,7 +35,7 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
             return ".".join(path), f"unknown field; did you mean '{near[0]}'?"
         return ".".join(path), f"unknown field; known fields: {', '.join(known)}"
     if error["type"] == "missing":
-        return ".".join(path), "missing; a value is required here"
+        return ".".join(path), "missing; a value is required"
     if error["type"] == "union_tag_invalid":
         families = re.findall("'([^']*)'", error["ctx"]["expected_tags"])
         near = difflib.get_close_matches(str(error["ctx"]["tag"]).lower(), families, 1)

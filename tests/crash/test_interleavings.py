@@ -212,7 +212,7 @@ def test_random_interleavings_of_runs_and_gcs_break_no_promise(recipe: Recipe) -
 
 @pytest.mark.slow
 def test_many_more_interleavings_break_no_promise(recipe: Recipe) -> None:
-    explore(recipe, examples=300, steps=30)
+    explore(recipe, examples=150, steps=30)
 
 
 # --- the machine can fail

@@ -24,8 +24,9 @@ class Request(BaseHTTPRequestHandler):
     def respond(self, status: int, body: str | bytes = b"", **headers: str) -> None:
         whole = body.encode() if isinstance(body, str) else body
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(whole)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
+        for name, value in ({"Content_Length": str(len(whole))} | headers).items():
+            if value:
+                self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(whole)
@@ -59,7 +60,7 @@ class Hub:
         self.api, self.name, self.commit, self.files = f"/api/{kind}/{name}", name, commit, files
         self.resolve = f"{'/datasets' if kind == 'datasets' else ''}/{name}/resolve/{commit}/"
         self.wrong_sum = False
-        self.sent: list[str] = []  # the paths of its answers
+        self.sent: list[str] = []  # paths of the files that it sent
 
     def answer(self, request: Request) -> None:
         path = request.path.partition("?")[0]
@@ -77,9 +78,10 @@ class Hub:
         digest = "0" * 64 if self.wrong_sum else hashlib.sha256(body).hexdigest()
         tag = digest if path.endswith(".safetensors") else digest[:40]
         headers = {"ETag": f'"{tag}"', "X_Repo_Commit": self.commit, "Accept_Ranges": "bytes"}
+        if request.command == "HEAD":
+            return request.respond(200, body, **headers)
         self.sent.append(request.path)
-        asked = request.headers.get("Range")
-        if not asked or request.command == "HEAD":
+        if not (asked := request.headers.get("Range")):
             return request.respond(200, body, **headers)
         first, _, last = asked.removeprefix("bytes=").partition("-")
         part = body[int(first) : int(last or len(body)) + 1]

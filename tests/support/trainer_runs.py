@@ -1,22 +1,15 @@
 """Whole runs of the trainer, in this process and in separate processes, with tiny data."""
 
 import hashlib
-import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import psutil
 import pytest
 import torch
-import yaml
+from trainer_command import comparable, read_events
 
 from trainer.__main__ import TrainerConfig
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -26,7 +19,7 @@ from trainer.data.batches import TokenData
 from trainer.data.shard_maps import Fetch
 from trainer.data.shards import local_shards, write_shard
 from trainer.eval.evaluation import Evaluation
-from trainer.events import Event, EventLog, event_from_json
+from trainer.events import Event, EventLog
 from trainer.loop import train
 from trainer.metrics import PhaseClock
 from trainer.models.gpt2 import Gpt2Config
@@ -38,9 +31,7 @@ from trainer.parallel import World
 from trainer.process import StopSignal
 from trainer.store import LocalStore, Store
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 ALONE = World(0, 0, 1, torch.device("cpu"))
-SERIES = ("train/loss", "train/lr", "train/grad_norm", "val/loss", "data/checksum")
 EVERY_STEP = 1e-9  # minutes between checkpoints
 
 E = TypeVar("E", bound=Event)
@@ -192,19 +183,9 @@ class Runner:
         return max((self.out / "run/checkpoints").iterdir())
 
 
-def read_events(path: Path) -> list[Event]:
-    """All events of a file, in the order of writing."""
-    return [event_from_json(line) for line in path.read_text().splitlines()]
-
-
 def committed_steps(store: Store) -> list[int]:
     """Steps that a run can resume from, newest first."""
     return [step_of(folder) for folder in committed_folders(store, "run")]
-
-
-def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The values of rows that must be equal between two runs: no times, no speeds."""
-    return [{k: row[k] for k in ("step", *SERIES) if k in row} for row in rows]
 
 
 def flip_a_byte(folder: Path) -> None:
@@ -227,87 +208,6 @@ def runner(data: Path, tmp_path: Path) -> Callable[..., Runner]:
         return Runner(data, tmp_path / name, configured(**changes))
 
     return make
-
-
-class Command:
-    """`python -m trainer` (or torchrun) on a folder, started like a user does."""
-
-    def __init__(
-        self, data: Path, out: Path, config: TrainerConfig, program: Sequence[str] = ("-m", "trainer")
-    ) -> None:
-        self.data, self.out, self.program = data, out, program
-        self.config = out.parent / f"{out.name}.yaml"
-        self.config.write_text(yaml.safe_dump(config.model_dump()))
-
-    @contextmanager
-    def started(self, ranks: int = 1) -> Iterator[subprocess.Popen[str]]:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        arguments = [*self.program, str(self.config), "--data", str(self.data), "--out", str(self.out)]
-        process = subprocess.Popen(
-            [sys.executable, *(torchrun if ranks > 1 else []), *arguments],
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            yield process
-        finally:
-            kill_tree(process)
-            process.communicate()
-
-    def finish(self, ranks: int = 1) -> str:
-        with self.started(ranks) as process:
-            output, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, output
-            return output
-
-    def rows_logged(self) -> int:
-        """Steps done by all attempts together, including redone ones."""
-        with suppress(FileNotFoundError):
-            return (self.out / "events.jsonl").read_text().count('"train/loss"')
-        return 0
-
-    def events_of(self, kind: type[E]) -> list[E]:
-        """The events of one kind, of all attempts, in order."""
-        return [event for event in read_events(self.out / "events.jsonl") if isinstance(event, kind)]
-
-    def wait_for(self, condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-        """Wait until a condition on the files of the run holds, or the process has ended."""
-        while process.poll() is None:
-            with suppress(FileNotFoundError):
-                if condition():
-                    return
-            time.sleep(0.01)
-
-    def wait_for_rows(self, n: int, process: subprocess.Popen[str]) -> None:
-        """Wait until this attempt did `n` steps."""
-        wanted = self.rows_logged() + n
-        self.wait_for(lambda: self.rows_logged() >= wanted, process)
-
-    def commits(self) -> list[Path]:
-        return sorted((self.out / "run/checkpoints").glob("*/COMMIT.json"))
-
-    def wait_for_commits(self, n: int, process: subprocess.Popen[str]) -> None:
-        """Wait until `n` commits exist. Rows do not show that, because steps continue during a save."""
-        self.wait_for(lambda: len(self.commits()) >= n, process)
-
-    def rows(self) -> list[dict[str, Any]]:
-        return comparable([json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()])
-
-    def model_sha256(self) -> str:
-        return hashlib.sha256((self.out / "model.safetensors").read_bytes()).hexdigest()
-
-
-def kill_tree(process: subprocess.Popen[str]) -> None:
-    """SIGKILL a process and all its descendants, so that none can clean up."""
-    with suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(process.pid)
-        for one in [parent, *parent.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
-    process.wait()
 
 
 # A checkpoint about every 30 ms: most of the time a save is in progress, where a kill is most harmful. So many steps

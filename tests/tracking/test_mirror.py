@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from answers import answering
+from answers import Request, answering
 from mlflow_runs import Seen, own_experiment, until
 from pipeline_runs import PRICE, Project, committed
 from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, recorded, row, segment
@@ -293,8 +293,13 @@ def lying() -> Iterator[str]:
 
 @pytest.fixture
 def endless() -> Iterator[str]:
-    """A server whose answer never ends."""
-    with answering(lambda request: request.respond(200, bytes(64 << 20), Content_Length=str(1 << 40))) as address:
+    """A server with answers of a size that it does not state."""
+
+    def answer(request: Request) -> None:
+        request.close_connection = True
+        request.respond(200, bytes(64 << 20), Content_Length="")
+
+    with answering(answer) as address:
         yield address
 
 

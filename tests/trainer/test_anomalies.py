@@ -15,7 +15,8 @@ import torch
 import trainer_runs
 import troubled
 from safetensors.torch import load_file
-from trainer_runs import EVERY_STEP, Command, Runner, configured, weights
+from trainer_command import Command
+from trainer_runs import EVERY_STEP, Runner, configured, weights
 from troubled import inject
 
 import trainer.health

@@ -88,8 +88,8 @@ def test_a_missing_field_or_section_is_named() -> None:
     with pytest.raises(ValidationError) as error:
         TrainerConfig.model_validate({"train": {"batch_tokens": 64, "learning_rate": 0.1}})
     assert str(explain(error.value, TrainerConfig, "my.yaml")).splitlines() == [
-        "my.yaml: model: missing; a value is required here",
-        "my.yaml: train.max_steps: missing; a value is required here",
+        "my.yaml: model: missing; a value is required",
+        "my.yaml: train.max_steps: missing; a value is required",
     ]
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer_runs import read_events
+from trainer_command import read_events
 
 from trainer.events import (
     KINDS,

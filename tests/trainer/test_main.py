@@ -13,16 +13,8 @@ import numpy as np
 import pytest
 import yaml
 from in_process import signals_unchanged
-from trainer_runs import (
-    CONFIG,
-    LONG,
-    REPOSITORY,
-    STEPS,
-    Command,
-    configured,
-    flip_a_byte,
-    kill_tree,
-)
+from trainer_command import REPOSITORY, Command, kill_tree
+from trainer_runs import CONFIG, LONG, STEPS, configured, flip_a_byte
 
 from trainer.__main__ import claim, main
 from trainer.data.shards import write_shard

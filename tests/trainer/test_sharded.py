@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from trainer_runs import ALONE, LONG, Command, configured, kill_tree
+from trainer_command import Command, kill_tree
+from trainer_runs import ALONE, LONG, configured
 
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data.shards import slices
