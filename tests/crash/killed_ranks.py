@@ -35,7 +35,7 @@ def kill_after(command: Command, ranks: int, way: str, steps: int) -> None:
             children[-1].kill()
         else:
             process.send_signal(signal.SIGKILL if way == "torchrun" else signal.SIGTERM)
-        process.communicate()
+        process.wait()
         psutil.wait_procs(children)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import trainer_runs
-from trainer_runs import EVERY_STEP, Runner, weights
+from trainer_runs import EVERY_STEP, Runner
 
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.errors import UserError
@@ -29,18 +29,6 @@ def branch_of(parent: Runner, runner: Callable[..., Runner], step: int, name: st
     shutil.copytree(parent.store.path_of(folder), made.store.path_of(copied))
     made.origin = lambda world: Origin("train.branch_from: run:parent", commit=copied, **how)
     return made
-
-
-def test_an_unchanged_branch_has_the_losses_and_weights_of_its_parent_bit_for_bit(
-    parent: Runner, runner: Callable[..., Runner]
-) -> None:
-    undisturbed, _ = runner("undisturbed").attempt()
-    for step in (4, 5):  # a step with a validation, too
-        branch = branch_of(parent, runner, step, name=f"branch-{step}", whole=True)
-        branch.attempt(stop_after=3)
-        model, state = branch.attempt()  # resumed: from its own commit
-        assert branch.rows() == [row for row in parent.rows() if row["step"] > step]
-        assert weights(model) == weights(undisturbed) and state.step == 12
 
 
 def test_a_branch_with_another_text_reads_it_from_the_start(parent: Runner, runner: Callable[..., Runner]) -> None:
