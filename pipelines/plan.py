@@ -105,7 +105,7 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
         last = started[-1]
         counts = {"step": last.progress.step, "tokens": last.progress.tokens}
         where = "".join(f", {name} {count:,}" for name, count in counts.items() if count is not None)
-        why = f"attempt {last.attempt} is {last.state}{where}; run resumes from its last commit"
+        why = f"attempt {last.attempt} is {last.state}{where}; `skytrain run` continues it"
         return StagePlan(plan.prefix, plan.fingerprint, exists=False, why=why)
     sibling, differs = nearest_sibling(store, plan)
     if sibling is None:

@@ -34,9 +34,9 @@ def print_plan(plan: RunPlan) -> None:
         share = f"about {plan.val_share:.1%} of the training's time"
         out.print(wrapped(f"{plan.validations:,} validations of up to {plan.val_tokens:,} tokens: {share}"))
     if plan.evaluations:
-        share = f"about {plan.evaluation_share:.1%} of the training's time"
-        size = f"about {plan.evaluation_tokens:,} tokens" if plan.evaluation_tokens else "samples of text alone"
-        out.print(wrapped(f"{plan.evaluations:,} evaluations while training, of {size}: {share}"))
+        share = f"about {plan.evaluation_tokens:,} tokens, about {plan.evaluation_share:.1%} of the training's time"
+        size = share if plan.evaluation_tokens else "samples of text"
+        out.print(wrapped(f"{plan.evaluations:,} evaluations while training: {size}"))
     longest = max(len(stage.artifact) for stage in plan.stages.values())
     for name, stage in plan.stages.items():
         begin, state = f"{name:8}  {stage.artifact:{longest}}", f"to do{f': {stage.why}' if stage.why else ''}"
