@@ -61,6 +61,7 @@ function short(n) {
 function seconds(s) {
   const two = (n) => String(Math.floor(n)).padStart(2, "0");
   if (s < 60) return `${s.toFixed(1)} s`;
+  s = Math.round(s);  // as the terminal does
   if (s < 3600) return `${Math.floor(s / 60)} min ${two(s % 60)} s`;
   return s < 172800 ? `${Math.floor(s / 3600)} h ${two((s % 3600) / 60)} min` : `${(s / 86400).toFixed(1)} days`;
 }
