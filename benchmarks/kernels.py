@@ -115,14 +115,7 @@ def norm_cases(M: int, C: int) -> Iterator[Case]:
         P = kernels.norm_partials(C, GPU)  # depends on the launch shape
         return kernels.norm_backward(dy, x, statistics, weight, delta, sums.setdefault(P, empty_sums()))[0]
 
-    yield Case(
-        "norm_backward",
-        size,
-        backward,
-        launch_backward,
-        gradient,
-        8 * M * C,
-    )
+    yield Case("norm_backward", size, backward, launch_backward, gradient, 8 * M * C)
 
 
 def column_cases(M: int, C: int) -> Iterator[Case]:
@@ -132,14 +125,7 @@ def column_cases(M: int, C: int) -> Iterator[Case]:
     def activation() -> Expected:
         return all_rows(a=F.gelu(h.double(), approximate="tanh"))
 
-    yield Case(
-        "gelu",
-        size,
-        lambda: {"a": kernels.gelu(h)},
-        lambda: kernels.gelu(h),
-        activation,
-        4 * M * N,
-    )
+    yield Case("gelu", size, lambda: {"a": kernels.gelu(h)}, lambda: kernels.gelu(h), activation, 4 * M * N)
 
     def summed() -> Results:
         fresh_sums = torch.zeros_like(sums)
@@ -179,15 +165,7 @@ def cross_entropy_cases(M: int) -> Iterator[Case]:
     # Each launch gets new logits: values that are nearly constant, or NaN, switch fewer transistors. The card, which is
     # limited by its power, then looks faster than it is.
     launch = partial(kernels.cross_entropy, logits, targets, VOCAB, scale, losses, backward=True)
-    yield Case(
-        "cross_entropy",
-        f"{M} x {WIDTH}",
-        both,
-        launch,
-        exact,
-        4 * M * WIDTH,
-        lambda: logits.copy_(source),
-    )
+    yield Case("cross_entropy", f"{M} x {WIDTH}", both, launch, exact, 4 * M * WIDTH, lambda: logits.copy_(source))
 
 
 def fp8_cases(M: int, C: int) -> Iterator[Case]:
