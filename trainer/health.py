@@ -136,7 +136,7 @@ class Watchdog:
         self.step_seconds: deque[float] = deque(maxlen=101)
         self.count = 0  # of calls of `progress`
         self._ended = threading.Event()
-        self._thread = Background("watchdog", self._watch, died=self._died)
+        self._thread = Background("watchdog", self._watch, crashed=self._crashed)
 
     def __enter__(self) -> Self:
         if self.minutes is not None:
@@ -178,7 +178,7 @@ class Watchdog:
         limit = max(60 * STUCK_MINUTES, STUCK_STEPS * usual) if self.minutes == "auto" else 60 * float(self.minutes)
         return limit if self.clock.current in ("train", "redone") else OUTSIDE_STEPS_FACTOR * limit
 
-    def _died(self, thread: Background) -> None:
+    def _crashed(self, thread: Background) -> None:
         self.on_stuck(
             f"rank {self.rank}: the watchdog failed ({thread.error!r}), so nothing would notice a hang; exiting"
         )

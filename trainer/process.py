@@ -1,4 +1,4 @@
-"""A process: the request to stop, the death of its parent, its threads, its log lines, and the failpoints of tests."""
+"""A process: the request to stop, the end of its parent, its threads, its log lines, and the failpoints of tests."""
 
 import ctypes
 import os
@@ -55,7 +55,7 @@ def log_line(line: str) -> None:
         print(line, flush=True)
 
 
-def log_death_of_thread(thread: "Background") -> None:
+def log_crash(thread: "Background") -> None:
     """Print that a thread crashed, with the traceback."""
     assert thread.error
     log_line(f"the thread {thread.name!r} CRASHED:\n{''.join(traceback.format_exception(thread.error))}")
@@ -75,28 +75,28 @@ def since_boot() -> float:
 
 
 class Background(threading.Thread):
-    """A thread that cannot die unseen: `error` keeps the exception that ended `work`, and `died` reports it.
+    """A thread that cannot crash unseen: `error` keeps the exception that ended `work`, and `crashed` reports it.
 
-    `died` runs in the thread itself. Without one, the traceback goes to the log.
+    `crashed` runs in the thread itself. Without one, the traceback goes to the log.
     """
 
     def __init__(
         self,
         name: str,
         work: Callable[[], object],
-        died: Callable[["Background"], None] = log_death_of_thread,
+        crashed: Callable[["Background"], None] = log_crash,
         daemon: bool = True,
     ) -> None:
         super().__init__(name=name, daemon=daemon)
         self.error: BaseException | None = None
-        self._work, self._died = work, died
+        self._work, self._crashed = work, crashed
 
     def run(self) -> None:
         try:
             self._work()
         except BaseException as error:  # SystemExit too: threading would ignore it silently
             self.error = error
-            self._died(self)
+            self._crashed(self)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:

@@ -22,7 +22,7 @@ from pipelines.artifacts.traffic import GB, Traffic, traffic_here
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, UserError
-from trainer.process import Background, log_death_of_thread, since_boot, steady_time
+from trainer.process import Background, log_crash, since_boot, steady_time
 from trainer.record import DamagedRecord
 from trainer.store import Entry, Store
 
@@ -116,7 +116,7 @@ class Attempt:
         heartbeat: Heartbeat,
         watch: Callable[[Heartbeat], None] = lambda beat: None,
         meter: Meter | None = None,
-        died: Callable[[Background], None] = log_death_of_thread,
+        crashed: Callable[[Background], None] = log_crash,
     ) -> None:
         self.store, self.prefix, self.latest = store, prefix, heartbeat
         self.watch = watch  # called with every heartbeat, in its thread, even if the store does not answer
@@ -132,7 +132,7 @@ class Attempt:
         self._logged: set[str] = set()
         self._lock = threading.Lock()
         self._reporting = threading.Lock()  # otherwise a slow put could overwrite the last heartbeat
-        self._thread = Background("heartbeat", self._beat, died)
+        self._thread = Background("heartbeat", self._beat, crashed)
 
     def __enter__(self) -> "Attempt":
         self._report()
@@ -243,7 +243,7 @@ def claim(
     watch: Callable[[Heartbeat], None] = lambda beat: None,
     idle: float = 0.0,
     earlier: Iterable[Heartbeat] = (),
-    died: Callable[[Background], None] = log_death_of_thread,
+    crashed: Callable[[Background], None] = log_crash,
     began: float | None = None,
     meter: Meter | None = None,
 ) -> Attempt | None:
@@ -251,7 +251,7 @@ def claim(
 
     The bill begins at `meter` (by default the machine's), if there is one, else at `billing.since`, `began` or now.
     This process spent `idle` of the seconds before now waiting. Time that `earlier` attempts on this machine have
-    billed is not billed again. `died` is called if the thread of the heartbeats ends unexpectedly.
+    billed is not billed again. `crashed` is called if the thread of the heartbeats ends unexpectedly.
     """
     now, meter = steady_time(), meter or Meter.here()
     here = this_process()
@@ -276,7 +276,7 @@ def claim(
         f"{prefix}/attempts/{number:04d}/claim.json", replace(heartbeat, started=now, phases={}).to_json()
     ):
         return None
-    return Attempt(store, prefix, heartbeat, watch, meter, died)
+    return Attempt(store, prefix, heartbeat, watch, meter, crashed)
 
 
 def close_dead_attempt(store: Store, prefix: str, beat: Heartbeat, state: str, cause: str) -> None:

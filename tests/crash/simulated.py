@@ -92,7 +92,7 @@ class Thread:
         self,
         name: str,
         work: Callable[[], object],
-        died: Callable[[Any], None] = lambda thread: None,
+        crashed: Callable[[Any], None] = lambda thread: None,
         daemon: bool = True,
         process: Process | None = None,
     ) -> None:
@@ -106,7 +106,7 @@ class Thread:
         self.unsure = ("", 0)  # its last commit, and its operations since then
         self.go = threading.Lock()
         self.go.acquire()
-        self._work, self._died, self.name = work, died, name
+        self._work, self._crashed, self.name = work, crashed, name
 
     def start(self) -> None:
         self.process.threads.append(self)
@@ -129,7 +129,7 @@ class Thread:
                 raise
             except BaseException as error:
                 self.error = error
-                self._died(self)
+                self._crashed(self)
         self.done = True
         self.process.world.stopped.release()
 

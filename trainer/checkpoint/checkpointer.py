@@ -135,7 +135,7 @@ class Checkpointer:
         self._thread = Background(
             "checkpoint",
             partial(self._upload_and_commit, self._save, self._copy),
-            died=partial(self._failed, self._save),
+            crashed=partial(self._failed, self._save),
             daemon=False,  # a save that has begun is completed
         )
         self._thread.start()
