@@ -345,6 +345,12 @@ class RuntimeConfig(Section):
         description="Ranks that divide one copy of the state, in the engine sharded; as many as a node has keep its "
         "traffic inside the node. Must divide the number of ranks; null: all of them [ranks]",
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Neighbouring ranks that divide each matrix product of the blocks by heads and by the width of the "
+        "MLP, in the engine sharded, for gpt2 and llama. Must divide shard_size; 1: none [ranks]",
+    )
     recompute: Recompute = Field(
         default=False,
         description="Save memory (activation checkpointing): the backward pass computes GELU and LayerNorm again "

@@ -41,6 +41,7 @@ def memory_of(
         reduced = 2 if runtime.reduce_dtype == "bf16" and ranks > 1 else 0
         return Memory((6 + reduced) * model.parameters + moments / ranks, 0.0, inside + max(FUSED_LOGITS, block_again))
     # bf16 weights and gradients outside the blocks, and of two blocks, one of whose gradients are reduced in float32.
+    block //= runtime.tensor_parallel
     gathered = 4.0 * outside + 2 * 2 * block + 6 * block if ranks > 1 else 0.0
     logits = 4 * tokens * model.padded_vocab_size  # compiled: bf16, and their gradients
     return Memory(

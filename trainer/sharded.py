@@ -9,24 +9,37 @@ at once, so that no rank ever holds a whole gradient; large micro-batches keep t
 With `runtime.shard_size` several copies of the state exist, each over so many ranks (hybrid sharding, HSDP): the
 gathers stay inside a node, and only gradients cross nodes.
 
+With `runtime.tensor_parallel` so many neighbouring ranks divide the blocks' products by heads and by the width of the
+MLP, by torch's `parallelize_module`. Each rank still has sequences of its own, and all else works on these: the ranks
+of a group gather them before attention and MLP, and scatter the sums after (as Korthikanti et al. 2022 do along the
+sequence, here along the batch). So a block's gathered weights take 1/N, and activations as much memory as before.
+
 A forward pass is a collective call: ranks with fewer micro-batches than others add some of weight 0, and evaluations
 run as many batches on every rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import get_args
+from math import prod
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from trainer.checkpoint.commits import TrainState
-from trainer.checkpoint.pieces import Piece
+from trainer.checkpoint.pieces import Piece, Place, tensor_of
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.models.family import plain_model
@@ -39,6 +52,7 @@ from trainer.parallel import World, precision_on
 from trainer.process import failpoint
 
 DRAWN_AT_ONCE = 4  # tensors that a rank draws whole, before it cuts them: the largest of 8B has 2 GB
+NO_TARGET = -100  # of padding, which cross_entropy leaves out
 
 
 class ShardedEngine:
@@ -68,30 +82,37 @@ class ShardedEngine:
         self.copies, self.copy = world.world_size // size, world.rank // size
         if self.copies > 1:
             self.why += f"; {self.copies} copies of the state, each over {size} ranks"
-        shape, names = ((self.copies, size), ("replicate", "shard")) if self.copies > 1 else ((size,), ("shard",))
-        self.mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+        self.tensor = runtime.tensor_parallel
+        self.mesh = inside = mesh_of(world, replicate=self.copies, shard=size)
+        if self.tensor > 1:
+            check_tensor_parallel(config, self.tensor, size)
+            self.why += f"; products divided over {self.tensor} ranks"
+            whole = mesh_of(world, replicate=self.copies, shard=size // self.tensor, tensor=self.tensor)
+            inside = whole["replicate", "shard"] if self.copies > 1 else whole["shard"]
+            for block in self.model.h:
+                divide(block, whole["tensor"])
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self.precision == "bf16" else None,
             reduce_dtype=torch.bfloat16 if runtime.reduce_dtype == "bf16" else torch.float32,
             cast_forward_inputs=False,  # the waves of rotary positions stay in float32
         )
         for block in self.model.h:  # the backward pass begins with the last one
-            fully_shard(block, mesh=self.mesh, mp_policy=policy, reshard_after_forward=block is not self.model.h[-1])
+            fully_shard(block, mesh=inside, mp_policy=policy, reshard_after_forward=block is not self.model.h[-1])
         fully_shard(self.model, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)
         self.model.to_empty(device=world.device)
         # FSDP gathers for `forward`. These aliases are for evaluations: `forward` itself uses the methods as they are.
         for method in ("hidden", "loss"):
             setattr(self.model, f"gathered_{method}", getattr(self.model, method))
             register_fsdp_forward_method(self.model, f"gathered_{method}")
-        self.shards = Shards(self.model)
+        self.shards = Shards(self.model, self.mesh, self.tensor)
         kind = ShardedMuon if train.optimizer == "muon" else AdamW
         self.optimizer: AdamW = kind(self.shards, train)
 
     def initialize(self, seed: int) -> None:
         def draw(key: str, piece: Piece) -> None:
             whole = torch.empty(piece.shape)
-            self.model.draw({key.removeprefix("model."): whole}, self.config, seed)
-            piece.live.copy_(whole.view(-1)[piece.start : piece.end])
+            self.model.draw({tensor_of(key).removeprefix("model."): whole}, self.config, seed)
+            piece.live.view(piece.rows, -1).copy_(piece.place.of(whole.view(-1)))
 
         pieces = self._pieces_of("model", dict(self.shards.named_parameters()))
         with ThreadPoolExecutor(DRAWN_AT_ONCE) as pool:
@@ -104,16 +125,20 @@ class ShardedEngine:
         for p in self.shards.whole.values():
             p.grad = None
         total = torch.zeros((), device=self.world.device)
-        missing = self.world.most(count) - count
-        for tokens, targets in batches:
-            loss = self.model(tokens, targets) * (len(tokens) / mean_share)
+        for number in range(self.world.most(count)):
+            share = 0.0
+            if number < count:
+                tokens, targets = next(batches)
+                share = len(tokens) / mean_share
+            loss = self.model(self._even(tokens), self._even(targets, NO_TARGET)) * share
             failpoint("mid-step")
             loss.backward()
             total += loss.detach()
-        for _ in range(missing):
-            (self.model(tokens, targets) * 0.0).backward()
-        gradients = [shard_of(p.grad) for p in self.shards.whole.values() if p.grad is not None]
-        squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        gradients = {name: shard_of(p.grad) for name, p in self.shards.whole.items() if p.grad is not None}
+        if self.tensor > 1:  # which have the sum over a group, and the mean over groups
+            torch._foreach_div_([g for name, g in gradients.items() if name.startswith("h.")], self.tensor)
+        holders = torch.tensor([self.shards.holders[name] for name in gradients], device=self.world.device)
+        squares = (torch.stack(torch._foreach_norm(list(gradients.values()))).square() / holders).sum()
         dist.all_reduce(squares, group=self.mesh.get_group("shard"))
         return torch.stack((total, squares.sqrt()))
 
@@ -133,13 +158,22 @@ class ShardedEngine:
 
     @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self.model.gathered_loss(tokens, targets)  # type: ignore[operator]
-        return loss
+        even = self._even(targets, NO_TARGET)
+        loss: Tensor = self.model.gathered_loss(self._even(tokens), even)  # type: ignore[operator]
+        return loss * (even.numel() / targets.numel())
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.model.gathered_hidden(tokens)  # type: ignore[operator]
-        return hidden
+        hidden: Tensor = self.model.gathered_hidden(self._even(tokens))  # type: ignore[operator]
+        return hidden[: tokens.size(0), : tokens.size(1)]
+
+    def _even(self, tokens: Tensor, value: int = 0) -> Tensor:
+        """Tokens (B, T), padded at the ends to the most that any rank has: gathered inputs must be equally large. A
+        collective call."""
+        if self.tensor == 1:
+            return tokens
+        more = [self.world.most(size) - size for size in tokens.shape]
+        return F.pad(tokens, (0, more[1], 0, more[0]), value=value)
 
     @torch.no_grad()
     def head(self, x: Tensor) -> Tensor:
@@ -160,10 +194,14 @@ class ShardedEngine:
         found = {}
         for number, (name, p) in enumerate(self.shards.whole.items()):
             if name in tensors:
-                _, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-                start = offsets[0] * (p.numel() // p.shape[0])
-                live, stored = tensors[name].detach().view(-1), number % self.copies == self.copy
-                found[f"{kind}.{name}"] = Piece(live, start, tuple(p.shape), replicated=False, stored=stored)
+                live, at = tensors[name].detach().view(-1), 0
+                holder = self.world.rank % self.tensor == number % self.tensor
+                stored = number % self.copies == self.copy and (holder or self.shards.holders[name] == 1)
+                for part, place in enumerate(self.shards.places[name]):
+                    key = f"{kind}.{name}#{part}" if part else f"{kind}.{name}"
+                    piece = live[at : at + place.size]
+                    found[key] = Piece(piece, place.start, tuple(p.shape), False, stored, place.count)
+                    at += place.size
         return found
 
     def restore(self, state: TrainState) -> None:
@@ -176,6 +214,8 @@ class ShardedEngine:
         for name, p in self.shards.whole.items():
             whole = p.full_tensor()
             if self.world.rank == 0:
+                if packed(name):
+                    whole = whole.view(self.tensor, 3, -1).transpose(0, 1).reshape(whole.shape)
                 yield name, whole.detach().cpu()
 
     def extra_metrics(self) -> dict[str, float]:
@@ -189,13 +229,46 @@ class Shards(nn.Module):
     """This rank's shards of a model's parameters, as parameters of the same names: an optimizer works on them as on a
     whole model. A rank may have no rows of a small parameter, which then is not among them.
 
-    `whole` has the sharded parameters: those of the model are other ones while they are gathered.
+    `mesh`: its dimension `shard` has the ranks that divide a copy of the state; of these, `tensor` neighbours divide
+    each product. `whole` has the sharded parameters: those of the model are other ones while they are gathered.
+    `holders`: how many ranks of a copy have the same shard.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, tensor: int) -> None:
         super().__init__()
+        self.mesh, self.tensor = mesh, tensor
         self.whole = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
         self.own = {name: nn.Parameter(shard_of(p)) for name, p in self.whole.items() if shard_of(p).numel()}
+        self.places = {name: self.places_of(name, mesh.get_local_rank("shard")) for name in self.whole}
+        self.holders = {name: 1 if self.divided(name) else tensor for name in self.whole}
+
+    def divided(self, name: str) -> bool:
+        """Whether the ranks that divide a product have different parts of a parameter."""
+        return not name.startswith("h.") or not self.whole[name].placements[-1].is_replicate()
+
+    def places_of(self, name: str, rank: int) -> list[Place]:
+        """The parts of a parameter that a rank of a copy has, in the order of its memory. FSDP2 divides the rows that
+        tensor parallelism leaves to a rank."""
+        p, ranks, number, tensor = self.whole[name], self.mesh.size(-1), 0, 1
+        if self.tensor > 1 and name.startswith("h."):
+            ranks, (rank, number) = ranks // self.tensor, divmod(rank, self.tensor)
+            tensor = self.tensor if self.divided(name) else 1
+        width = prod(p.shape[1:])
+        columns = p.placements[-1].is_shard(1)
+        rows = p.shape[0] if columns else p.shape[0] // tensor
+        first, last = (min(n * -(-rows // ranks), rows) for n in (rank, rank + 1))
+        if columns and tensor > 1:
+            part = width // tensor
+            return [Place(first * width + number * part, part, last - first, width)] if first < last else []
+        number = number if tensor > 1 else 0
+        found, each = [], rows // (3 if tensor > 1 and packed(name) else 1)
+        for which in range(rows // each):  # of queries, keys and values
+            start, end = max(first, which * each), min(last, (which + 1) * each)
+            if start < end:
+                found.append(
+                    Place(((which * tensor + number) * each + start - which * each) * width, (end - start) * width)
+                )
+        return found
 
     def named_parameters(self, *_: object, **__: object) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.own.items()
@@ -210,43 +283,92 @@ class ShardedMuon(AdamW):
         self.matrices = parameters_of(shards, "matrix")
         self.momentum = {p: torch.zeros_like(p, requires_grad=False) for p in self.matrices.values()}
         whole = {name: p for name, p in shards.whole.items() if group_of(name, p.dim()) == "matrix"}
-        mesh = next(iter(whole.values())).device_mesh
-        ranks = mesh.size(-1)
         slices: list[list[Slice]] = []
-        for rank in range(ranks):
+        for rank in range(shards.mesh.size(-1)):
             slices.append([])
             at = 0
-            for name, p in whole.items():
-                rows = -(-p.size(0) // ranks)  # as FSDP2 cuts them
-                start, end = (min(n * rows, p.size(0)) * p.size(1) for n in (rank, rank + 1))
-                if start < end:
-                    slices[-1].append(Slice(name, start, end, at))
-                    at += end - start
-        own = mesh.get_local_rank("shard")
+            for name in whole:
+                for place in shards.places_of(name, rank):
+                    slices[-1].append(Slice(name, place, at))
+                    at += place.size
         self.shapes = {name: (p.size(0), p.size(1)) for name, p in whole.items()}
-        self.slices, group = {one.name: one for one in slices[own]}, mesh.get_group("shard")
-        device = next(iter(shards.own.values())).device
-        self.owners = Owners(self.shapes, slices, own, device, group=group)
+        own, group = shards.mesh.get_local_rank("shard"), shards.mesh.get_group("shard")
+        self.owners = Owners(self.shapes, slices, own, next(iter(shards.own.values())).device, group=group)
 
     @torch.no_grad()
     def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
         super().step(divisor, skip)
         rates, applied = self.rates, 1.0 if skip is None else 1.0 - skip
-        size = sum(one.size for one in self.slices.values())
-        ahead = torch.empty(size, dtype=torch.bfloat16, device=self.owners.device)
+        sizes = [p.numel() for p in self.matrices.values()]
+        ahead = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.owners.device)
+        parts = dict(zip(self.matrices, ahead.split(sizes), strict=True))  # in the order of the slices
         for name, p in self.matrices.items():
             assert p.grad is not None
             gradient = p.grad if divisor is None else p.grad / divisor
             if skip is not None:
                 gradient = torch.where(skip > 0, self.momentum[p], gradient)  # then the momentum stays
-            self.slices[name].of(ahead).copy_(muon.look_ahead(self.momentum[p], gradient, rates.momentum).view(-1))
+            parts[name].copy_(muon.look_ahead(self.momentum[p], gradient, rates.momentum).view(-1))
         self.owners.begin(ahead).finish((1 - muon.BETA2) * applied)
         for name, p in self.matrices.items():
             decay = rates.matrix_decay * muon.factor_of(name, *self.shapes[name])
-            muon.move_(p, self.slices[name].of(ahead).view(p.shape), rates.of["matrix"] * applied, decay)
+            muon.move_(p, parts[name].view(p.shape), rates.of["matrix"] * applied, decay)
 
     def state(self) -> dict[str, Mapping[Tensor, Tensor]]:
         return super().state() | {"momentum": self.momentum}
+
+
+def mesh_of(world: World, **sizes: int) -> DeviceMesh:
+    """The ranks in these dimensions, the last one of neighbours; without `replicate` for a single copy of the state."""
+    sizes = {name: size for name, size in sizes.items() if name != "replicate" or size > 1}
+    return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def check_tensor_parallel(config: ModelConfig, ranks: int, size: int) -> None:
+    """UserError if the ranks cannot divide the model's products, or not their own number `size`."""
+    where = f"runtime.tensor_parallel: {ranks}"
+    if config.family not in ("gpt2", "llama"):
+        raise UserError(f"{where} works for gpt2 and llama, not for {config.family}; remove it")
+    inner = getattr(config, "inner", 4 * config.n_embd)
+    for number, of in (
+        (config.n_head, "heads"),
+        (config.kv_heads, "heads of keys"),
+        (inner, "columns of the MLP"),
+    ):
+        if number % ranks:
+            raise UserError(f"{where} does not divide the model's {number} {of}; use a divisor")
+    if size % ranks:
+        raise UserError(f"{where} does not divide the {size} ranks of a copy of the state; use a divisor")
+
+
+def divide(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the products of a block, whose inputs and outputs are sequences of each rank's own."""
+    attention: Any = block.attn
+    attention.n_head //= mesh.size()
+    if hasattr(attention, "kv_heads"):
+        attention.kv_heads //= mesh.size()
+    styles: dict[str, ParallelStyle] = {}
+    for name, module in block.named_modules():
+        if name in ("attn", "mlp"):
+            module.register_forward_pre_hook(gathered)
+        elif isinstance(module, nn.Linear):
+            into_residual = name.endswith(("c_proj", "o_proj", "down_proj"))
+            styles[name] = RowwiseParallel(output_layouts=Shard(0)) if into_residual else ColwiseParallel()
+        elif name in ("attn.q_norm", "attn.k_norm"):  # of each rank's heads
+            styles[name] = SequenceParallel(sequence_dim=1, use_local_output=True)
+        elif name:
+            styles[name] = SequenceParallel(sequence_dim=0)
+    parallelize_module(block, mesh, styles)
+
+
+def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs of a module, the first of them with the sequences of all ranks that divide its products."""
+    return (inputs[0].redistribute(placements=[Replicate()]), *inputs[1:])
+
+
+def packed(name: str) -> bool:
+    """Whether a parameter has the rows of queries, keys and values. Ranks divide each of the three by heads, so
+    DTensor's order of the rows is: queries, keys and values of the first rank, those of the second one, and so on."""
+    return ".c_attn." in name
 
 
 def shard_of(tensor: Tensor) -> Tensor:

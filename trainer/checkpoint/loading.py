@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.commits import FileReceipt
-from trainer.checkpoint.pieces import DTYPES, SHARDING, DamagedPieces, Piece
+from trainer.checkpoint.pieces import DTYPES, SHARDING, DamagedPieces, Piece, tensor_of
 from trainer.errors import NotAFile
 from trainer.parallel import World
+from trainer.places import Place
 from trainer.process import failpoint
 from trainer.record import MOST_COUNT
 from trainer.store import Store
@@ -27,16 +28,14 @@ from trainer.store import Store
 MOST_DIMENSIONS = 8  # of a tensor: the product of a million huge numbers would take minutes
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
-Ranges = dict[str, tuple[int, int]]  # by tensor: the first element of the flattened tensor, and the end
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Held:
-    """A contiguous range of a flattened tensor, as a file holds it."""
+    """A piece of a tensor, as a file holds it."""
 
-    start: int  # index of its first element in the flattened tensor
-    end: int
+    place: Place
     dtype: str  # as safetensors names it
     shape: tuple[int, ...]  # of the whole tensor
     offset: int  # of its first byte in the file
@@ -73,7 +72,6 @@ def load_files(
     After a damage the pieces are zero. Errors of the store are raised: they are no damage. A collective call.
     """
     source = Source(store, folder, files)
-    wanted = {name: (piece.start, piece.end) for name, piece in pieces.items()}
     sinks: dict[str, Sink] = {}
 
     def read_headers() -> dict[int, Contents]:
@@ -81,8 +79,8 @@ def load_files(
 
     def fill() -> None:
         contents = [next(one[file] for one in found if file in one) for file in range(len(files))]
-        sinks.update(sinks_for(pieces, contents))
-        run_jobs(jobs_of(files, contents, wanted), source, sinks, store.connections, world.device)
+        spans = spans_of(pieces, contents, sinks)
+        run_jobs(jobs_of(files, spans), source, sinks, store.connections, world.device)
 
     found, damage = agreed(world, read_headers)
     damage = damage or agreed(world, fill)[1]
@@ -152,7 +150,7 @@ def contents_of(receipt: FileReceipt, start_of_file: memoryview) -> Contents:
         header = json.loads(bytes(start_of_file[8 : 8 + size]))
         found: Contents = {}
         for name, sharding in json.loads(header["__metadata__"][SHARDING]).items():
-            (start,), (count,), (first, last) = (
+            offsets, counts, (first, last) = (
                 sharding["saved_offsets"],
                 header[name]["shape"],
                 header[name]["data_offsets"],
@@ -160,34 +158,47 @@ def contents_of(receipt: FileReceipt, start_of_file: memoryview) -> Contents:
             shape, dtype = tuple(sharding["shape"]), header[name]["dtype"]
             if dtype not in TORCH_DTYPES:
                 raise ValueError(f"{name} holds {dtype}, no weights or moments")
-            numbers = (start, count, first, last, *shape)
+            numbers = (*offsets, *counts, first, last, *shape)
             if len(shape) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n <= MOST_COUNT for n in numbers):
                 raise ValueError(f"{name} is at no place")
-            inside = 8 + size + last <= receipt.size and start + count <= math.prod(shape)
-            if not inside or last - first != count * TORCH_DTYPES[dtype].itemsize:
+            if len(offsets) == 1:  # of the flattened tensor
+                offsets, counts, rows, width = (0, *offsets), (1, *counts), 1, math.prod(shape)
+            else:
+                rows, width = shape
+            (top, left), (count, run) = offsets, counts
+            inside = 8 + size + last <= receipt.size and top + count <= rows and left + run <= width
+            if not inside or last - first != count * run * TORCH_DTYPES[dtype].itemsize:
                 raise ValueError(f"{name} has another length than its place")
-            found[name] = Held(start, start + count, dtype, shape, 8 + size + first)
+            found[name] = Held(Place(top * width + left, run, count, max(1, width)), dtype, shape, 8 + size + first)
         return found
     except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedPieces(f"{receipt.name}: {error!r}") from error
 
 
-def sinks_for(pieces: Mapping[str, Piece], contents: Sequence[Contents]) -> "dict[str, Sink]":
-    """Where the bytes of each piece go. DamagedPieces if the files do not hold all pieces exactly once."""
-    sinks = {}
+def spans_of(pieces: Mapping[str, Piece], contents: Sequence[Contents], sinks: "dict[str, Sink]") -> list[list[Span]]:
+    """The bytes of each file that a rank needs; and where those of each piece go, into `sinks`. DamagedPieces if the
+    files do not hold all pieces exactly once."""
+    by_tensor: dict[str, list[tuple[int, Held]]] = {}
+    for file, one in enumerate(contents):
+        for name, held in one.items():
+            by_tensor.setdefault(tensor_of(name), []).append((file, held))
+    found: list[list[Span]] = [[] for _ in contents]
     for name, piece in pieces.items():
-        held = sorted((one[name] for one in contents if name in one), key=lambda one: one.start)
-        for one in held:
-            if one.shape != piece.shape:
-                raise DamagedPieces(f"{name} is {list(one.shape)}; this version's is {piece.shape}")
-        at = piece.start
-        for one in (one for one in held if one.start < piece.end and one.end > piece.start):
-            at = one.end if max(one.start, piece.start) == at else -1  # a gap, or twice
-        dtypes = {one.dtype for one in held}
-        if at < piece.end or len(dtypes) > 1 or any(b.start < a.end for a, b in zip(held, held[1:], strict=False)):
+        parts, dtypes = [], set()
+        for file, held in by_tensor.get(tensor_of(name), ()):
+            if held.shape != piece.shape:
+                raise DamagedPieces(f"{name} is {list(held.shape)}; this version's is {piece.shape}")
+            dtypes.add(held.dtype)
+            parts += [(to, start, count, file, held) for start, to, count in held.place.shared(piece.place)]
+        at, parts = 0, sorted(parts, key=lambda part: part[:4])
+        for to, start, count, file, held in parts:
+            at = to + count if to == at else -1  # a gap, or twice
+            size = TORCH_DTYPES[held.dtype].itemsize
+            found[file].append(Span(held.offset + start * size, held.offset + (start + count) * size, name, to * size))
+        if at < piece.live.numel() or len(dtypes) > 1:
             raise DamagedPieces(f"{name} is incomplete, or held twice; another model or version may have made it")
         sinks[name] = Sink(piece.live, TORCH_DTYPES[dtypes.pop()] if dtypes else piece.live.dtype)
-    return sinks
+    return found
 
 
 class Sink:
@@ -221,25 +232,15 @@ class Job:
     spans: tuple[Span, ...]
 
 
-def jobs_of(files: Sequence[FileReceipt], contents: Sequence[Contents], wanted: Ranges) -> list[Job]:
+def jobs_of(files: Sequence[FileReceipt], spans: Sequence[Sequence[Span]]) -> list[Job]:
     """The chunks that a rank needs."""
     jobs = []
     for file, receipt in enumerate(files):
-        spans = by_chunk(spans_of(contents[file], wanted), receipt.chunk_bytes)
-        jobs += [Job(chunk, tuple(spans[chunk.number])) for chunk in chunks_of(receipt, file) if chunk.number in spans]
+        chunks = by_chunk(spans[file], receipt.chunk_bytes)
+        jobs += [
+            Job(chunk, tuple(chunks[chunk.number])) for chunk in chunks_of(receipt, file) if chunk.number in chunks
+        ]
     return jobs
-
-
-def spans_of(contents: Contents, wanted: Ranges) -> list[Span]:
-    """The bytes of a file that a rank needs."""
-    spans = []
-    for name in contents.keys() & wanted.keys():
-        held, (start, end) = contents[name], wanted[name]
-        first, last, size = max(start, held.start), min(end, held.end), TORCH_DTYPES[held.dtype].itemsize
-        if first < last:
-            at = held.offset + (first - held.start) * size
-            spans.append(Span(at, at + (last - first) * size, name, (first - start) * size))
-    return spans
 
 
 def by_chunk(spans: Sequence[Span], length: int) -> dict[int, list[Span]]:

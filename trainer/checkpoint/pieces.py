@@ -1,10 +1,11 @@
 """A checkpoint's pieces: which ranges of which tensors a rank stores, and their copy in host memory.
 
-A file of a checkpoint is a safetensors file of flattened tensors, or of contiguous pieces of them. A rank stores the
-pieces that only it holds. The ranks divide the pieces that all of them hold. So nothing is gathered and nothing is
-stored twice. The header gives the first element of each piece in the format of torch.distributed.checkpoint, which
-can load such a folder, too. A rank reads only the ranges that it needs, so a run can resume at any world size from
-the checkpoint of any other (trainer/checkpoint/loading.py). Nothing is pickled.
+A file of a checkpoint is a safetensors file of flattened tensors, or of contiguous pieces or rectangles of them. A rank
+stores the pieces that only it holds. The ranks divide the pieces that all of them hold. So nothing is gathered and
+nothing is stored twice. The header gives the place of each piece in the format of torch.distributed.checkpoint, which
+can load such a folder, too, unless a rank has several pieces of one tensor (`tensor_of`). A rank reads only the ranges
+that it needs, so a run can resume at any world size from the checkpoint of any other (trainer/checkpoint/loading.py).
+Nothing is pickled.
 """
 
 import json
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trainer.optim.adamw import AdamW
+from trainer.places import Place
 from trainer.process import failpoint
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -31,13 +33,14 @@ MAX_COPY_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous range of a flattened tensor, as this rank holds it."""
+    """A range of a flattened tensor or a rectangle of a matrix, as this rank holds it."""
 
     live: Tensor  # (n,), a view of the memory that training changes
     start: int  # index of its first element in the flattened tensor
     shape: tuple[int, ...]  # of the whole tensor
     replicated: bool  # every rank holds an identical piece
     stored: bool = True  # by this rank; False: another one holds an identical piece, and stores it
+    rows: int = 1  # of a rectangle
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "Piece":
@@ -46,7 +49,17 @@ class Piece:
 
     @property
     def end(self) -> int:
-        return self.start + self.live.numel()
+        return self.place.end
+
+    @property
+    def place(self) -> Place:
+        n = self.live.numel()
+        return Place(self.start, n) if self.rows == 1 else Place(self.start, n // self.rows, self.rows, self.shape[-1])
+
+
+def tensor_of(key: str) -> str:
+    """The name of a piece's tensor: a rank that holds several pieces of it names them NAME, NAME#1, NAME#2."""
+    return key.partition("#")[0]
 
 
 def training_tensors(model: torch.nn.Module, optimizer: AdamW) -> dict[str, Piece]:
@@ -132,11 +145,17 @@ class HostCopy:
         if self._taken:
             self._taken.synchronize()
         host, end = self._host.result()[0], 0
-        sharding = {n: {"saved_offsets": [p.start], "shape": list(p.shape)} for n, p in self.pieces.items()}
-        header: dict[str, Any] = {"__metadata__": {SHARDING: json.dumps(sharding)}}
+        header: dict[str, Any] = {}
+        sharding: dict[str, Any] = {}
         for name, t in host.items():
             start, end = end, end + t.nbytes
-            header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+            place, shape = self.pieces[name].place, self.pieces[name].shape
+            flat = place.count == 1
+            offsets = [place.start] if flat else list(divmod(place.start, place.stride))
+            held = [place.run] if flat else [place.count, place.run]
+            sharding[name] = {"saved_offsets": offsets, "shape": list(shape)}
+            header[name] = {"dtype": DTYPES[t.dtype], "shape": held, "data_offsets": [start, end]}
+        header["__metadata__"] = {SHARDING: json.dumps(sharding)}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         data = [t.view(torch.uint8).numpy().data for t in host.values()]

@@ -38,6 +38,7 @@ from trainer.optim import muon
 from trainer.optim.owners import Exchange, Owners, Slice
 from trainer.optim.rates import Group, Moments, Rates, group_of, moments_of
 from trainer.parallel import World
+from trainer.places import Place
 
 # Elements: 128 bytes of bf16, a cache line. TMA and cuBLAS's best kernels want 16.
 ALIGNED = 64
@@ -138,7 +139,7 @@ class Layout:
             first, last = max(start, slot.offset), min(end, slot.end)
             if first < last:
                 at = places[slot.bucket] + first - start
-                found.append(Slice(name, first - slot.offset, last - slot.offset, at))
+                found.append(Slice(name, Place(first - slot.offset, last - first), at))
         return found
 
 
@@ -415,7 +416,7 @@ class FlatState:
         """The part of each parameter that one of this rank's sharded buffers holds, if any."""
         slots, replicated = self.layout.slots, self.shards == 1
         slices = self.layout.slices(self.shard_index, self.shards, held)
-        return {s.name: Piece(s.of(buffer), s.start, slots[s.name].shape, replicated) for s in slices}
+        return {s.name: Piece(s.of(buffer), s.place.start, slots[s.name].shape, replicated) for s in slices}
 
 
 class Kernels(NamedTuple):

@@ -98,16 +98,18 @@ class WeightsFile:
         """Fill the pieces `model.…` of a rank. UserError if a weight is not finite."""
         import torch.nn.functional as F
 
+        from trainer.checkpoint.pieces import tensor_of
+
         self.check(model)
         for key, piece in pieces.items():
-            kind, _, name = key.partition(".")
+            kind, _, name = tensor_of(key).partition(".")
             if kind != "model":
                 continue
             whole = self.tensors[name].read()
             if name in model.vocabulary_rows:
                 rows = whole[: model.vocab_size]
                 whole = F.pad(rows, (0, 0, 0, model.padded_vocab_size - model.vocab_size))
-            part = whole.reshape(-1)[piece.start : piece.end].float()
+            part = piece.place.of(whole.reshape(-1)).reshape(-1).float()
             if not part.isfinite().all():
                 raise UserError(f"{self.tensors[name].where}: {name} holds NaN or infinity; these weights are ruined")
             piece.live.copy_(part)

@@ -18,22 +18,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.optim import muon
+from trainer.places import Place
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The elements `start` to `end` of a flattened matrix, at `at` in a rank's buffer of its slices."""
+    """A part of a matrix, at `at` in a rank's buffer of its slices."""
 
     name: str
-    start: int
-    end: int
+    place: Place
     at: int
 
     @property
     def size(self) -> int:
-        return self.end - self.start
+        return self.place.size
 
     def of(self, buffer: Tensor) -> Tensor:
         return buffer[self.at : self.at + self.size]
@@ -103,12 +103,13 @@ class Exchange:
             return
         self.work.wait()
         matrices = {name: self.buffer.new_empty(shape) for name, shape in owners.shapes.items()}
-        flat = [matrices[s.name].view(-1)[s.start : s.end] for s in owners.theirs]
+        parts = [s.place.of(matrices[s.name].view(-1)) for s in owners.theirs]
         received = self.incoming.split([s.size for s in owners.theirs])
+        received = [flat.view(part.shape) for flat, part in zip(received, parts, strict=True)]
         if owners.theirs:
-            torch._foreach_copy_(flat, received)
+            torch._foreach_copy_(parts, received)
             muon.to_directions_(matrices, owners.squares, new, owners.squared)
-            torch._foreach_copy_(received, flat)
+            torch._foreach_copy_(received, parts)
         dist.all_to_all_single(self.outgoing, self.incoming, owners.sends, owners.receives, group=owners.group)
         if owners.mine:
             sent = self.outgoing.split([s.size for s in owners.mine])
