@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 PY := .venv/bin/python
-EXTRAS := [dev,cloud,formats,eval,tune]
+EXTRAS := [dev,cloud,formats,eval,float8,tune]
 # Removed first and written last, so a set-up that was interrupted is made anew. The clone's path is in the
 # name because a venv does not survive a move: its scripts, and the link to this source tree, are absolute.
 HERE := $(shell pwd | cksum | cut -d ' ' -f 1)

@@ -480,7 +480,7 @@ class Recipe(Section):
 
     def _family_is_served(self) -> None:
         family, precision = self.model.family, self.train.precision
-        reason = self.model.why_not_fused
+        reason = None if self.runtime.engine == "sharded" else self.model.why_not_fused
         if reason and (precision.startswith("fp8") or self.runtime.engine == "fused"):
             field = "train.precision: fp8" if precision.startswith("fp8") else "runtime.engine: fused"
             raise ValueError(f"{field} needs the fused engine, and {reason}; use auto")

@@ -197,6 +197,7 @@ class TrainConfig(Section):
         description="Number format of the matrix products. auto: bf16 where the GPU has it, else fp16; fp32 on a CPU; "
         "the fingerprint contains the word auto, and the manifest the format. "
         "fp8 (the blocks) and fp8_head (the blocks and the head) need the fused engine and a GPU with fp8 (Hopper); "
+        "fp8 also works in the engine sharded, with the extra float8 (torchao); "
         "short runs at 124M and 1558M ended at the loss of bf16 (docs/measurements.md)",
     )
 

@@ -318,7 +318,8 @@ def choose_engine(
     """The name of the engine, and one line with its name, its device and the reason. UserError as in `make_engine`."""
     on = f"on {device_name(device)}"
     obstacle = why_not_fused(config, train, device)
-    if train.precision.startswith("fp8") and (obstacle or runtime.engine not in ("auto", "fused")):
+    by_torchao = train.precision == "fp8" and runtime.engine == "sharded"
+    if train.precision.startswith("fp8") and not by_torchao and (obstacle or runtime.engine not in ("auto", "fused")):
         reason = obstacle or f"runtime.engine is {runtime.engine}"
         raise UserError(f"train.precision: {train.precision} needs the fused engine: {reason}")
     if runtime.engine == "fused" and obstacle:

@@ -18,6 +18,7 @@ A forward pass is a collective call: ranks with fewer micro-batches than others 
 run as many batches on every rank.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -72,6 +73,8 @@ class ShardedEngine:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         with torch.device("meta"):
             self.model = plain_model(config, runtime.recompute)
+        if self.precision == "fp8":
+            use_float8(self.model.h, world.device)
         if on_gpu:
             for block in self.model.h:
                 block.forward = compiled_in_training(block.forward)
@@ -92,7 +95,7 @@ class ShardedEngine:
             for block in self.model.h:
                 divide(block, whole["tensor"])
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if self.precision == "bf16" else None,
+            param_dtype=None if self.precision == "fp32" else torch.bfloat16,
             reduce_dtype=torch.bfloat16 if runtime.reduce_dtype == "bf16" else torch.float32,
             cast_forward_inputs=False,  # the waves of rotary positions stay in float32
         )
@@ -358,6 +361,22 @@ def divide(block: nn.Module, mesh: DeviceMesh) -> None:
         elif name:
             styles[name] = SequenceParallel(sequence_dim=0)
     parallelize_module(block, mesh, styles)
+
+
+def use_float8(blocks: nn.Module, device: torch.device) -> None:
+    """Make the products of the blocks compute in fp8, scaled by each tensor's largest value (torchao); emulated in
+    float32 without a GPU. UserError if torchao is missing or the GPU has no fp8."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("train.precision: fp8 in the engine sharded needs torchao: pip install 'skytrain[float8]'")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(f"train.precision: {torch.cuda.get_device_name(device)} does not have fp8; use bf16")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(
+        blocks,
+        config=Float8LinearConfig(emulate=device.type != "cuda"),
+        module_filter_fn=lambda module, _: module.in_features % 16 == module.out_features % 16 == 0,
+    )
 
 
 def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

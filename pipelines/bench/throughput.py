@@ -97,7 +97,7 @@ def memory_on(accelerators: str) -> float | None:
 def engine_of(recipe: Recipe, accelerators: str, nodes: int = 1) -> str:
     """The engine of a step on rented GPUs, with its precision if that is fp8."""
     model, runtime, precision = recipe.model, recipe.runtime, recipe.train.precision
-    if precision.startswith("fp8"):
+    if precision.startswith("fp8") and runtime.engine != "sharded":
         return f"fused {precision}"
     if runtime.engine == "auto":
         in_bf16 = precision not in ("fp32", "fp16") and gpu_of(accelerators) not in NO_BF16
