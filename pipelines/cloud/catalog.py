@@ -186,14 +186,8 @@ def with_traffic(machine: Machine, bucket: Place | None) -> Machine:
     if bucket is None:
         return machine
     here, (writes, reads) = Place(machine.cloud, machine.region), PER_1000.get(bucket.cloud or "", (None, None))
-    sent, received = usd_per_gb(here, bucket), usd_per_gb(bucket, here)
-    return replace(
-        machine,
-        usd_per_gb_sent=sent,
-        usd_per_gb_received=received,
-        usd_per_1000_writes=writes,
-        usd_per_1000_reads=reads,
-    )
+    machine = replace(machine, usd_per_1000_writes=writes, usd_per_1000_reads=reads)
+    return replace(machine, usd_per_gb_sent=usd_per_gb(here, bucket), usd_per_gb_received=usd_per_gb(bucket, here))
 
 
 def usd_per_gb(origin: Place, target: Place) -> float | None:
@@ -204,10 +198,8 @@ def usd_per_gb(origin: Place, target: Place) -> float | None:
         return None
     if origin.cloud == target.cloud:
         return 0.0 if origin.region == target.region else BETWEEN_REGIONS.get(origin.cloud)
-    try:
-        from sky.utils.registry import CLOUD_REGISTRY
-    except ImportError:
-        return None
+    from sky.utils.registry import CLOUD_REGISTRY
+
     with suppress(ValueError):
         cloud = CLOUD_REGISTRY.from_str(origin.cloud)
         return round(float(cloud.get_egress_cost(101) - cloud.get_egress_cost(100)), 6) or None

@@ -13,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import requests
-
 from pipelines.artifacts.s3_store import open_store
 from pipelines.cloud.catalog import INSTALL
 from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds
@@ -65,6 +63,8 @@ def mlflow_answers(uri: str, environment: Mapping[str, str]) -> Finding:
         return Finding("mlflow", f"{parts.scheme or uri}: not checked", "note", "only http(s) servers can be checked")
     address = f"{parts.scheme}://{parts.netloc}"
     user, token = environment.get("MLFLOW_TRACKING_USERNAME"), environment.get("MLFLOW_TRACKING_TOKEN")
+    import requests  # 0.1 s, for which `status` would wait, too
+
     try:
         status = requests.get(
             uri.rstrip("/") + "/api/2.0/mlflow/experiments/search?max_results=1",

@@ -15,7 +15,7 @@ from pipelines.artifacts.store_id import new_store_id, read_store_id, settled_st
 from pipelines.bench.throughput import trains_on_a_small_gpu
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.control import on_another_server
-from pipelines.cloud.planner import CloudPlan, Report, installs, limits_of, priced_job, workload
+from pipelines.cloud.planner import CloudPlan, Report, limits_of, priced_job, workload
 from pipelines.cloud.preflight import preflight, text_is_only_here
 from pipelines.cloud.request import LaunchRecord, LaunchRequest, key_of, last_launch, write_launch
 from pipelines.cloud.skypilot import (
@@ -128,7 +128,7 @@ def checked_job(
     else:
         seen = "not up, so it is unknown which clouds are enabled and which machines are free"
         report(Finding("SkyPilot's server", seen, "note", "sky api start"))
-    work = workload(launch.recipe, store, launch.plans, installs(request), request.until)
+    work = workload(launch.recipe, store, launch.plans, request.installs, request.until)
     job = priced_job(job, request, limits_of(request, store), work, report)
     dags = [dag_of(job, launch.secrets)]
     for dag in dags if ask and not wrong else []:

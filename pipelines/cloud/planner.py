@@ -7,34 +7,27 @@ cost; nothing here enters it.
 
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pipelines.artifacts.manifest import ArtifactPlan, find
 from pipelines.artifacts.traffic import GB
+from pipelines.bench.gpus import MOST_NODES, check_gpus, fewest_nodes, gpu_count, gpu_of, memory_on, peak_of
 from pipelines.bench.throughput import (
-    MOST_NODES,
     TCP_BYTES_PER_SECOND,
     Throughput,
-    check_gpus,
-    fewest_nodes,
-    gpu_count,
-    gpu_of,
-    memory_on,
-    memory_there,
-    mfu_of,
-    peak_of,
+    nearest_step,
     speed_on,
     trains_on_a_small_gpu,
 )
 from pipelines.cloud.catalog import CLOUDS, MachineRequest, Place, is_cluster, offers, place_of, with_traffic
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.preflight import text_is_only_here
-from pipelines.cloud.request import WORK_TREE, LaunchRequest
+from pipelines.cloud.preflight import slow_cards, text_is_only_here
+from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import ManagedJob, in_trial_order, managed_job
 from pipelines.job.deadline import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS, least_slack_seconds
 from pipelines.job.prices import price_of, prices_json
@@ -61,16 +54,16 @@ CHECKPOINT_BYTES_PER_SECOND = 1e9  # from a bucket in the region; from a local d
 ASSUMED = (
     f"a spot node lasts {PRIOR_SECONDS_BETWEEN_FAILURES / 3600:g} h (2.1 in the traces of NSDI'24: AWS V100, 2022-23), "
     f"one on demand {STEADY_SECONDS_BETWEEN_FAILURES / 86_400:g} days",
-    f"{WAIT_SECONDS / 60:.0f} min until there is a node, then {START_SECONDS / 60:.0f} min of billed start-up",
+    f"{WAIT_SECONDS / 60:.0f} min until there is a node, then {START_SECONDS / 60:.0f} min of billed start-up, "
+    f"{INSTALL_SECONDS / 60:.0f} more where it installs the packages (no image)",
     f"text and weights are transferred at {BYTES_PER_SECOND / 1e6:.0f} MB/s, checkpoints at "
     f"{CHECKPOINT_BYTES_PER_SECOND / 1e6:.0f} MB/s",
     "evaluation has the MFU of eager training; several nodes scale as the GPUs of one, as far as TCP at "
     f"{TCP_BYTES_PER_SECOND / 1e9:.0f} GB/s lets them",
 )
-ASSUMED_INSTALL = f"{INSTALL_SECONDS / 60:.0f} min more on each node, which installs the packages (no image)"
 
 Report = Callable[["Finding | CloudPlan"], None]
-Offered = Mapping[str, Mapping[MachineRequest, Machine]]  # by stage, with type and region
+Offered = dict[str, dict[MachineRequest, Machine]]  # by stage, with type and region, and prices
 
 
 @dataclass(frozen=True)
@@ -91,11 +84,11 @@ class StageEstimate:
     """The expected time and cost of a stage on `nodes` machines."""
 
     machine: Machine
-    hours: float
-    usd: float  # of all nodes; infinite: the machine's price is unknown
-    preemptions: float
     nodes: int
-    traffic_usd: float  # of `usd`: between the machines and the store, as far as its price is known
+    hours: float = math.inf
+    usd: float = math.inf  # of all nodes; infinite: the machine's price or its speed is unknown
+    preemptions: float = 0.0
+    traffic_usd: float = 0.0  # of `usd`: between the machines and the store, as far as its price is known
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ class CloudPlan:
     candidates: list[Candidate]
     chosen: int | None  # the cheapest candidate within the limits; None: no candidate is
     notes: list[str]
-    assumed: list[str]
+    assumed: tuple[str, ...] = ASSUMED
 
     def to_json(self) -> Any:
         """An unknown price is null."""
@@ -131,15 +124,13 @@ class Limits(NamedTuple):
     usd: float = math.inf
     spot_slack: float = 0.0  # hours; a spot machine may be lost before any part of the job has checked the deadline
 
-    def excess(self, one: Candidate) -> float:
-        """The larger of the shares that a candidate needs of the limits; at most 1 if it is within both."""
+    def allow(self, one: Candidate) -> bool:
         slack = self.spot_slack if one.machine and one.machine.spot else 0.0
-        needed = ((one.hours + slack, self.hours), (one.usd, self.usd))
-        return max(need / limit if limit < math.inf else 0.0 for need, limit in needed)
+        return one.hours + slack <= self.hours and one.usd <= self.usd
 
     def __str__(self) -> str:
-        usd = f"${self.usd:,.2f}".removesuffix(".00") if self.usd < math.inf else ""
-        return " and ".join(filter(None, [hours_text(self.hours) if self.hours < math.inf else "", usd]))
+        left = {"h until the deadline": self.hours, "dollars of the budget": self.usd}
+        return f"the limits ({', '.join(f'{value:,.2f} {name}' for name, value in left.items() if value < math.inf)})"
 
 
 NO_LIMITS = Limits()
@@ -171,8 +162,9 @@ def cloud_plan(
         for gpus in (*train_nodes,) or ((None,) if small or all(map(is_cluster, places)) else TRAIN_NODES)
         for spot in (False, True)
     ]
-    offered, failed = offers_of(jobs)
-    return plan_run(work, offered, {"train": nodes} if nodes else {}, limits, failed)
+    offered, notes = offers_of(jobs, work)
+    notes += (f"{one.seen}; use {one.remedy}" for one in slow_cards(jobs))
+    return plan_run(work, offered, {"train": nodes} if nodes else {}, limits, notes)
 
 
 def workload(
@@ -193,24 +185,26 @@ def workload(
     return Workload(recipe, stages, steps_left, own, installs, place_of(store), held_out or sys.maxsize)
 
 
-def offers_of(jobs: Iterable[ManagedJob]) -> tuple[dict[str, dict[MachineRequest, Machine]], list[str]]:
-    """The machines of each task that are sold, and why clouds have no prices. UserError for a task without any."""
-    wanted: dict[str, dict[MachineRequest, None]] = {}
-    for task in (task for job in jobs for task in job.tasks):
-        wanted.setdefault(task.name, {}).update(dict.fromkeys(task.machines))
-    offered: dict[str, dict[MachineRequest, Machine]] = {}
+def offers_of(jobs: Iterable[ManagedJob], work: Workload) -> tuple[Offered, list[str]]:
+    """The machines of each task that are sold, with the prices of their traffic, and why clouds have no prices.
+    Evaluate's are those whose GPU holds all weights in float32, if there are any. UserError for a task without any."""
+    offered: Offered = {}
     failed: dict[str, str] = {}  # by cloud
-    for stage, machines in wanted.items():
-        sold = offered[stage] = {}
-        for machine in machines:
+    for task in (task for job in jobs for task in job.tasks):
+        sold = offered.setdefault(task.name, {})
+        for machine in task.machines:
             try:
-                sold |= {} if machine.cloud in failed else offers(machine)
+                found = {} if machine.cloud in failed else offers(machine)
             except UserError as error:
                 failed[machine.cloud] = str(error)
-        if not sold:
-            unsold = dict.fromkeys(failed.get(one.cloud, f"{one.infra} sells no {one}") for one in machines)
-            raise UserError(f"no machine for {stage}: {'; '.join(unsold)}")
-    return offered, list(failed.values())
+            else:
+                sold |= {one: with_traffic(found[one], work.place) for one in found}
+    for task in (task for job in jobs for task in job.tasks):
+        if not offered[task.name]:
+            unsold = dict.fromkeys(failed.get(one.cloud, f"{one.infra} sells no {one}") for one in task.machines)
+            raise UserError(f"no machine for {task.name}: {'; '.join(unsold)}")
+    large = {one: sold for one, sold in offered.get("evaluate", {}).items() if holds(sold, work.recipe)}
+    return offered | ({"evaluate": large} if large else {}), list(failed.values())
 
 
 def plan_run(
@@ -219,51 +213,46 @@ def plan_run(
     """A candidate for every machine that is offered for training, with the other stages on their cheapest machines.
 
     Without machines to train on: one candidate of the other stages. `node_counts`: 1 where it has no stage, and for a
-    training the fewest that have the memory. Without machines of its own, export is on that of evaluate. UserError if
-    no machine can train the run.
+    training the fewest that have the memory. An export that is not offered is on evaluate's machine. UserError if no
+    machine can train the run.
     """
     recipe, found_notes = work.recipe, dict.fromkeys(notes)
-    follows = "evaluate" in offered and "export" not in offered
-    estimates: dict[str, StageEstimate] = {}
-    for stage in work.stages:
-        is_up = follows and stage == "export"
-        sold = list(offered.get("evaluate" if is_up else stage, {}).values())
-        if sold and stage == "evaluate" and not (sold := [one for one in sold if holds(one, recipe)]):
+    others: dict[str, StageEstimate] = {}
+    for stage in (stage for stage in work.stages if stage != "train"):
+        is_up = stage == "export" and stage not in offered
+        if not (sold := offered.get("evaluate" if is_up else stage)):
+            continue
+        cheapest = min(sold.values(), key=price_of)
+        if stage == "evaluate" and not holds(cheapest, recipe):
             found_notes["evaluate is left out: no GPU here holds all weights in float32"] = None
-        if sold and stage != "train":
-            cheapest = min(sold, key=price_of)
-            estimates[stage] = estimate_stage(stage, work, cheapest, node_counts.get(stage, 1), is_up)
+        else:
+            others[stage] = estimate_stage(stage, work, cheapest, node_counts.get(stage, 1), is_up)
     candidates: list[Candidate] = []
     for machine in offered["train"].values() if "train" in offered else [None]:
-        gpus, speed, memory, nodes = (machine and machine.accelerators) or "", None, None, node_counts.get("train")
+        known, speed, memory = others, None, None
+        if machine and not (gpus := machine.accelerators or ""):  # a standby
+            continue
         if machine:
-            if not gpus:  # a standby
-                continue
+            nodes = node_counts.get("train")
             try:
                 nodes = nodes or fewest_nodes(recipe, gpus)
-                check_gpus(recipe, gpus, nodes)
+                memory = check_gpus(recipe, gpus, nodes)
             except UserError as error:
                 found_notes[f"{nodes or MOST_NODES} x {gpus}: {error}"] = None
                 continue
-            if there := memory_there(recipe, gpus, nodes):
-                engine, needed, has = there
-                memory = f"{engine}, about {needed / 1e9:.0f} of {has / 1e9:.0f} GB on each GPU with one sequence"
-            estimates["train"] = estimate_stage("train", work, machine, nodes)
-            speed = None if estimates["train"].hours == math.inf else speed_on(recipe, gpus, nodes, work.own)
-        stages = {stage: estimates[stage] for stage in work.stages if stage in estimates}
+            with suppress(UserError):  # a GPU of unknown speed
+                speed = speed_on(recipe, gpus, nodes, work.own)
+            known = others | {"train": estimate_stage("train", work, machine, nodes, speed=speed)}
+        stages = {stage: known[stage] for stage in work.stages if stage in known}
         hours, usd = (sum(getattr(one, name) for one in stages.values()) for name in ("hours", "usd"))
         candidates.append(Candidate(machine, speed, stages, hours, usd, memory))
     if not candidates:
         raise UserError("; ".join(found_notes) or "no machine for train: none has GPUs")
     candidates.sort(key=lambda one: (one.usd, one.hours))
-    chosen = next((i for i, one in enumerate(candidates) if limits.excess(one) <= 1), None)
+    chosen = next((i for i, one in enumerate(candidates) if limits.allow(one)), None)
     if chosen is None:
-        nearest = min(candidates, key=limits.excess)
-        what = name_of(nearest.machine) if nearest.machine else "the rest"
-        needs = f"{hours_text(nearest.hours)}, ${number_text(nearest.usd)}"
-        found_notes[f"no machine is within {limits}; the nearest is {what}: {needs}"] = None
-    assumed = [*ASSUMED, *([ASSUMED_INSTALL] if work.installs else [])]
-    return CloudPlan(candidates, chosen, list(found_notes), assumed)
+        found_notes[f"no machine is within {limits}; raise them to continue"] = None
+    return CloudPlan(candidates, chosen, list(found_notes))
 
 
 def holds(machine: Machine, recipe: Recipe) -> bool:
@@ -271,33 +260,33 @@ def holds(machine: Machine, recipe: Recipe) -> bool:
     return 4 * recipe.model.parameters <= (memory_on(machine.accelerators or "") or math.inf)
 
 
-def estimate_stage(stage: str, work: Workload, machine: Machine, nodes: int, is_up: bool = False) -> StageEstimate:
+def estimate_stage(
+    stage: str, work: Workload, machine: Machine, nodes: int, is_up: bool = False, speed: Throughput | None = None
+) -> StageEstimate:
     """The expected hours and dollars of a stage on `nodes` machines, which an earlier stage has started if they are up.
 
-    Hours and dollars of a training are infinite if the speed of its GPU is unknown.
+    A training has a speed; if that is unknown, its hours and dollars are infinite.
     """
     recipe, between = work.recipe, prior_seconds_between_failures(machine, nodes) / 3600
-    priced, usd_per_hour = with_traffic(machine, work.place), nodes * (machine.usd_per_hour or 0.0)
-    usd_per_byte_sent, usd_per_byte_received = (
-        (usd or 0.0) / GB for usd in (priced.usd_per_gb_sent, priced.usd_per_gb_received)
-    )
+    usd_per_hour, usd_per_byte = nodes * (machine.usd_per_hour or 0.0), (machine.usd_per_gb_sent or 0.0) / GB
     weights = 4.0 * recipe.model.parameters  # bytes, in float32
     state, sent, received = 0.0, 0.0, weights  # bytes of a checkpoint, and of all other traffic
     if stage == "tokenize":
         cores = (machine.vcpus or 2.0) / 2  # two threads of a core are hardly faster than one
-        hours = tokenize_hours(tokens_of(recipe), cores)
-        segment = tokenize_hours(recipe.tokens.shard_tokens, cores)  # a shard is uploaded while the next one is made
+        per_hour = 3600 * min(cores * TOKENS_PER_CORE_SECOND, BYTES_PER_SECOND / BYTES_PER_TOKEN)
+        hours = tokens_of(recipe) / per_hour
+        segment = recipe.tokens.shard_tokens / per_hour  # a shard is uploaded while the next one is made
         sent, received = 2.0 * tokens_of(recipe), 0.0
     elif stage == "train":
-        gpus, tokens = machine.accelerators or "", training_tokens(work)
-        if peak_of(gpus) is None and (gpus, nodes) not in work.own:
-            return StageEstimate(machine, math.inf, math.inf, 0.0, nodes, 0.0)
-        hours = tokens / speed_on(recipe, gpus, nodes, work.own).tokens_per_second / 3600
+        if speed is None:
+            return StageEstimate(machine, nodes)
+        tokens = training_tokens(work)
+        hours = tokens / speed.tokens_per_second / 3600
         state, sent, received = float(state_bytes(recipe.model, recipe.train)), weights, 2 * tokens
-        minutes, traffic = recipe.runtime.checkpoint_minutes, state * usd_per_byte_sent
-        seconds = 3600 * traffic / usd_per_hour if usd_per_hour else 0.0
-        auto = checkpoint_seconds(STALL_SECONDS, 3600 * between, traffic_seconds=seconds) / 3600
-        segment = auto if minutes == "auto" else minutes / 60
+        traffic = 3600 * state * usd_per_byte / usd_per_hour if usd_per_hour else 0.0
+        auto = checkpoint_seconds(STALL_SECONDS, 3600 * between, traffic_seconds=traffic)
+        minutes = recipe.runtime.checkpoint_minutes
+        segment = auto / 3600 if minutes == "auto" else minutes / 60
     elif stage == "evaluate":
         hours = segment = evaluate_hours(work, machine)
     else:  # it downloads float32 weights, and uploads at most float32
@@ -309,12 +298,11 @@ def estimate_stage(stage: str, work: Workload, machine: Machine, nodes: int, is_
     billed = hours * billed_per_useful_hour(between, segment, restart, stall) if hours else 0.0
     billed += 0.0 if is_up else start
     preemptions, saves = billed / between, hours / segment if hours else 0.0
-    usd_of_traffic = usd_per_byte_sent * (sent + state * saves) + usd_per_byte_received * (
-        received + state * preemptions
-    )
+    received_usd = (machine.usd_per_gb_received or 0.0) / GB * (received + state * preemptions)
+    traffic_usd = usd_per_byte * (sent + state * saves) + received_usd
     in_all = billed + WAIT_SECONDS / 3600 * (preemptions + (not is_up))
-    usd = math.inf if machine.usd_per_hour is None else billed * usd_per_hour + usd_of_traffic
-    return StageEstimate(machine, in_all, usd, preemptions, nodes, usd_of_traffic)
+    usd = math.inf if machine.usd_per_hour is None else billed * usd_per_hour + traffic_usd
+    return StageEstimate(machine, nodes, in_all, usd, preemptions, traffic_usd)
 
 
 def billed_per_useful_hour(between: float, segment: float, restart: float, stall: float = 0.0) -> float:
@@ -325,11 +313,6 @@ def billed_per_useful_hour(between: float, segment: float, restart: float, stall
     need S to start. For large M this is 1 + s/I.
     """
     return between * math.exp(restart / between) * math.expm1((segment + stall) / between) / segment
-
-
-def tokenize_hours(tokens: float, cores: float) -> float:
-    """The hours that one node needs to make so many tokens."""
-    return tokens / min(cores * TOKENS_PER_CORE_SECOND, BYTES_PER_SECOND / BYTES_PER_TOKEN) / 3600
 
 
 def tokens_of(recipe: Recipe) -> int:
@@ -356,7 +339,7 @@ def evaluate_hours(work: Workload, machine: Machine) -> float:
     The harness reads on one of the GPUs, while the others wait.
     """
     recipe, kind, gpus = work.recipe, machine.accelerators or ":1", gpu_count(machine.accelerators or ":1")
-    flops = (peak_of(kind) or gpus * 1e12) * mfu_of(recipe.model, "eager", gpu_of(kind))
+    flops = (peak_of(kind) or gpus * 1e12) * nearest_step(recipe.model, "eager", gpu_of(kind))[1]
     tokens = min(recipe.evaluate.val_tokens, work.held_out) + recipe.benchmark_tokens + gpus * recipe.harness_tokens
     return tokens * recipe.model.flops_per_token / 3 / flops / 3600
 
@@ -368,7 +351,7 @@ def priced_job(job: ManagedJob, request: LaunchRequest, limits: Limits, work: Wo
     that are expected to meet the deadline and the budget, the cheapest training first. UserError if there is none, for
     a task without a machine, or for a budget if a price is unknown.
     """
-    offered, failed = offers_of([job])
+    offered, failed = offers_of([job], work)
     unpriced = [
         f"{stage} on {one.infra}: SkyPilot's config has no price of it"
         for stage, sold in offered.items()
@@ -379,79 +362,29 @@ def priced_job(job: ManagedJob, request: LaunchRequest, limits: Limits, work: Wo
         raise UserError(f"--budget: can't be promised where a price is unknown: {unpriced[0]}")
     for reason in (*failed, *unpriced):
         report(Finding("machines", reason, "note"))
-    rank = {stage: {one: price_of(machine) for one, machine in sold.items()} for stage, sold in offered.items()}
     plan = plan_run(work, offered, {task.name: task.num_nodes for task in job.tasks}, limits)
     report(plan)
     if plan.chosen is None:
         raise UserError(f"launch: {plan.notes[-1]}")
-    small = [one for one, machine in offered.get("evaluate", {}).items() if not holds(machine, work.recipe)]
-    if len(small) < len(rank.get("evaluate", ())):
-        for one in small:
-            del rank["evaluate"][one]
-    met = [one.machine for one in plan.candidates if limits.excess(one) <= 1]
-    for one, machine in offered.get("train", {}).items():
-        if machine in met:
-            rank["train"][one] = met.index(machine)
-        elif machine.accelerators:  # a standby stays
-            del rank["train"][one]
+    met = {one.machine: rank for rank, one in enumerate(plan.candidates) if limits.allow(one)}
     tasks = []
     for task in job.tasks:
-        order = rank[task.name]
+        order = {one: price_of(machine) for one, machine in offered[task.name].items()}
+        if task.name == "train":  # a standby stays
+            order = {
+                one: met.get(m, order[one]) for one, m in offered["train"].items() if m in met or not m.accelerators
+            }
         task = in_trial_order(replace(task, machines=tuple(order)), order.__getitem__)
         rows = (offered[task.name][one] for one in task.machines)
-        rows = (with_traffic(one, work.place) for one in rows if one.usd_per_hour is not None)
-        tasks.append(replace(task, envs={**task.envs, "SKYTRAIN_PRICES": prices_json(rows)}))
+        prices = prices_json(one for one in rows if one.usd_per_hour is not None)
+        tasks.append(replace(task, envs={**task.envs, "SKYTRAIN_PRICES": prices}))
     return replace(job, tasks=tuple(tasks))
 
 
 def limits_of(request: LaunchRequest, store: Store) -> Limits:
-    """The hours until the deadline, and the rest of the budget. UserError if nothing is left."""
-    hours, usd = math.inf, math.inf
-    if request.budget is not None:
-        found = find_run(store, request.run)
-        spent = found.account.total.usd if found else 0.0
-        usd = request.budget - spent
-        if usd <= 0:
-            raise UserError(
-                f"--budget {request.budget:g}: the run has already cost ${spent:,.2f}; raise the budget to continue"
-            )
-    if request.deadline is not None:
-        hours = (request.deadline - time.time()) / 3600
-        if hours <= 0:
-            raise UserError(
-                f"launch: the deadline of {request.run} has passed; launch the run again with a later --deadline"
-            )
-    return Limits(hours, usd, least_slack_seconds(installs(request)) / 3600 if request.deadline else 0.0)
-
-
-def installs(request: LaunchRequest) -> bool:
-    """Whether the nodes install the packages: without an image and without an environment of their own."""
-    return request.image == WORK_TREE and "SKYTRAIN_VENV" not in request.variables
-
-
-def name_of(machine: Machine) -> str:
-    """aws p5.48xlarge spot; slurm H100:8."""
-    market = {True: "spot", False: "on demand", None: None}[machine.spot]
-    return " ".join(filter(None, (machine.cloud, machine.instance or machine.accelerators or "CPUs", market)))
-
-
-def number_text(number: float) -> str:
-    """12.34, or ? if it is unknown."""
-    return f"{number:,.2f}" if number < math.inf else "?"
-
-
-def hours_text(hours: float) -> str:
-    """36 h, 1 h 30 min or 5 min: to the minute, because seconds pass between a request and its check."""
-    if hours == math.inf:
-        return "an unknown time"
-    whole, minutes = divmod(round(60 * hours), 60)
-    return " ".join(filter(None, [f"{whole} h" if whole else "", f"{minutes} min" if minutes or not whole else ""]))
-
-
-def parse_hours(text: str, option: str = "--deadline") -> float:
-    """36h, 2d, 90m, 1d12h as hours. UserError for other text."""
-    parts = re.findall(r"(\d+(?:\.\d+)?)([dhm])", text)
-    hours = sum(float(number) * {"d": 24, "h": 1, "m": 1 / 60}[unit] for number, unit in parts)
-    if not hours or "".join(map("".join, parts)) != text.strip():
-        raise UserError(f"{option} {text}: not a duration; write 36h, 2d, 90m or 1d12h")
-    return hours
+    """The hours until the deadline, and the rest of the budget, below 0 where nothing is left."""
+    found = None if request.budget is None else find_run(store, request.run)
+    usd = math.inf if request.budget is None else request.budget - (found.account.total.usd if found else 0.0)
+    if request.deadline is None:
+        return Limits(usd=usd)
+    return Limits((request.deadline - time.time()) / 3600, usd, least_slack_seconds(request.installs) / 3600)

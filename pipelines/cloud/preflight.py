@@ -7,7 +7,7 @@ from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
-from pipelines.bench.throughput import gpu_of
+from pipelines.bench.gpus import gpu_of
 from pipelines.cloud.catalog import CLUSTERS, INSTALL, is_cluster
 from pipelines.cloud.checks import Finding, broken, check_image_name, mlflow_answers, store_commits
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
@@ -82,7 +82,7 @@ def gpus_without_kernels(job: ManagedJob) -> Iterator[Finding]:
 
 
 def limits_of_clouds(job: ManagedJob) -> Iterator[Finding]:
-    """Clouds whose nodes share no network, by SkyPilot's own list, and RunPod's slower H100."""
+    """Clouds whose nodes share no network, by SkyPilot's own list, and cards that are slower than planned."""
     machines = {(task.num_nodes, machine) for task in job.tasks for machine in task.machines}
     if clouds := {machine.cloud for nodes, machine in machines if nodes > 1 and not is_cluster(machine.infra)}:
         from sky import Resources
@@ -95,8 +95,14 @@ def limits_of_clouds(job: ManagedJob) -> Iterator[Finding]:
                 resources.cloud.check_features_are_supported(resources, {CloudImplementationFeatures.MULTI_NODE})
             except NotSupportedError:
                 yield broken("nodes", f"{cloud} has no network between nodes", "--nodes 1, or another --infra")
-    if any(machine.cloud == "runpod" and machine.gpu == "H100" for _, machine in machines):
-        seen = "RunPod's H100 is the PCIe card, with 0.76 of the computing power and no NVLink, unlike the plan"
+    yield from slow_cards([job])
+
+
+def slow_cards(jobs: Iterable[ManagedJob]) -> Iterator[Finding]:
+    """RunPod's H100, if a job asks for it: it is slower than the card that a plan expects."""
+    machines = (machine for job in jobs for task in job.tasks for machine in task.machines)
+    if any(machine.cloud == "runpod" and machine.gpu == "H100" for machine in machines):
+        seen = "RunPod's H100 is the PCIe card, with 0.76 of the planned computing power and no NVLink"
         yield Finding("GPUs", seen, "note", "--gpus H100-SXM:N")
 
 

@@ -38,6 +38,11 @@ class LaunchRequest(StoredRecord):
         """The name of its managed job: runs of several stores may have one name, and SkyPilot has the jobs of all."""
         return f"{self.run}-{self.store_id}" if self.store_id else self.run
 
+    @property
+    def installs(self) -> bool:
+        """Whether the nodes install the packages: without an image and without an environment of their own."""
+        return self.image == WORK_TREE and "SKYTRAIN_VENV" not in self.variables
+
 
 @dataclass(frozen=True)
 class LaunchRecord(StoredRecord):

@@ -81,9 +81,12 @@ def matching(prices: list[Machine], machine: Machine) -> list[Machine]:
 
 
 def description_of(machine: Machine) -> str:
-    """aws/us-east-1/p5.48xlarge/spot, as far as it is known."""
+    """aws/us-east-1/p5.48xlarge/spot, as far as it is known; without a type slurm/local/H100:8."""
     market = {True: "spot", False: "on-demand", None: None}[machine.spot]
-    return "/".join(filter(None, (machine.cloud, machine.region, machine.instance, market))) or "this machine"
+    return (
+        "/".join(filter(None, (machine.cloud, machine.region, machine.instance or machine.accelerators, market)))
+        or "this machine"
+    )
 
 
 def machine_from_skypilot() -> Machine:
@@ -118,7 +121,7 @@ def gpus_here() -> str | None:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
         return None
-    from pipelines.bench.throughput import gpu_named  # reads the measured figures
+    from pipelines.bench.gpus import gpu_named
 
     names = [name for name in listed if name.strip()]
     return f"{gpu_named(names[0])}:{len(names)}" if names else None

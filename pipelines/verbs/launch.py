@@ -18,6 +18,7 @@ from pipelines.verbs.options import (
     Tags,
     check_home,
     one_of,
+    parse_hours,
     set_tracking_options,
     store_uri,
 )
@@ -88,7 +89,6 @@ def launch(
     """Rent machines for the missing stages of a recipe, after checks and a price."""
     from pipelines.artifacts.s3_store import open_store
     from pipelines.cloud.launch import planned_launch
-    from pipelines.cloud.planner import parse_hours
     from pipelines.cloud.request import WORK_TREE, LaunchRequest, secrets_from_shell, variables_from_shell
     from pipelines.project import project
     from pipelines.show.console import say

@@ -1,11 +1,14 @@
 """Options that several verbs share, and their defaults."""
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.sample import TextModel
@@ -128,7 +131,14 @@ def open_text_model(
 
 def one_of(value: str, known: tuple[str, ...], option: str) -> None:
     """UserError if the value of an option is not a known one."""
-    from trainer.errors import UserError
-
     if value not in known:
         raise UserError(f"{option} {value}: unknown; choose one of {', '.join(known)}")
+
+
+def parse_hours(text: str, option: str = "--deadline") -> float:
+    """36h, 2d, 90m, 1d12h as hours. UserError for other text."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)([dhm])", text)
+    hours = sum(float(number) * {"d": 24, "h": 1, "m": 1 / 60}[unit] for number, unit in parts)
+    if not hours or "".join(map("".join, parts)) != text.strip():
+        raise UserError(f"{option} {text}: not a duration; write 36h, 2d, 90m or 1d12h")
+    return hours

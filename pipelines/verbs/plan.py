@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipelines.verbs.options import Changes, Json, RecipeName, StoreUri, store_uri
+from pipelines.verbs.options import Changes, Json, RecipeName, StoreUri, parse_hours, store_uri
 from trainer.errors import UserError
 
 
@@ -59,7 +59,7 @@ def plan(
             say(f"tune.{name}: {size}, {len(rows.held_out):,} held out")
         return
     from pipelines.cloud.catalog import CLOUDS
-    from pipelines.cloud.planner import Limits, cloud_plan, parse_hours
+    from pipelines.cloud.planner import Limits, cloud_plan
     from pipelines.cloud.request import WORK_TREE
     from pipelines.project import project
     from pipelines.show.cloud_plan import print_cloud_plan

@@ -9,7 +9,8 @@ NODE, NODE_USD_PER_HOUR = "H100:8", 31.92  # at Lambda's on-demand price. Source
 
 def recipes(as_json: Json = False) -> None:
     """List the shipped recipes: parameters, tokens, FLOPs, and the hours and dollars of their training."""
-    from pipelines.bench.throughput import fewest_nodes, speed_on
+    from pipelines.bench.gpus import fewest_nodes
+    from pipelines.bench.throughput import speed_on
     from pipelines.recipe import load_recipe, shipped
     from pipelines.show.recipes import print_recipes
 

@@ -92,7 +92,7 @@ def test_text_that_only_this_machine_has_is_tokenized_here_before_the_launch(tex
     with pytest.raises(UserError, match="skytrain run RECIPE --stage tokenize"):
         launch_of("smoke", store, until="tokenize")
 
-    plan = CloudPlan([Candidate(None, None, {}, 1.0, 4.2)], 0, [], [])
+    plan = CloudPlan([Candidate(None, None, {}, 1.0, 4.2)], 0, [])
     launch = launch_of("tiny.yaml", store, infra="aws", budget=25.0)
     assert launch.question(plan).endswith("(train, evaluate, export) for about $4.20 of a budget of $25.00?")
     before = signal.getsignal(signal.SIGINT)

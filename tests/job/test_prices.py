@@ -11,7 +11,7 @@ import pytest
 from metadata_servers import Cloud, Ec2Cloud, GceCloud
 
 from pipelines.artifacts.traffic import GB
-from pipelines.bench.throughput import peak_of
+from pipelines.bench.gpus import peak_of
 from pipelines.cloud.catalog import Place, usd_per_gb, with_traffic
 from pipelines.job import prices
 from pipelines.job.prices import billing_here, prices_json
