@@ -15,19 +15,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import requests
-from tenacity import RetryCallState, Retrying, retry_if_not_exception_type
 
 from pipelines.artifacts.manifest import scratch
 from pipelines.artifacts.s3_store import open_store
 from pipelines.tracking.mlflow.mirror import Mirror
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, tracking_is_off, tracking_uri
-from trainer.events import EVENTS_FILE, Event, Row, Sampled, events_after
+from trainer.events import EVENTS_FILE, Row, Sampled, events_after
 
 MODULE = "pipelines.verbs.mirror"
 POLL_SECONDS, RETRY_SECONDS, REFRESH_SECONDS, RESTART_SECONDS = 1.0, 5.0, 30.0, 30.0
@@ -96,23 +95,19 @@ def mirror_until_end(code_tags: Mapping[str, str]) -> int:
     ending = threading.Event()
     threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
 
-    def attempt() -> bool:
-        _, store, run, home = sys.argv
-        mirror = Mirror(open_store(store), run, os.environ["MLFLOW_TRACKING_URI"], code_tags)
-        return follow(mirror, Path(home), ending)
-
-    def pause(state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        log(f"will try again: {type(error).__name__}: {error}")
+    _, store, run, home = sys.argv
+    while True:
+        try:
+            mirror = Mirror(open_store(store), run, os.environ["MLFLOW_TRACKING_URI"], code_tags)
+            follow(mirror, Path(home), ending)
+            return int(mirror.refused)
+        except ImportError as error:
+            log(f"needs the package mlflow, and for SQLite all of it, not mlflow-skinny: {error}")
+            return 1
+        except Exception as error:
+            log(f"will try again: {type(error).__name__}: {error}")
         time.sleep(POLL_SECONDS)
         ending.wait(RETRY_SECONDS)
-
-    try:
-        refused = Retrying(retry=retry_if_not_exception_type(ImportError), before_sleep=pause, reraise=True)(attempt)
-    except ImportError as error:
-        log(f"needs the package mlflow, and for SQLite all of it, not mlflow-skinny: {error}")
-        return 1
-    return int(refused)
 
 
 def limit_answers() -> None:
@@ -139,36 +134,28 @@ def _await_end(ending: threading.Event) -> None:
     os._exit(1)
 
 
-def follow(mirror: Mirror, home: Path, ending: threading.Event) -> bool:
-    """Send all that is new of a run until `ending`, then the rest. Returns whether MLflow has refused a metric. Raises
-    the errors of MLflow and of the store."""
+def follow(mirror: Mirror, home: Path, ending: threading.Event) -> None:
+    """Send all that is new of a run until `ending`, then the rest. Raises the errors of MLflow and of the store."""
     record = mirror.run.record
     prefixes = filter(None, [record.prefixes.get("train"), *record.tunings.values()])
     folders = [scratch(home, mirror.run.store, prefix) for prefix in prefixes]
-    path, offset, sent, ended = home / "no training", 0, 0.0, False
+    path, offset, sent, ended = None, 0, 0.0, False
     while not ended:
         ended = ending.wait(POLL_SECONDS)
         found = [one for folder in folders for one in sorted(folder.glob(f"a*/{EVENTS_FILE}"))]
-        newest = found[-1] if found else None  # of this machine; a finished stage leaves none
-        behind = ended or not sent or newest not in (None, path)
+        newest = found[-1] if found else path  # of this machine; a finished stage leaves none
+        behind = ended or not sent or newest != path
         if behind or time.monotonic() > sent + REFRESH_SECONDS:
             mirror.send(ended, series=behind)  # before the rows of a new attempt: those before them
             sent = time.monotonic()
-            if not ended:
-                mirror.measure()
-        if newest and newest != path:
-            path, offset = newest, 0
-        events, offset = events_after(path, offset)
-        while events:
-            mirror.send_rows(rows_of(events))
-            events, offset = events_after(path, offset)
-    return mirror.refused
+        path, offset = newest, offset if newest == path else 0
+        while path and (read := events_after(path, offset))[0]:
+            events, offset = read
+            mirror.send_rows(row_of(event) for event in events if isinstance(event, Row | Sampled))
 
 
-def rows_of(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
-    """The rows and samples among events, as in the series."""
-    for event in events:
-        if isinstance(event, Row):
-            yield {"step": event.step, "time": event.time, **event.metrics}
-        elif isinstance(event, Sampled):
-            yield {"step": event.step, "samples": event.texts}
+def row_of(event: Row | Sampled) -> dict[str, Any]:
+    """The row of an event, as in the series."""
+    if isinstance(event, Sampled):
+        return {"step": event.step, "samples": event.texts}
+    return {"step": event.step, "time": event.time, **event.metrics}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.tracking.account import cost_metrics
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, log, redacted
-from pipelines.tracking.runs import Run, find_run
+from pipelines.tracking.runs import Run, read_run
 from trainer.checkpoint.commits import series as series_of
 from trainer.errors import UserError
 from trainer.store import Store
@@ -50,7 +50,7 @@ class Mirror:
         from mlflow import MlflowClient
 
         self.client, self.code_tags = MlflowClient(uri), dict(code_tags or {})
-        self.run = _snapshot(store, name)
+        self.run = read_run(store, name)
         self.refused = False  # whether MLflow has refused a metric
         self.run_id = _found_or_created(self.client, self.run, uri)
         logged = self.client.get_run(self.run_id).data._metric_objs
@@ -58,7 +58,7 @@ class Mirror:
 
     def send(self, ended: bool, series: bool = True) -> None:
         """Send what the store has of the run. `ended`: its command ends, so that results and files are sent, too."""
-        self.run = run = _snapshot(self.run.store, self.run.name)
+        self.run = run = read_run(self.run.store, self.run.name)
         self._describe()
         if series:
             for rows in (run.series, *(series_of(run.store, prefix) for prefix in run.record.tunings.values())):
@@ -77,6 +77,15 @@ class Mirror:
             self.client.update_run(self.run_id, status)
         else:
             self.client.set_terminated(self.run_id, status, end_time=_milliseconds(newest))
+        # A thread of MLflow measures CPU, memory, disk, network and GPUs of this machine. It ends with the run.
+        if (
+            not ended
+            and find_spec("psutil")
+            and not any(t.name == "SystemMetricsMonitor" for t in threading.enumerate())
+        ):
+            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+            SystemMetricsMonitor(self.run_id, resume_logging=True, tracking_uri=self.client.tracking_uri).start()
 
     def send_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Send rows of the series, in order. A step that MLflow has is left out: a redone step has the same loss."""
@@ -90,14 +99,6 @@ class Mirror:
             points += [(key, value, row["time"], step) for key, value in values if step > self._last.get(key, -1)]
         self._log(points)
         self._last |= {key: step for key, _, _, step in points}
-
-    def measure(self) -> None:
-        """Let MLflow's monitor, a thread, measure CPU, memory, disk, network and GPUs of this machine. It ends with the
-        run, and after an error."""
-        if find_spec("psutil") and not any(one.name == "SystemMetricsMonitor" for one in threading.enumerate()):
-            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
-            SystemMetricsMonitor(self.run_id, resume_logging=True, tracking_uri=self.client.tracking_uri).start()
 
     def _describe(self) -> None:
         """Log params and tags. MLflow never changes a param, so another value becomes a tag."""
@@ -119,20 +120,20 @@ class Mirror:
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
 
-        metrics = [Metric(key, value, _milliseconds(at), step) for key, value, at, step in points]
-        batches = [metrics[first : first + METRICS_AT_ONCE] for first in range(0, len(metrics), METRICS_AT_ONCE)]
-        while batches:
-            batch = batches.pop(0)
+        for first in range(0, len(points), METRICS_AT_ONCE):
+            batch = points[first : first + METRICS_AT_ONCE]
+            metrics = [Metric(key, value, _milliseconds(at), step) for key, value, at, step in batch]
             try:
-                self.client.log_batch(self.run_id, metrics=batch)
+                self.client.log_batch(self.run_id, metrics=metrics)
             except MlflowException as error:
                 if error.get_http_status_code() != HTTPStatus.BAD_REQUEST:
                     raise
-                if len(batch) > 1:
-                    batches[:0] = batch[: len(batch) // 2], batch[len(batch) // 2 :]
-                else:
+                if len(batch) == 1:
                     self.refused = True
-                    log(f"MLflow refuses {batch[0].key} at step {batch[0].step}: {error.message}")
+                    log(f"MLflow refuses {metrics[0].key} at step {metrics[0].step}: {error.message}")
+                else:
+                    self._log(batch[: len(batch) // 2])
+                    self._log(batch[len(batch) // 2 :])
 
     def _log_text(self, name: str, text: str) -> None:
         """Store a file. Files use another connection than metrics, which this machine may lack: it tries once."""
@@ -228,34 +229,22 @@ def results(run: Run) -> list[Point]:
     ]
 
 
-def _snapshot(store: Store, name: str) -> Run:
-    if run := find_run(store, name):
-        return run
-    raise UserError(f"{store.uri}: its record of the run {name} is gone; start the run again")
-
-
 def _found_or_created(client: MlflowClient, run: Run, uri: str) -> str:
-    """The id of the MLflow run."""
-    experiment, store_id = _experiment_id(client, run.record.experiment, uri), run.record.store_id
-    tags = {"skytrain.run": run.name, STORE: run.store.uri, STORE_ID: store_id}
-
-    def is_ours(tags: Mapping[str, str]) -> bool:
-        """Another store may have a run of this name. Runs before version 0.2 have the URI of their store only."""
-        known = store_id and tags.get(STORE_ID)
-        return known == store_id if known else tags.get(STORE, run.store.uri) == run.store.uri
-
-    def found() -> str | None:  # the oldest one of several
-        of_run = f"tags.`skytrain.run` = '{run.name}'"
-        runs = client.search_runs([experiment], of_run, order_by=["attributes.start_time"])
-        ours = (one for one in runs if is_ours(one.data.tags))
-        ids = (one.info.run_id for one in ours if "skytrain.stage" not in one.data.tags)  # version 0.1: one a stage
-        return next(ids, None)
-
-    if known := found():
-        return known
+    """The id of the MLflow run, the oldest one of several. Another store may have a run of this name."""
+    experiment = _experiment_id(client, run.record.experiment, uri)
+    store = (STORE_ID, run.record.store_id) if run.record.store_id else (STORE, run.store.uri)
+    known = {"skytrain.run": run.name, store[0]: store[1]}
+    query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in known.items())
     began = min((one.beat.started for one in run.heartbeats), default=run.record.updated)
-    made: str = client.create_run(experiment, _milliseconds(began), tags, run_name=run.name).info.run_id
-    if (first := found() or made) != made:  # another process created one at the same time, and was first
+
+    def found() -> list[str]:
+        return [one.info.run_id for one in client.search_runs([experiment], query, order_by=["attributes.start_time"])]
+
+    if known_ids := found():
+        return known_ids[0]
+    made: str = client.create_run(experiment, _milliseconds(began), known, run_name=run.name).info.run_id
+    first = (found() or [made])[0]
+    if first != made:  # another process created one at the same time, and was first
         client.delete_run(made)
     return first
 
