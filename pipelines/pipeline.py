@@ -5,6 +5,7 @@ stage's `build`, and commits. A crash is recorded here too, by the next command.
 """
 
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -68,13 +69,16 @@ class Pipeline:
         """Make the missing artifacts up to the stage `until`, and account for them."""
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
         keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
-        if not missing(self.store, self.plans, until):
-            return self._make_all(until)  # nothing to do, and nothing to mirror
-        self.mirror.start()
+        mirrored = bool(missing(self.store, self.plans, until))
+        if mirrored:
+            self.mirror.start()
         try:
             self._make_all(until)
         finally:
-            if notice := self.mirror.close():
+            if not isinstance(sys.exception(), OSError):  # a store that does not answer would only wait as long again
+                with suppress(Exception):  # tables read the records instead
+                    store_summary(self.snapshot())
+            if mirrored and (notice := self.mirror.close()):
                 self.screen.warn(notice)
 
     def snapshot(self) -> Run:
@@ -86,8 +90,6 @@ class Pipeline:
             self.stop.check()
             self.skipped[stage] = False
             self.made[stage] = self._existing(stage) or self._make(stage)
-        with suppress(OSError, UserError):  # tables read the records instead
-            store_summary(self.snapshot())
 
     def _existing(self, stage: str) -> Manifest | None:
         manifest = find(self.store, self.plans[stage])

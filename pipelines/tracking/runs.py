@@ -104,7 +104,7 @@ def tuned_model(store: Store, record: RunRecord) -> Manifest | None:
 
 @dataclass(frozen=True)
 class Summary(StoredRecord):
-    """A run in a row of a table. That of a finished run is in the store, too."""
+    """A run in a row of a table. That of a run that has ended is in the store, too."""
 
     run: str
     # done, running, interrupted, stopped (on request), failed, lost (crashed without a last heartbeat), damaged
@@ -286,7 +286,11 @@ class Run:
         with suppress(DamagedRecord, NewerRecord, NotAFile):
             body, where = self.store.get(summary_key(self.name)), f"{self.store.uri}/{summary_key(self.name)}"
             stored = record_in(Summary, body, where) if body else None
-            if stored and (stored.run, stored.updated, stored.state) == (self.name, self.record.updated, "done"):
+            if (
+                stored
+                and (stored.run, stored.updated) == (self.name, self.record.updated)
+                and stored.state != "running"
+            ):
                 return stored
         return None
 
@@ -387,9 +391,9 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
 
 
 def store_summary(run: Run) -> None:
-    """Store the summary of a finished run whose bill is complete, so that a list of many runs reads one object of
+    """Store the summary of a run that has ended and whose bill is complete: lists of many runs read this one object of
     each."""
-    if run.state == "done" and not run.unreleased:
+    if run.state != "running" and not run.unreleased:
         run.store.put(summary_key(run.name), json.dumps(asdict(run.summary)).encode())
 
 
