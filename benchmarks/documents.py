@@ -201,7 +201,7 @@ def ratios() -> Iterator[str]:
     ours = ("fused, bf16", "fused, fp8", "fused, fp8_head")
 
     def rows() -> Iterator[tuple[str, ...]]:
-        for peer in known.peers():
+        for peer in dict.fromkeys(s.trainer for s in known.speeds if s.trainer != OURS and s.gpus == "H200:1"):
             yield peer, *(" / ".join(ratio(size, each, peer) for each in ours) for size in SIZES)
 
     yield from table(("bf16 / fp8 / fp8_head against", *SIZES), rows())

@@ -14,11 +14,10 @@ it is:
 runs on several GPUs; rank 0 prints.
 """
 
-import gc
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipelines.bench.gauges import Sensors, Spread, kernel_seconds
-from pipelines.bench.measurements import PEERS_DATE, measurements
 from trainer.errors import Diverged, UserError
 
 if TYPE_CHECKING:
@@ -42,8 +40,6 @@ WARM_SECONDS = 10.0
 PROFILED_STEPS = 2
 ZIPF_TOKENS = 1 << 22
 SYNTHETIC_TEXT = "tokens drawn by Zipf's law; --data FOLDER reads llm.c's shards"
-ENGINES = ("eager", "compiled", "fused")
-PEERS_SOURCE = f"measured earlier, in {PEERS_DATE}, on another H200: not in this run"
 
 
 @dataclass(frozen=True)
@@ -72,16 +68,8 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class NotMeasured:
-    """An engine that cannot run here."""
-
-    engine: str
-    why: str
-
-
-@dataclass(frozen=True)
 class BenchResult:
-    """The measurements of a recipe on this machine, beside published trainers of the same size."""
+    """The measurement of a recipe on this machine."""
 
     recipe: str
     device: str
@@ -91,62 +79,36 @@ class BenchResult:
     parameters: int
     flops_per_token: int
     formula: str  # of MFU
-    measured: list[Measurement]
-    not_measured: list[NotMeasured]
-    peers: dict[str, float]  # trainer -> tokens per second
-    peers_source: str | None
+    measured: list[Measurement]  # one
     left_out: list[str]
 
 
-def bench(
-    name: str, recipes: "Sequence[Recipe]", steps: int, data: Path | None, trace: Path | None, peers: bool
-) -> BenchResult | None:
-    """Measure the engine of each recipe; None on every rank but 0.
-
-    With `peers`, an engine that cannot run here is NotMeasured, and the result has the published speeds of other
-    trainers for this size; without, its UserError is raised.
-    """
+def bench(name: str, recipe: "Recipe", steps: int, data: Path | None, trace: Path | None) -> BenchResult | None:
+    """Measure the engine of a recipe; None on every rank but 0. UserError for an engine that cannot run here."""
     import torch
 
     from trainer.metrics import MFU_FORMULA
     from trainer.parallel import World
 
-    world = World.start(recipes[0].runtime)
-    if trace and world.device.type != "cuda":
+    world = World.start(recipe.runtime)
+    on_gpu = world.device.type == "cuda"
+    if trace and not on_gpu:
         raise UserError("--trace: kernels are profiled on CUDA devices, and there is none here; leave it out")
-    measured: list[Measurement] = []
-    not_measured: list[NotMeasured] = []
-    with training_data(recipes[0], data) as tokens:
-        for i, recipe in enumerate(recipes):
-            try:
-                measured.append(measure(recipe, tokens, world, steps, None if i else trace))
-            except (UserError, torch.cuda.OutOfMemoryError) as error:
-                if not peers:
-                    raise
-                not_measured.append(NotMeasured(recipe.runtime.engine, str(error).splitlines()[0]))
-            gc.collect()  # the memory of this engine
-            if world.device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch._dynamo.reset()
+    with training_data(recipe, data) as tokens:
+        measured = measure(recipe, tokens, world, steps, trace)
     world.close()
     if world.rank:
         return None
-    model, on_gpu, figures = recipes[0].model, world.device.type == "cuda", measurements()
-    size = figures.size_of(model.family, model.n_layer, model.n_embd) if peers else None
-    others = {trainer: speeds[size] for trainer, speeds in figures.peers().items() if size in speeds}
     return BenchResult(
         recipe=name,
         device=torch.cuda.get_device_name(world.device) if on_gpu else "CPU",
         world_size=world.world_size,
         torch=torch.__version__,
         text=str(data) if data else SYNTHETIC_TEXT,
-        parameters=model.parameters,
-        flops_per_token=model.flops_per_token,
+        parameters=recipe.model.parameters,
+        flops_per_token=recipe.model.flops_per_token,
         formula=MFU_FORMULA,
-        measured=measured,
-        not_measured=not_measured,
-        peers=others,
-        peers_source=PEERS_SOURCE if others else None,
+        measured=[measured],
         left_out=[] if on_gpu else ["memory, clock, power, MFU and kernels: only CUDA devices report them"],
     )
 
@@ -158,13 +120,6 @@ def bench_recipe(name: str, changes: list[str]) -> "Recipe":
     steady = ["train.schedule=constant", "train.warmup_steps=0", "train.learning_rate=1.0e-4"]
     constant = ["train.batch_ramp_from=null", "train.batch_ramp_tokens=null"]
     return load_recipe(name, [*steady, *constant, *changes])
-
-
-def engines_compared(precision: str) -> list[list[str]]:
-    """Changes of a recipe: each engine in a common precision, and the fused one in fp8 if `precision` is fp8."""
-    common = [] if not precision.startswith("fp8") else ["train.precision=bf16"]
-    several = [[f"runtime.engine={engine}", *common] for engine in ENGINES]
-    return several + ([["runtime.engine=fused"]] if common else [])
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-PEERS_DATE = "November 2026"
 OURS = "skytrain"
 
 
@@ -95,19 +94,6 @@ class Measurements(Record):
         """The speed with this `Speed.name`; None if it was not measured."""
         matches = (s for s in self.speeds if (s.size, s.name, s.gpus) == (size, name, gpus))
         return next(matches, None)
-
-    def peers(self) -> dict[str, dict[str, float]]:
-        """Tokens a second of other projects' trainers on one H200: {trainer: {size: speed}}."""
-        speeds: dict[str, dict[str, float]] = {}
-        for speed in self.speeds:
-            if speed.trainer != OURS and speed.gpus == "H200:1":
-                speeds.setdefault(speed.trainer, {})[speed.size] = speed.tokens_per_second
-        return speeds
-
-    def size_of(self, family: str, n_layer: int, n_embd: int) -> str | None:
-        """The name of the measured model with this shape, None if it is another one."""
-        shape = (family, n_layer, n_embd)
-        return next((name for name, s in self.sizes.items() if (s.family, s.n_layer, s.n_embd) == shape), None)
 
 
 @cache

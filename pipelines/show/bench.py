@@ -18,11 +18,6 @@ def lines(result: BenchResult) -> Iterator[str]:
     yield f"torch {result.torch}; text: {result.text}"
     for row in result.measured:
         yield from ("", *lines_of(row, result.flops_per_token))
-    for failed in result.not_measured:
-        yield from ("", f"{failed.engine}: not measured: {failed.why}")
-    if result.measured and result.peers:
-        yield from ("", f"{result.peers_source}, tokens/s:")
-        yield from (f"  {speed:>12,.0f}  {name}" for name, speed in result.peers.items())
     yield from ("", result.formula, *(f"left out: {text}" for text in result.left_out))
 
 

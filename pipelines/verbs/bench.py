@@ -29,15 +29,8 @@ def bench(
         Path | None,
         typer.Option(metavar="FOLDER", help="Read train_*.bin of this folder [tokens drawn by Zipf's law]"),
     ] = None,
-    peers: Annotated[
-        bool,
-        typer.Option("--peers", help="Time all engines, and show the speeds of other trainers."),
-    ] = False,
     trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the profiled steps as a Chrome trace; with --peers those of the first engine."
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Write the profiled steps as a Chrome trace.")
     ] = None,
     set_: Changes = None,
     as_json: Json = False,
@@ -56,7 +49,5 @@ def bench(
     }
     changes = [f"{field}={value}" for field, value in options.items()] + [*(set_ or [])]
     changes += [f"train.batch_tokens={batch_tokens}"] if batch_tokens else []
-    variants = measure.engines_compared(precision) if peers else [[]]
-    recipes = [measure.bench_recipe(name, [*changes, *variant]) for variant in variants]
-    if result := measure.bench(name, recipes, steps, data, trace, peers):
+    if result := measure.bench(name, measure.bench_recipe(name, changes), steps, data, trace):
         print(json.dumps(asdict(result))) if as_json else print_bench(result)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelines.bench.gauges import Spread
-from pipelines.bench.measure import Measurement, engines_compared
+from pipelines.bench.measure import Measurement
 from pipelines.cli import app
 from trainer.data.shards import write_shard
 
@@ -44,7 +44,7 @@ def test_a_measurement_adds_up(tmp_path: Path) -> None:
     assert 0 < row["last_loss"] < row["first_loss"] < 6
     # Values that a CPU does not have are left out, with a note.
     assert [row[name] for name in ("mfu", "allocated_bytes", "sm_mhz", "watts", "kernel_seconds")] == 5 * [None]
-    assert "kernels" in result["left_out"][0] and result["peers"] == {}
+    assert "kernels" in result["left_out"][0]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,3 @@ def test_a_measurement_adds_up(tmp_path: Path) -> None:
 def test_an_impossible_measurement_is_refused(options: list[str], message: str) -> None:
     done = CliRunner().invoke(app, [*TINY, *options], env={"TRITON_INTERPRET": None})
     assert done.exit_code != 0 and message in f"{done.output} {done.exception}"
-
-
-def test_the_engines_are_compared_in_a_precision_they_share() -> None:
-    assert [change[1:] for change in engines_compared("auto")] == [[], [], []]
-    several = engines_compared("fp8_head")
-    assert several[:3] == [[f"runtime.engine={e}", "train.precision=bf16"] for e in ("eager", "compiled", "fused")]
-    assert several[3] == ["runtime.engine=fused"]
