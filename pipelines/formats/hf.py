@@ -46,7 +46,14 @@ def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
         ),
         **tokenizer,
         # So that MLflow loads the folder as the registered model.
-        "MLmodel": _json(mlmodel(config["architectures"][0], json.loads(tokenizer["tokenizer_config.json"]), dtype)),
+        "MLmodel": _json(
+            mlmodel(
+                config["architectures"][0],
+                json.loads(tokenizer["tokenizer_config.json"]),
+                dtype,
+                weights.config.block_size,
+            )
+        ),
         **{f"{COMPONENTS}/tokenizer/{name}": body for name, body in tokenizer.items()},
     }
     if "auto_map" in config:
@@ -84,9 +91,9 @@ def remote_code() -> bytes:
     return (Path(__file__).parent / REMOTE_CODE).read_bytes()
 
 
-def mlmodel(architecture: str, tokenizer: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """MLflow's description of the folder as a pipeline of transformers. Source: mlflow.transformers 3.17; JSON is
-    YAML."""
+def mlmodel(architecture: str, tokenizer: dict[str, Any], dtype: str, block_size: int) -> dict[str, Any]:
+    """MLflow's description of the folder as a pipeline of transformers, which samples as `sample` does, or as the
+    params of a request say. Source: mlflow.transformers 3.17; JSON is YAML."""
     text = '[{"type": "string", "required": true}]'
     flavor = {
         "components": ["tokenizer"],
@@ -99,7 +106,10 @@ def mlmodel(architecture: str, tokenizer: dict[str, Any], dtype: str) -> dict[st
         "torch_dtype": f"torch.{dtype}",
     }
     flavors = {"python_function": {"loader_module": "mlflow.transformers"}, "transformers": flavor}
-    return {"flavors": flavors, "signature": {"inputs": text, "outputs": text, "params": None}}
+    params = {"do_sample": ("boolean", True), "temperature": ("double", 1.0), "top_k": ("long", 50)}
+    params |= {"top_p": ("double", 1.0), "max_length": ("long", block_size)}
+    schema = [{"name": name, "type": kind, "default": value, "shape": None} for name, (kind, value) in params.items()]
+    return {"flavors": flavors, "signature": {"inputs": text, "outputs": text, "params": json.dumps(schema)}}
 
 
 def write_safetensors(weights: Weights, path: Path, ours: Iterable[str], dtype: str) -> None:
