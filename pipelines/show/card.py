@@ -33,7 +33,7 @@ def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
     for name, value in card_facts(pipeline, run.summary, run.passed):
         lines = textwrap.wrap(value, width - LABEL, break_long_words=False, break_on_hyphens=False)
         for label, line in zip_longest([name], lines, fillvalue=""):
-            out.print(f"[bold]{label:{LABEL}}[/]{escape(line)}")
+            out.print(f"[bold]{label:{LABEL - 1}}[/] {escape(line)}")
     evaluated = pipeline.made.get("evaluate")
     if sample := str(evaluated.facts.get("sample") or "").strip() if evaluated else "":
         lines = [line for line in sample.splitlines() if line.strip()]
@@ -78,7 +78,7 @@ def changes_by_tuning(made: Mapping[str, Manifest]) -> dict[str, list[str]]:
         if stage.startswith("tune."):
             found[stage] = [(name, now.get(f"tune/{name}_before"), now.get(f"tune/{name}")) for name in TUNED_METRICS]
         elif stage.startswith("evaluate."):
-            before = made["evaluate"].facts
+            before = made["evaluate"].facts if "evaluate" in made else {}
             found[stage] = [(TARGET_NAMES[name], before.get(key), now.get(key)) for name, key in TARGETS.items()]
     return {
         stage: [f"{name} {old:.3f} → {new:.3f}" for name, old, new in values if old is not None and new is not None]

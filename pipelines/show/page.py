@@ -22,7 +22,7 @@ import yaml
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
-from pipelines.show.card import passed_text
+from pipelines.show.card import changes_by_tuning, passed_text
 from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.tracking.account import (
@@ -283,8 +283,8 @@ def receipt(
     beats: Sequence[Heartbeat],
 ) -> list[tuple[str, str]]:
     """The facts for a repetition of the run."""
-    train = made.get("train")
-    origins = [manifest.provenance for manifest in made.values() if manifest]
+    read, train = {stage: manifest for stage, manifest in made.items() if manifest}, made.get("train")
+    origins = [manifest.provenance for manifest in read.values()]
     origin = train.provenance if train else origins[-1] if origins else {}
     versions = ", ".join(f"{name} {number}" for name, number in origin.get("versions", {}).items() if number)
     commit = origin.get("git_commit") or ""
@@ -302,7 +302,7 @@ def receipt(
         "recipe": f"{recipe.name}, fingerprint {train.fingerprint}" if train else recipe.name,
         "text": " at ".join(filter(None, (text_name(recipe), recipe.tokens.revision))),
         "began with": recipe.first_weights or "",
-        "artifacts": ", ".join(manifest.prefix for manifest in made.values() if manifest),
+        "artifacts": ", ".join(manifest.prefix for manifest in read.values()),
         "ended by": passed_text(passed) if passed else "",
         "seed": str(recipe.train.seed),
         "commit": commit + (" with uncommitted changes" if commit and origin.get("git_dirty") else ""),
@@ -310,6 +310,7 @@ def receipt(
         "hardware": "; ".join([*devices, *machines]),
         "versions": ", ".join(filter(None, (f"Python {origin.get('python')}" if origin else "", versions))),
         "platform": origin.get("platform", ""),
+        **{stage: ", ".join(changes) for stage, changes in changes_by_tuning(read).items()},
         "skipped updates": str(train.facts.get("skipped_updates", "")) if train else "",
     }
     return [(label, value) for label, value in facts.items() if value]

@@ -37,9 +37,9 @@ def print_plan(plan: RunPlan) -> None:
         share = f"about {plan.evaluation_tokens:,} tokens, about {plan.evaluation_share:.1%} of the training's time"
         size = share if plan.evaluation_tokens else "samples of text"
         out.print(wrapped(f"{plan.evaluations:,} evaluations while training: {size}"))
-    longest = max(len(stage.artifact) for stage in plan.stages.values())
+    longest, wide = max(len(stage.artifact) for stage in plan.stages.values()), max(map(len, plan.stages))
     for name, stage in plan.stages.items():
-        begin, state = f"{name:8}  {stage.artifact:{longest}}", f"to do{f': {stage.why}' if stage.why else ''}"
+        begin, state = f"{name:{wide}}  {stage.artifact:{longest}}", f"to do{f': {stage.why}' if stage.why else ''}"
         if stage.exists:
             out.print(f"{escape(begin)}  [green]✓ exists[/]")
         elif len(begin) + 2 + len(state) <= columns():

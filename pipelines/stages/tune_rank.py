@@ -12,6 +12,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,23 +78,22 @@ def tune_rank(spec: RankSpec, folder: Path, stop: StopSignal, starting: Callable
     return EXIT_DONE
 
 
+@dataclass
 class Tuning:
     """One step of tuning in this process."""
 
-    def __init__(
-        self,
-        step: TuneConfig,
-        spec: RankSpec,
-        folder: Path,
-        world: "World",
-        tokens: ChatTokens,
-        checkpointer: Checkpointer,
-        log: EventLog,
-        stop: StopSignal,
-        watchdog: Watchdog,
-    ) -> None:
-        self.step, self.spec, self.folder, self.world, self.tokens = step, spec, folder, world, tokens
-        self.checkpointer, self.log, self.stop, self.watchdog = checkpointer, log, stop, watchdog
+    step: TuneConfig
+    spec: RankSpec
+    folder: Path
+    world: "World"
+    tokens: ChatTokens
+    checkpointer: Checkpointer
+    log: EventLog
+    stop: StopSignal
+    watchdog: Watchdog
+
+    def __post_init__(self) -> None:
+        step, spec, tokens, world = self.step, self.spec, self.tokens, self.world
         self.rows = rows_of(step, tokens, spec.recipe.model.block_size)
         examples = step.batch // step.generations if step.method in REWARDED else step.batch
         self.steps = len(self.rows.train) * step.epochs // examples

@@ -99,6 +99,7 @@ EXPECTED = {
     "smoke-chat": (0.165, 0.025),  # without tune
     "smoke-modern": (0.165, 0.025),
     "gpt2-124m": (1.05, 13.17),
+    "gpt2-124m-chat": (0.27, 0.04),  # without tune
     "llama-124m": (1.07, 13.55),
     "modern-124m": (0.46, 3.19),
     "gpt3-125m": (26.55, 428.88),

@@ -19,6 +19,7 @@ from pipelines.text.chat import TEMPLATE, ChatTokens
 from pipelines.text.conversations import addition, answer_in, rows_of
 from pipelines.text.tokenizer import tokenizer, tokenizer_files
 from pipelines.tracking.runs import read_runs
+from trainer.checkpoint.commits import series
 from trainer.errors import UserError
 from trainer.models.decoder import Sampling
 
@@ -61,17 +62,11 @@ def tuned(project: Project) -> dict[str, Any]:
     rows = {
         stage: [
             {name: value for name, value in row.items() if name != "time" and "per_second" not in name}
-            for row in tune_series(project, prefix)
+            for row in series(project.store, prefix)
         ]
         for stage, prefix in run.record.tunings.items()
     }
     return {"files": files, "rows": rows}
-
-
-def tune_series(project: Project, prefix: str) -> list[dict[str, Any]]:
-    from trainer.checkpoint.commits import series
-
-    return series(project.store, prefix)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +178,11 @@ def test_a_tuned_step_is_skipped_and_its_record_names_what_it_learned(undisturbe
     (run,) = read_runs(undisturbed.store)
     facts = run.manifests["tune.sft"].facts  # type: ignore[union-attr]
     assert facts["tune/loss"] < facts["tune/loss_before"] and facts["rows"] == 96 and facts["steps"] == 4
-    assert set(tune_series(undisturbed, run.record.tunings["tune.rl"])[0]) >= {"tune/rl/reward", "tune/rl/loss"}
+    undisturbed.run("report", run.name, "--html", "page.html")
+    exact = f"exact {facts['tune/exact_before']:.3f} → {facts['tune/exact']:.3f}"
+    page = (undisturbed.folder / "page.html").read_text()
+    assert exact in page or json.dumps(exact)[1:-1] in page
+    assert set(series(undisturbed.store, run.record.tunings["tune.rl"])[0]) >= {"tune/rl/reward", "tune/rl/loss"}
 
 
 def test_transformers_reads_the_result_with_its_template_and_its_ends(undisturbed: Project) -> None:
