@@ -49,7 +49,7 @@ from trainer.parallel import World
 RECIPE = Path(__file__).parents[1] / "pipelines" / "recipes" / "modern-124m.yaml"
 RAMPS = {
     "ramp2": (2, 0.5),
-    "ramp4": (4, 2 / 3),
+    "ramp4": (4, 0.9),
 }  # last batch / first batch, share of the tokens in which it grows
 OURS = ("ours", "ours-fp8_head")
 ARMS = ("nanochat", "nanochat-fp8", *OURS, *(f"{arm}+{ramp}" for arm in OURS for ramp in RAMPS))
@@ -84,10 +84,9 @@ def configured(options: argparse.Namespace, precision: str, without: str, ramp: 
     window = None if options.window == "L" else -(-options.T // 512) * 128
     shape = {"n_layer": options.depth, "n_head": heads, "n_embd": 128 * heads, "block_size": options.T}
     more: dict[str, Any] = {"batch_tokens": options.batch, "max_steps": options.steps, "precision": precision}
-    if ramp:
-        parts, share = RAMPS[ramp]
-        more |= {"batch_ramp_from": options.batch // parts}
-        more |= {"batch_ramp_tokens": round(share * options.batch * options.steps)}
+    parts, share = RAMPS.get(ramp, (1, 0))
+    more["batch_ramp_from"] = options.batch // parts if ramp else None
+    more["batch_ramp_tokens"] = round(share * options.batch * options.steps) or None
     if options.speed:  # fp8 begins after the warm-up
         more["warmup_steps"] = 0
     fields = FIELDS.get(without, {})

