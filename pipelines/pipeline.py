@@ -7,7 +7,7 @@ stage's `build`, and commits. A crash is recorded here too, by the next command.
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest
 from pipelines.provenance import provenance
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
-from pipelines.stage import Built, Work, missing, run_name, stage_named, stages_until
+from pipelines.stage import Built, Work, artifacts, missing, run_name, stage_named
 from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.crashes import UNFIT, after_crash
 from pipelines.tracking.ledger import (
@@ -69,11 +69,12 @@ class Pipeline:
         """Make the missing artifacts up to the stage `until`, and account for them."""
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
         keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
-        mirrored = bool(missing(self.store, self.plans, until))
+        found = artifacts(self.store, self.plans, until)
+        mirrored = not all(found.values())
         if mirrored:
             self.mirror.start()
         try:
-            self._make_all(until)
+            self._make_all(found)
         finally:
             if not isinstance(sys.exception(), OSError):  # a store that does not answer would only wait as long again
                 with suppress(Exception):  # tables read the records instead
@@ -85,14 +86,14 @@ class Pipeline:
         """The run as the store has it now."""
         return read_run(self.store, self.run) if self._recorded is None else Run(self.store, self._recorded)
 
-    def _make_all(self, last: str) -> None:
-        for stage in stages_until(self.plans, last):
+    def _make_all(self, found: Mapping[str, Manifest | None]) -> None:
+        for stage, manifest in found.items():
             self.stop.check()
             self.skipped[stage] = False
-            self.made[stage] = self._existing(stage) or self._make(stage)
+            self.made[stage] = self._existing(stage, manifest) or self._make(stage)
 
-    def _existing(self, stage: str) -> Manifest | None:
-        manifest = find(self.store, self.plans[stage])
+    def _existing(self, stage: str, manifest: Manifest | None = None) -> Manifest | None:
+        manifest = manifest or find(self.store, self.plans[stage])
         if manifest:
             self.skipped[stage] = True
             self.screen.note(f"[green]✓[/] [bold]{stage}[/]  {manifest.prefix} exists: skipped")

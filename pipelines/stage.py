@@ -32,7 +32,7 @@ from pipelines.weight_sources import check_sources, pinned
 from trainer.errors import UserError, cut
 from trainer.metrics import PhaseClock
 from trainer.process import StopSignal
-from trainer.store import Store
+from trainer.store import Store, side_by_side
 
 TUNE = "tune"
 STAGES = tuple(name for name in FOLDERS if name != TUNE)  # of every run; tune.NAME and an evaluate.NAME follow
@@ -166,7 +166,13 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
 
 def missing(store: Store, plans: Mapping[str, ArtifactPlan], until: str) -> list[str]:
     """The stages up to `until` whose artifacts do not exist."""
-    return [stage for stage in stages_until(plans, until) if not find(store, plans[stage])]
+    return [stage for stage, made in artifacts(store, plans, until).items() if not made]
+
+
+def artifacts(store: Store, plans: Mapping[str, ArtifactPlan], until: str) -> dict[str, Manifest | None]:
+    """The artifact of each stage up to `until`; None if it does not exist."""
+    stages = stages_until(plans, until)
+    return dict(zip(stages, side_by_side(lambda stage: find(store, plans[stage]), stages), strict=True))
 
 
 def stages_until(plans: Mapping[str, ArtifactPlan], until: str) -> list[str]:

@@ -24,7 +24,7 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, UserError
 from trainer.process import Background, log_crash, since_boot, steady_time
 from trainer.record import DamagedRecord
-from trainer.store import Entry, Store
+from trainer.store import Entry, Store, side_by_side
 
 log = logging.getLogger(__name__)
 ATTEMPT_KEY = re.compile(r".*/attempts/([0-9]{4,9})/(?:claim|heartbeat)\.json")
@@ -301,7 +301,7 @@ def attempts(store: Store, prefix: str) -> list[Heartbeat]:
     """All attempts of an artifact as they last reported, in order. DamagedRecord, or NewerRecord."""
     # claim.json sorts before heartbeat.json, and is not read if there is a heartbeat
     newest = {number: entry.key for number, entry in attempt_entries(store, prefix)}
-    bodies = ((number, store.get(newest[number])) for number in sorted(newest))
+    bodies = zip(sorted(newest), side_by_side(lambda n: store.get(newest[n]), sorted(newest)), strict=True)
     return [heartbeat_in(body, n, f"{store.uri}/{newest[n]}") for n, body in bodies if body is not None]
 
 

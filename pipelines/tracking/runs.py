@@ -8,7 +8,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -31,9 +30,8 @@ from trainer.config_errors import explain
 from trainer.errors import NotAFile, UserError, shown
 from trainer.models.model_config import REMOVED_FIELDS
 from trainer.record import DamagedRecord, Key, NewerRecord, StoredRecord, UnixSeconds, reading, record_in
-from trainer.store import Store
+from trainer.store import Entry, Store, side_by_side
 
-READERS = 16  # of runs at once: a bucket answers each request after a hundredth of a second
 MOST_NAMES = 20  # in a message
 
 
@@ -337,20 +335,25 @@ def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
 
     Another run pays for its own attempts on a shared artifact.
     """
-    found: dict[int, StoredHeartbeat] = {}
-    damage = []
-    for number, entry in reversed(attempt_entries(store, prefix)):  # heartbeat.json sorts behind claim.json
-        if number in found:
-            continue  # a launch that waits for spot has hundreds, and every get takes its time
-        try:
-            beat = heartbeat_in(store.get(entry.key) or b"", number, f"{store.uri}/{entry.key}")
-            alive = is_alive(beat)
-            if alive is None and is_dead(store, beat, entry.modified):
-                alive = False
-            found[number] = StoredHeartbeat(prefix, beat, entry.modified, alive)
-        except (DamagedRecord, NewerRecord, NotAFile) as error:
-            damage.append(f"{error}; the bill may miss this attempt")
-    return [found[number] for number in sorted(found) if found[number].beat.run == run], damage
+    entries: dict[int, list[Entry]] = {}
+    for number, entry in attempt_entries(store, prefix):
+        entries.setdefault(number, []).insert(0, entry)  # heartbeat.json sorts behind claim.json, and goes first
+
+    def read(number: int) -> tuple[list[StoredHeartbeat], list[str]]:
+        damage: list[str] = []
+        for entry in entries[number]:
+            try:
+                beat = heartbeat_in(store.get(entry.key) or b"", number, f"{store.uri}/{entry.key}")
+                alive = is_alive(beat)
+                if alive is None and is_dead(store, beat, entry.modified):
+                    alive = False
+                return [StoredHeartbeat(prefix, beat, entry.modified, alive)] * (beat.run == run), damage
+            except (DamagedRecord, NewerRecord, NotAFile) as error:
+                damage.append(f"{error}; the bill may miss this attempt")
+        return [], damage
+
+    found = side_by_side(read, sorted(entries))  # a launch that waits for spot has hundreds
+    return [one for beats, _ in found for one in beats], [text for _, damage in found for text in damage]
 
 
 def state_of(attempts: Iterable[list[StoredHeartbeat]], clock: Callable[[], float]) -> str:
@@ -466,8 +469,7 @@ def usable_runs(
         except UserError as error:
             return error
 
-    with ThreadPoolExecutor(READERS) as readers:
-        found = list(readers.map(read, chosen))
+    found = side_by_side(read, chosen)
     for name, run in zip(chosen, found, strict=True):
         if isinstance(run, UserError):
             if named:

@@ -26,12 +26,13 @@ from stage_work import NoSignals
 
 import pipelines.tracking.runs
 import trainer.checkpoint.checkpointer
+import trainer.store
 from pipelines import gc, pipeline
 from pipelines.artifacts.manifest import read_manifest
 from pipelines.pipeline import Pipeline
 from pipelines.recipe import Recipe
 from pipelines.show.console import TerminalScreen
-from pipelines.stage import Built, Work, plans_of, run_name, stage_named
+from pipelines.stage import Built, Work, artifacts, plans_of, run_name, stage_named
 from pipelines.stages import tokenize
 from pipelines.tracking import ledger
 from pipelines.tracking.mlflow.child import MirrorProcess
@@ -275,7 +276,7 @@ class World:
         screen = TerminalScreen(quiet=True)
         made = Pipeline(self.recipe, self.store, home, Billing(), mirror, screen, NoSignals(), self.plans)
         record(self.store, run, self.recipe, self.plans, "train")
-        made._make_all("train")
+        made._make_all(artifacts(self.store, self.plans, "train"))
 
     def _start(self, name: str, machine: str, skew: float, work: Callable[[], object]) -> Process:
         number = len(self.processes) + 1
@@ -549,6 +550,7 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "time", Clock())
     for module in (ledger, trainer.checkpoint.checkpointer):
         patch.setattr(module, "Background", Thread)
+    patch.setattr(trainer.store, "READERS", 1)
     patch.setattr(ledger, "threading", SimpleNamespace(Event=Event, Lock=Lock))
     patch.setattr(ledger, "this_process", this_process)
     patch.setattr(ledger, "process_started", process_started)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from run_records import (
     ELSEWHERE,
     GONE,
+    PLANS,
     RECIPE,
     RUN,
     TRAIN,
@@ -22,8 +24,8 @@ from servers import S3Account
 
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.artifacts.traffic import traffic_here
-from pipelines.stage import STAGES, planned
-from pipelines.tracking.ledger import this_process
+from pipelines.stage import STAGES, missing, planned
+from pipelines.tracking.ledger import attempts, this_process
 from pipelines.tracking.records import Progress
 from pipelines.tracking.runs import Run, full_names, read_run, store_summary, usable_runs, without_failed_trials
 from trainer.errors import UserError
@@ -62,6 +64,23 @@ def test_the_state_of_an_unfinished_run_is_that_of_its_newest_attempt(
     attempted(store, "train", 2, hours=0.1, **beat)
     summary = Run(store, recorded(store)).summary
     assert (summary.state, summary.attempts) == (state, 2)
+
+
+def test_attempts_and_artifacts_are_read_side_by_side(store: LocalStore) -> None:
+    together = threading.Barrier(3)
+
+    class Slow(LocalStore):
+        def get(self, key: str) -> bytes | None:
+            if key.endswith(("heartbeat.json", "MANIFEST.json")):
+                together.wait(20)
+            return super().get(key)
+
+    for number in (1, 2, 3):
+        attempted(store, "train", number, hours=1, state="failed")
+    slow = Slow(store.root)
+    assert [beat.attempt for beat in attempts(slow, TRAIN)] == [1, 2, 3]
+    assert [one.beat.attempt for one in Run(slow, recorded(store)).heartbeats] == [1, 2, 3]
+    assert missing(slow, PLANS, "evaluate") == ["tokenize", "train", "evaluate"]
 
 
 def test_an_attempt_elsewhere_is_lost_once_the_store_has_no_new_heartbeat(store: LocalStore) -> None:
