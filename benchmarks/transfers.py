@@ -26,13 +26,14 @@ from typing import TypeVar
 import torch
 
 from pipelines.artifacts.manifest import download_verified, upload
-from pipelines.artifacts.s3_store import PART_BYTES, S3Store
+from pipelines.artifacts.s3_store import S3Store
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
+from trainer.store import PART_BYTES
 
 SERVERS = 8
 T = TypeVar("T")

@@ -30,6 +30,9 @@ LARGEST = 512 << 20
 READERS = 16  # small objects at once: a bucket answers each request after a hundredth of a second
 # Errors of a disk or a file server that may pass.
 FAILING = {errno.EIO, errno.ELOOP, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.ENODEV}
+PART_BYTES = 16 << 20  # of a large object; the repetition of a lost one costs 0.2 s
+MOST_PARTS = 10_000  # that a bucket takes
+HASHING_THREADS = 3  # beside the one that writes
 Check = Callable[[], object]  # raises an exception to end the work
 A = TypeVar("A")
 B = TypeVar("B")
@@ -89,8 +92,9 @@ class Store(Protocol):
         `check` is called before each part; its exception ends the upload."""
         ...
 
-    def write(self, parts: Sequence[memoryview], key: str) -> None:
-        """Create or replace the object from memory of any size, the concatenation of `parts`; like `upload`."""
+    def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
+        """Create or replace the object from memory of any size, the concatenation of `parts`; like `upload`. Returns
+        the sha256 of each `length` bytes of it; a bucket needs 5 MiB at least, and takes 10,000 such chunks."""
         ...
 
     def download(self, key: str, path: Path) -> str:
@@ -185,11 +189,21 @@ class LocalStore:
             for part in parts_of(source, check):
                 target.write(part)
 
-    def write(self, parts: Sequence[memoryview], key: str) -> None:
-        path = self.path_of(key)
-        with unavailable_if_failing(path), replacing(path) as target:
-            for part in parts:
-                target.write(part)
+    def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
+        path, starts = self.path_of(key), range(0, sum(len(part) for part in parts), length)
+
+        def digest(start: int) -> str:
+            hashed = sha256()
+            for part in slices(parts, start, length):
+                hashed.update(part)
+            return hashed.hexdigest()
+
+        with unavailable_if_failing(path), ThreadPoolExecutor(HASHING_THREADS) as pool:
+            digests = pool.map(digest, starts)
+            with replacing(path) as target:
+                for part in parts:
+                    target.write(part)
+            return list(digests)
 
     def download(self, key: str, path: Path) -> str:
         stored = self.path_of(key)
@@ -265,6 +279,11 @@ def open_regular(path: Path) -> BinaryIO:
         file.close()
         raise NotAFile(f"{path}: not a regular file; name one, or remove it from the store")
     return file
+
+
+def part_length(size: int) -> int:
+    """The bytes of each part of an object of `size` bytes."""
+    return max(PART_BYTES, -(-size // MOST_PARTS))
 
 
 def slices(parts: Sequence[memoryview], start: int, size: int) -> Iterator[memoryview]:

@@ -42,12 +42,14 @@ from pipelines.artifacts.traffic import count_answer, count_request
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import (
+    PART_BYTES,
     Check,
     Entry,
     LocalStore,
     Store,
     checked_key,
     checked_prefix,
+    part_length,
     refuse_huge,
     replacing,
     share_of_node,
@@ -57,8 +59,6 @@ from trainer.store import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PART_BYTES = 16 << 20  # the repetition of a lost part costs 0.2 s
-MOST_PARTS = 10_000  # of an upload
 # One connection to S3 gives about 100 MB/s, so those of a node fill a link of 50 Gbit/s. A transfer holds a part in
 # memory for each.
 CONNECTIONS_OF_NODE = 64
@@ -72,6 +72,7 @@ OWN_SETTINGS = {
     "SECRET_ACCESS_KEY": "aws_secret_access_key",
     "SESSION_TOKEN": "aws_session_token",
 }
+_sent = threading.local()  # the sha256 of the last part that a thread sent
 SILENCE_SECONDS = 60.0  # of a server, in the middle of an answer too
 
 
@@ -167,19 +168,20 @@ class S3Store:
                 while buffer and (count := os.preadv(file.fileno(), [buffer], start)):
                     start, buffer = start + count, buffer[count:]
 
-            self._upload_from(read, os.fstat(file.fileno()).st_size, key)
+            size = os.fstat(file.fileno()).st_size
+            self._upload_from(read, size, key, part_length(size))
 
-    def write(self, parts: Sequence[memoryview], key: str) -> None:
+    def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
         def read(start: int, buffer: memoryview) -> None:
             for piece in slices(parts, start, len(buffer)):
                 buffer[: len(piece)] = piece
                 buffer = buffer[len(piece) :]
 
-        self._upload_from(read, sum(len(part) for part in parts), key)
+        return self._upload_from(read, sum(len(part) for part in parts), key, length)
 
-    def _upload_from(self, read: Callable[[int, memoryview], None], size: int, key: str) -> None:
-        """Store `size` bytes, of which `read(start, buffer)` fills a buffer; large ones in parts and in parallel."""
-        length = max(PART_BYTES, -(-size // MOST_PARTS))
+    def _upload_from(self, read: Callable[[int, memoryview], None], size: int, key: str, length: int) -> list[str]:
+        """Store `size` bytes, of which `read(start, buffer)` fills a buffer, in parts of `length` and in parallel.
+        Returns the sha256 of each part."""
         own = threading.local()  # the buffer of a thread: new memory for each part would cost as much as sending it
 
         def filled_part(start: int) -> bytearray:
@@ -191,28 +193,31 @@ class S3Store:
             read(start, memoryview(body))
             return body
 
-        if size <= PART_BYTES:
-            return self.put(key, bytes(filled_part(0)))
+        if size <= length:
+            self.put(key, body := bytes(filled_part(0)))
+            return [hashlib.sha256(body).hexdigest()] if body else []
 
-        def attempt() -> None:
+        def attempt() -> list[str]:
             client, where = self._transfer_client, self._where(key)
             where["UploadId"] = client.create_multipart_upload(**where, **_content_type(key))["UploadId"]
 
-            def send(start: int) -> dict[str, Any]:
-                number = start // length + 1
-                answer = client.upload_part(**where, PartNumber=number, Body=filled_part(start))
-                return {"PartNumber": number, "ETag": answer["ETag"]}
+            def send(start: int) -> tuple[dict[str, Any], str]:
+                number, body = start // length + 1, filled_part(start)
+                answer = client.upload_part(**where, PartNumber=number, Body=body)
+                signed = getattr(_sent, "sha256", None) or hashlib.sha256(body).hexdigest()
+                return {"PartNumber": number, "ETag": answer["ETag"]}, signed
 
             try:
                 with ThreadPoolExecutor(self.connections) as pool:
-                    parts = list(pool.map(send, range(0, size, length)))
-                client.complete_multipart_upload(**where, MultipartUpload={"Parts": parts})
+                    sent = list(pool.map(send, range(0, size, length)))
+                client.complete_multipart_upload(**where, MultipartUpload={"Parts": [part for part, _ in sent]})
+                return [digest for _, digest in sent]
             except BaseException:
                 with suppress(Exception):  # the bucket's rule for uploads of lost nodes removes it
                     client.abort_multipart_upload(**where)
                 raise
 
-        self._until_answered(f"put {self._uri_of(key)}", attempt)
+        return self._until_answered(f"put {self._uri_of(key)}", attempt)
 
     def download(self, key: str, path: Path) -> str:
         first = bytearray(PART_BYTES)
@@ -403,6 +408,12 @@ def filled(buffer: memoryview, answer: Mapping[str, Any]) -> int:
     return done
 
 
+def keep_sha256(request: Any, **_: Any) -> None:
+    """Keep the sha256 of the body that this thread sends: botocore has computed it for the signature, and calls this
+    before each request."""
+    _sent.sha256 = request.headers["X-Amz-Content-SHA256"].decode()
+
+
 def write_at(file: int, body: memoryview, start: int) -> None:
     """Write a body into a file, from byte `start` on."""
     while body:
@@ -474,6 +485,7 @@ def clients_from_environment(uri: str, time_limit_s: float, *attempts: int) -> l
         raise UserError(f"{uri}: {error}; correct SKYTRAIN_S3_*, AWS_* or ~/.aws/config") from error
     for client in clients:
         client.meta.events.register("before-send.s3", count_request)
+        client.meta.events.register("before-send.s3.UploadPart", keep_sha256)
         client.meta.events.register("after-call.s3", refuse_odd_answer)
         client.meta.events.register("after-call.s3", count_answer)
     return clients

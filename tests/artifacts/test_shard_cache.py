@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipelines.artifacts import manifest
-from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest
+from pipelines.artifacts.manifest import File, Manifest
 from pipelines.artifacts.shard_cache import SHARDS, ShardCache
 from trainer.data.batches import TokenData
 from trainer.data.shard_maps import MOST_MAPPED
@@ -289,14 +289,3 @@ def test_a_cached_shard_that_was_cut_or_overwritten_is_replaced(
         monkeypatch.setattr(manifest, "sha256_of", None)
     cache.fetch(text.shards[0].name)
     assert len(text.bucket.downloads()) == 3
-
-
-@pytest.mark.parametrize("damage", [None, b"", b"x"])
-def test_a_damaged_shard_of_the_store_is_named(tmp_path: Path, damage: bytes | None) -> None:
-    text = Text(tmp_path, shards=2, windows=10)
-    cache = text.cache(shards=2)
-    stored = text.bucket.stored.path_of(text.key(1))
-    stored.unlink() if damage is None else stored.write_bytes(damage)
-    with pytest.raises(DamagedArtifact, match=f"s3://bucket/{text.key(1)}: damaged: it is ") as refused:
-        cache.fetch(text.shards[1].name)
-    assert ("missing" in str(refused.value)) == (damage is None)

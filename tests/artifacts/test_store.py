@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from servers import Fault, FaultyProxy, S3Account, free_ports
 
 import trainer.store
-from pipelines.artifacts import s3_store as s3
 from pipelines.artifacts.manifest import File, verify
 from pipelines.artifacts.s3_store import S3Store, open_store
 from trainer.errors import Interrupted, NotAFile, StoreUnavailable, UserError
-from trainer.store import LocalStore, Store, checked_key, share_of_node
+from trainer.store import PART_BYTES, LocalStore, Store, checked_key, share_of_node
 
 BIG = 40 * 2**20 + 12_345  # three parts, the last one ragged
 ODD_KEYS = ["a b/c d", "grün/日本語/🦆", "a+b&c=d?e#f%20", "quote'\"<>", ".hidden", "a/..b", "CON", "x" * 200]
@@ -89,8 +88,12 @@ class TestEveryStore:
 
     def test_a_file_of_any_size_comes_back_with_the_same_bytes(self, store: Store, tmp_path: Path) -> None:
         source, target = tmp_path / "source", tmp_path / "new" / "folder" / "target"
-        for size in (BIG, 0, 1, s3.PART_BYTES - 1, s3.PART_BYTES, s3.PART_BYTES + 1):
-            source.write_bytes(os.urandom(size))
+        for size in (BIG, 0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1):
+            body = memoryview(os.urandom(size))
+            chunks = [body[start : start + PART_BYTES] for start in range(0, size, PART_BYTES)]
+            digests = store.write([body[:9], body[9:]], "memory", PART_BYTES)
+            assert store.get("memory") == body and digests == [hashlib.sha256(chunk).hexdigest() for chunk in chunks]
+            source.write_bytes(body)
             store.upload(source, f"shards/file-{size}")
             store.download(f"shards/file-{size}", target)  # the second one replaces a larger file
             assert _sha256(target) == _sha256(source), size
@@ -236,7 +239,7 @@ class TestLocalStore:
             lambda: store.download("run/a", tmp_path / "b"),
             lambda: store.create("run/b", b"x"),
             lambda: store.put("run/a", b"x"),
-            lambda: store.write([memoryview(b"x")], "run/a"),
+            lambda: store.write([memoryview(b"x")], "run/a", 9),
             lambda: store.upload(tmp_path / "file", "run/a"),
             lambda: store.delete("run/a"),
             lambda: verify(store, "run/a", File("a", "a", 1, "0" * 64), store.path_of("run/a")),
@@ -415,7 +418,7 @@ class TestS3StoreAndAServerThatFails:
         with pytest.raises(StoreUnavailable, match=r"^http\S+ does not answer: no success within 1 s; last: Rea"):
             impatient.get("a")
 
-    @pytest.mark.parametrize("size", [1000, s3.PART_BYTES + 1])
+    @pytest.mark.parametrize("size", [1000, PART_BYTES + 1])
     def test_uploads_damaged_on_the_way_are_never_stored(
         self, behind_proxy: S3Store, proxy: FaultyProxy, tmp_path: Path, size: int
     ) -> None:
@@ -432,7 +435,7 @@ class TestS3StoreAndTheUsersMistakes:
     def test_a_missing_bucket_is_named(self, s3_store: S3Store, tmp_path: Path) -> None:
         store = S3Store("no-such-bucket-here", "p")
         source = tmp_path / "source"
-        source.write_bytes(b"\0" * (s3.PART_BYTES + 1))
+        source.write_bytes(b"\0" * (PART_BYTES + 1))
         for operation in (
             lambda: store.create("a", b""),
             lambda: store.get("a"),
@@ -562,7 +565,7 @@ def test_objects_carry_the_content_types_of_their_names(short: tuple[S3Store, Fa
     store, _ = short
     store.create("a/MANIFEST.json", b"{}")
     store.put("a/README.md", b"#")
-    store.write([memoryview(bytes(s3.PART_BYTES + 1))], "a/rows.jsonl")
+    store.write([memoryview(bytes(PART_BYTES + 1))], "a/rows.jsonl", PART_BYTES)
     store.put("a/train_000000.bin", b"")
     kinds = [store._client.head_object(**store._where(one.key))["ContentType"] for one in store.entries("a/")]
     assert kinds[:3] == ["application/json", "text/markdown; charset=utf-8", "application/x-ndjson"]

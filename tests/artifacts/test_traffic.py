@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from servers import S3Account
 
-from pipelines.artifacts.s3_store import PART_BYTES, S3Store
+from pipelines.artifacts.s3_store import S3Store
 from pipelines.artifacts.traffic import FOLDER, Traffic, count, counted_together, traffic_here
+from trainer.store import PART_BYTES
 
 KILLED = """
 import os, signal

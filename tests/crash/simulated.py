@@ -217,8 +217,8 @@ class SteppedStore(LocalStore):
     def upload(self, path: Path, key: str, check: Check | None = None) -> None:
         self._do("upload", key, lambda: LocalStore.upload(self, path, key, check))
 
-    def write(self, parts: Sequence[memoryview], key: str) -> None:
-        self._do("write", key, lambda: LocalStore.write(self, parts, key))
+    def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
+        return self._do("write", key, lambda: LocalStore.write(self, parts, key, length))
 
     def download(self, key: str, path: Path) -> str:
         return self._do("download", key, lambda: LocalStore.download(self, key, path))

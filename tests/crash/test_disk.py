@@ -54,13 +54,13 @@ class Filling(LocalStore):
         super().__init__(root)
         self.disk, self.checkpoints = disk, 0
 
-    def write(self, parts: Sequence[memoryview], key: str) -> None:
+    def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
         self.checkpoints += 1
         if self.checkpoints == 4:
             self.disk.fill()
         elif self.checkpoints == 8:
             self.disk.empty()
-        super().write(parts, key)
+        return super().write(parts, key, length)
 
 
 def test_a_disk_that_is_full_for_a_while_stops_no_step_and_nothing_is_missing_afterwards(

@@ -73,9 +73,9 @@ class Interfering(LocalStore):
     def _tell(self, method: str, key: str) -> None:
         self.before.get(method, lambda key: None)(key)
 
-    def write(self, parts: Sequence[memoryview], key: str) -> None:
+    def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
         self._tell("write", key)
-        super().write(parts, key)
+        return super().write(parts, key, length)
 
     def put(self, key: str, body: bytes) -> None:
         self._tell("put", key)
@@ -278,9 +278,7 @@ def load_by(tmp_path: Path, count: int) -> list[int]:
 def test_a_rank_fetches_only_the_chunks_that_it_needs(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "trainer.checkpoint.commits.CHUNK_BYTES", 1000
-    )  # the last float of a chunk ends in the next one
+    monkeypatch.setattr("trainer.store.PART_BYTES", 1000)  # the last float of a chunk ends in the next one
 
     def save_slice(rank: Checkpointer) -> None:
         rank.save(TrainState(step=1), slices_of(rank), log := quiet_log(1))

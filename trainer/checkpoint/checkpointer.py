@@ -14,7 +14,7 @@ needs (trainer/checkpoint/loading.py); if one is damaged, it reports that and us
 import json
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -41,7 +41,7 @@ from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
 from trainer.parallel import World
 from trainer.process import Background, failpoint, log_line
 from trainer.record import decoded, typed
-from trainer.store import Store
+from trainer.store import Store, part_length
 
 # After this time, counted from the end of rank 0's own upload, a rank without a receipt is dead or lost the store. The
 # files of all ranks are about equally large, but their nodes may be unequally fast: the time grows with the file.
@@ -217,10 +217,8 @@ class Checkpointer:
         """In the thread: upload this rank's file and its receipt. Rank 0 commits."""
         failpoint("upload")
         parts, name = copy.safetensors(), self._file_name()
-        with ThreadPoolExecutor(1, thread_name_prefix="receipt") as beside:
-            hashed = beside.submit(FileReceipt.of, name, parts)
-            self.store.write(parts, f"{save.folder}/{name}")
-            receipt = hashed.result()
+        size = sum(len(part) for part in parts)
+        receipt = FileReceipt.of(name, size, self.store.write(parts, f"{save.folder}/{name}", part_length(size)))
         failpoint("uploaded")
         self.store.put(self._receipt_key(save), json.dumps(asdict(receipt)).encode())
         if self.world.rank == 0:

@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -30,14 +29,12 @@ from trainer.record import (
     decoded,
     typed,
 )
-from trainer.store import Entry, Store, slices
+from trainer.store import Entry, Store, part_length
 
 # Of what the store holds of a run: names that do not match are not ours.
 CHECKPOINT_NAME = r"step-\d{8,12}-a\d{4,9}/[^/]+"
 FILE_NAME = r"rank-\d{5}-of-\d{5}\.safetensors"
-CHUNK_BYTES = 16 << 20  # 280 hashes (20 KB) for each 4.7 GB; S3 is read in such ranges, too
 MOST_CHUNK_BYTES = 256 << 20  # of a receipt: a reader has memory for several chunks
-HASHING_THREADS = 3  # for the chunks, beside the one for the whole file
 SEGMENT_NAME = r"step-\d{8,12}-a\d{4,9}\.jsonl"
 
 
@@ -136,27 +133,16 @@ class FileReceipt(StoredRecord):
 
     name: Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
     size: Size
-    sha256: Sha256
+    sha256: Sha256  # of the hashes of its chunks, one after the other; in older commits of the file
     # Of its chunks of equal length, so that several threads verify a file, and a range of it alone. Earlier versions
     # wrote none.
     chunk_bytes: Annotated[int, Field(ge=0, le=MOST_CHUNK_BYTES)] = 0
     chunks: tuple[Sha256, ...] = ()
 
     @classmethod
-    def of(cls, name: str, parts: Sequence[memoryview], chunk_bytes: int | None = None) -> "FileReceipt":
-        """The receipt of a file with the contents `parts`. Hashes in several threads."""
-        size, chunk_bytes = sum(len(part) for part in parts), chunk_bytes or CHUNK_BYTES
-
-        def digest(start: int, end: int) -> str:
-            hashed = sha256()
-            for part in slices(parts, start, end - start):
-                hashed.update(part)
-            return hashed.hexdigest()
-
-        with ThreadPoolExecutor(1 + HASHING_THREADS, thread_name_prefix="hash") as pool:
-            whole = pool.submit(digest, 0, size)
-            chunks = pool.map(lambda start: digest(start, start + chunk_bytes), range(0, size, chunk_bytes))
-            return cls(name, size, whole.result(), chunk_bytes, tuple(chunks))
+    def of(cls, name: str, size: int, chunks: Sequence[str]) -> "FileReceipt":
+        """The receipt of a file whose chunks, the parts of its upload, have these hashes."""
+        return cls(name, size, sha256("".join(chunks).encode()).hexdigest(), part_length(size), tuple(chunks))
 
 
 class DamagedCommit(ValueError):
