@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import traceback
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_command import Command, kill_tree
 from trainer_runs import ALONE, LONG, configured
 
@@ -24,6 +26,7 @@ from trainer.errors import UserError
 from trainer.eval.evaluation import TextSampler
 from trainer.eval.scoring import ScoredRow, score_items
 from trainer.events import EventLog, Started
+from trainer.memory import memory_of
 from trainer.metrics import PhaseClock
 from trainer.models.family import ANY_MODEL, plain_model, to_hf
 from trainer.models.model_config import ModelConfig
@@ -159,6 +162,36 @@ def begins_with_the_files(config: ModelConfig, world: World, folder: Path) -> No
         assert torch.equal(weight, plain.get_parameter(name)), name
 
 
+def save_large(folder: Path) -> None:
+    """A model of 310 MB in float32, as others would save it."""
+    folder.mkdir()
+    state = to_hf({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in LARGE.shapes.items()}, LARGE)
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(LARGE.hf_config()))
+
+
+LARGE = ANY_MODEL.validate_python(
+    {"family": "llama", "n_layer": 6, "n_head": 16, "n_embd": 1024, "block_size": 32, "vocab_size": 700}
+)
+
+
+def check_memory(world: World, folder: Path) -> None:
+    """Loading a model never takes a rank more memory than its share and one layer."""
+    engine = make_engine(LARGE, TRAIN, RuntimeConfig(engine="sharded"), world)
+    layer = 4 * sum(prod(shape) for name, shape in LARGE.shapes.items() if name.startswith("h.0."))
+    share = sum(piece.live.nbytes for name, piece in engine.pieces().items() if name.startswith("model."))
+    status, weights = Path("/proc/self/status"), open_weights(folder / "large")
+
+    def kilobytes(name: str) -> int:
+        return int(next(line for line in status.read_text().splitlines() if line.startswith(name)).split()[1])
+
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = kilobytes("VmRSS")
+    weights.fill(engine.pieces(), LARGE)
+    taken = 1024 * (kilobytes("VmHWM") - before)
+    assert taken < share + layer, f"{taken:,} bytes; a share has {share:,}, a layer {layer:,}"
+
+
 def on_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -170,6 +203,7 @@ def on_rank(rank: int, folder: Path) -> None:
                 compare_with_eager(model, train, world, **runtime)
         resume_in_any_shape(MODELS[0], world, folder)
         begins_with_the_files(MODELS[1], world, folder)
+        check_memory(world, folder)
         (folder / f"done-{rank}").touch()
     except BaseException:
         (folder / f"error-{rank}").write_text(traceback.format_exc())
@@ -179,6 +213,7 @@ def on_rank(rank: int, folder: Path) -> None:
 
 def test_four_ranks_draw_load_train_and_score_as_one_eager_rank(tmp_path: Path) -> None:
     saved_in_two_files(tmp_path)
+    save_large(tmp_path / "large")
     start = multiprocessing.get_context("spawn").Process
     processes = [start(target=on_rank, args=(rank, tmp_path)) for rank in range(RANKS)]
     for process in processes:
@@ -189,6 +224,20 @@ def test_four_ranks_draw_load_train_and_score_as_one_eager_rank(tmp_path: Path) 
     errors = [path.read_text() for path in sorted(tmp_path.glob("error-*"))]
     assert not errors, errors[0]
     assert len(list(tmp_path.glob("done-*"))) == RANKS
+
+
+def test_a_rank_of_a_thousand_holds_a_thousandth_of_200_gb() -> None:
+    ranks, runtime = 1024, RuntimeConfig(engine="sharded", tensor_parallel=8)
+    model = ANY_MODEL.validate_python({"n_layer": 7, "n_head": 128, "n_embd": 24576, "block_size": 2048})
+    dist.init_process_group("fake", store=FakeStore(), rank=700, world_size=ranks)
+    try:
+        pieces = make_engine(model, TRAIN, runtime, World(700, 700, ranks, torch.device("cpu"))).pieces()
+    finally:
+        dist.destroy_process_group()
+    held = sum(piece.live.nbytes for piece in pieces.values())
+    assert 4 * model.parameters > 200e9
+    assert ranks * held == pytest.approx(12 * model.parameters, rel=0.01)  # weights and moments
+    assert memory_of("sharded", model, runtime, ranks).state * 3 / 4 == pytest.approx(held, rel=0.01)
 
 
 @pytest.mark.slow
