@@ -52,7 +52,8 @@ def until_release(
         beat, cluster = one.beat, one.beat.machine.cluster
         # A recovery gives a new machine the name of the old one, and its first attempt has provisioned it.
         later = next((other.beat for other in rented[number + 1 :] if other.beat.machine.cluster == cluster), None)
-        taken_away = beat.state == "running" or beat.progress.notice
+        # A stop is final: the later machine is of another launch, by a server that gave its job the same number.
+        taken_away = beat.state == "running" or (beat.progress.notice and beat.state != "stopped")
         if later and ("provision" not in later.phases or taken_away):
             continue
         of_cluster = (known for known in releases if known.cluster == cluster)

@@ -27,6 +27,7 @@ def release(since: float, until: float) -> Release:
     return Release("train-3", T + since, T + until)
 
 
+STOP = Progress(notice="skytrain stop")
 TAKEN: dict[str, Any] = {"state": "interrupted", "progress": Progress(notice="spot")}
 
 
@@ -40,6 +41,8 @@ TAKEN: dict[str, Any] = {"state": "interrupted", "progress": Progress(notice="sp
         # A recovery gives the next machine the same name.
         ([beat(1, 0, 100, **TAKEN), beat(2, 200, 300)], [release(-50, 130), release(140, 320)], [100, 120], 0),
         ([beat(1, 0, 100, "interrupted"), beat(2, 200, 300)], [release(-50, 130)], [130, 100], 1),  # after a crash
+        # Stopped, and launched again by a server that has not numbered a job before.
+        ([beat(1, 0, 100, progress=STOP), beat(2, 200, 300)], [release(-50, 187), release(190, 320)], [187, 120], 0),
         ([beat(1, 0, 100, "running"), beat(2, 200, 300, "running")], [release(-50, 130)], [100, 100], 0),
         ([beat(1, 0, 100, **TAKEN)], [release(-50, 120)], [120], 0),  # by `skytrain down`
         ([beat(1, 0, 100)], [release(-50, 99.5)], [100], 0),  # clocks differ
