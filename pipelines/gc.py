@@ -162,7 +162,7 @@ def remove_run(store: Store, name: str, dry_run: bool = False) -> Iterator[Lefto
 
 
 def remove(store: Store, leftover: Leftover) -> None:
-    """Remove a leftover; it is no error if it no longer exists."""
+    """Remove a leftover; it is not an error if it no longer exists."""
     if leftover.path is None:
         store.delete(leftover.key)
     elif leftover.path.parent.name == SHARDS:

@@ -110,7 +110,7 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
     sibling, differs = nearest_sibling(store, plan)
     if sibling is None:
         return StagePlan(plan.prefix, plan.fingerprint, exists=False)
-    fields = [f"{field}: {shortened(a)} here, {shortened(b)} there" for field, (a, b) in differs.items()]
+    fields = [f"{field}: {shortened(a)}, not {shortened(b)}" for field, (a, b) in differs.items()]
     more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
     why = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}"
     longer = how_to_continue(store, sibling, differs)

@@ -78,7 +78,7 @@ class Local:
 
 
 def source_of(text: str, field: str) -> Hub | Local:
-    """The source that a recipe names, if it is no run. UserError for a model of the Hub without a commit."""
+    """The source that a recipe names, if it is not a run. UserError for a model of the Hub without a commit."""
     if pinned := PINNED_PATH.fullmatch(text):
         return Local(Path(pinned["path"]), pinned["sha256"])
     model = HUB_MODEL.fullmatch(text)

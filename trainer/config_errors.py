@@ -65,7 +65,7 @@ def _near_value(error: ErrorDetails) -> str:
 
 
 def _place(model: type[BaseModel], loc: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """The path of a field as the user writes it, and the section that should hold it; none if that is no section.
+    """The path of a field as the user writes it, and the section that should hold it; none if that is not a section.
     Where a section is one of several families, pydantic puts its family into `loc`."""
     path: list[str] = []
     sections: list[type[BaseModel]] = [model]

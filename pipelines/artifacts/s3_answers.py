@@ -1,6 +1,6 @@
 """What an answer of an S3 server means: transient, refused, or a mistake with its remedy.
 
-A refusal (wrong or expired credentials, no rights, no such bucket) is no transient error; the store decides when it
+A refusal (wrong or expired credentials, no rights, no such bucket) is not transient; the store decides when it
 takes it for one.
 """
 

@@ -31,7 +31,7 @@ class Overlay:
 
 
 def read_overlay(option: str) -> Overlay:
-    """Read `main.log`, or `main.log@1048576` with the tokens of a step. UserError if it is no such log."""
+    """Read `main.log`, or `main.log@1048576` with the tokens of a step. UserError if it is not one."""
     name, at, tokens = option.rpartition("@")
     if not (at and tokens.isdigit() and int(tokens)):
         name, tokens = option, str(LLMC_BATCH_TOKENS)

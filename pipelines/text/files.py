@@ -22,7 +22,7 @@ PIECE_BYTES = 64 << 20  # of text
 COLUMN_BYTES = 8 << 20  # of text, decoded at once
 BUFFER_BYTES = 1 << 20  # of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of some editors
-BINARY_BYTES = 8000  # at the start of a file; as git does, a NUL in them means that it is no text
+BINARY_BYTES = 8000  # at the start of a file; as git does, a NUL in them means that it is not text
 
 
 @dataclass(frozen=True)

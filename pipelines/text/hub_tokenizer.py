@@ -26,7 +26,7 @@ class HubTokenizer(tiktoken.Encoding):
     """Each token is bytes, as in tiktoken. Special tokens inside a text are ordinary text."""
 
     def __init__(self, name: str, body: bytes, symbols: list[str], end_of_text: str | None) -> None:
-        """ValueError, with what to do, if this is no byte-level BPE, or if no token ends its documents.
+        """ValueError, with what to do, if this is not a byte-level BPE, or if no token ends its documents.
 
         `symbols` are the visible characters of the 256 bytes.
         """

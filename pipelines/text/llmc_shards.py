@@ -124,7 +124,7 @@ def adopted_shards(
 ) -> Generator[tuple[SplitShard, int], None, None]:
     """Read each shard once, and count its documents.
 
-    UserError for a file that is no shard, or that has an id outside the vocabulary. `row_tokens`: count the rows of
+    UserError for a file that is not a shard, or that has an id outside the vocabulary. `row_tokens`: count the rows of
     packed training shards. `upload` copies a local file into the artifact if `store` is not on this machine, and
     `folder` is scratch for objects of S3.
     """

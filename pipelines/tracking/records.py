@@ -76,7 +76,7 @@ class Progress(StoredRecord):
     metrics: Mapping[str, Number] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object: a metric's name has a slash, no field's name has one. A metric that is no number is left
+        """One flat object: a metric's name has a slash, no field's name has one. A metric that is not a number is left
         out."""
         values = without_none(asdict(self))
         return values | {name: value for name, value in values.pop("metrics").items() if math.isfinite(value)}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trainer.process import StopSignal
     from trainer.store import Store
 
-REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # to stop; a death by one is no crash
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # to stop; a death by one is not a crash
 RESULT = ("run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss")  # of the summary, in --json
 
 

@@ -229,7 +229,7 @@ def named(store: Store, prefix: str, pattern: str) -> list[Entry]:
 def newest_commit(store: Store, prefix: str) -> Commit | None:
     """A run's newest readable commit."""
     for folder in committed_folders(store, prefix):
-        with suppress(DamagedCommit, NotAFile):  # any other UserError is no damage
+        with suppress(DamagedCommit, NotAFile):  # any other UserError is not damage
             return Commit.decode(store.get(f"{folder}/COMMIT.json") or b"", folder)
     return None
 

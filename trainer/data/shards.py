@@ -74,7 +74,7 @@ def shard_bytes(tokens: int, token_bytes: int = 2) -> int:
 
 def form_of(size: int, tokens: int) -> tuple[int, bool] | None:
     """The bytes of a token, and whether there is a header, in a file of `size` bytes with so many tokens; None if that
-    is no shard."""
+    is not a shard."""
     if size and size == 2 * tokens:
         return 2, False
     return next(((width, True) for width in HEADS if shard_bytes(tokens, width) == size), None)
@@ -104,7 +104,7 @@ def shard_header(tokens: int, token_bytes: int = 2) -> bytes:
 
 
 def read_shard(shard: Path | BinaryIO, header: bool = True) -> np.ndarray:
-    """The tokens of a shard, uint16 or uint32 (n,), memory-mapped. UserError if the file is no shard, or is truncated.
+    """The tokens of a shard, uint16 or uint32 (n,), memory-mapped. UserError for another or truncated file.
     Without `header`, it is nanoGPT's.
 
     An open file is closed, but the map duplicates its descriptor: a lock on it lasts as long as the array.
@@ -154,7 +154,7 @@ def shard_at(path: Path) -> Shard:
 
 
 def is_nanogpt(name: str, start: bytes, size: int) -> bool:
-    """Whether a file is a shard of nanoGPT: by its name, and by a begin that is no header of llm.c."""
+    """Whether a file is a shard of nanoGPT: by its name, and by a start that is not a header of llm.c."""
     heads = [np.array(head, "<i4").tobytes() for head in HEADS.values()]
     return name in ("train.bin", "val.bin") and size > 0 and size % 2 == 0 and start not in heads
 

@@ -182,7 +182,7 @@ class ModelConfig(Section, ABC):
     @classmethod
     @abstractmethod
     def own_name(cls, theirs: str, fields: Mapping[str, Any]) -> str | None:
-        """The reverse of `hf_name`, for a model with these fields; None for a tensor that is no parameter."""
+        """The reverse of `hf_name`, for a model with these fields; None for a tensor that is not a parameter."""
 
     @classmethod
     def hf_transposed(cls, name: str) -> bool:
