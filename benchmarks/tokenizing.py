@@ -92,7 +92,8 @@ def stage(source: str, work: Path) -> int:
     store = S3Store(BUCKET, work.name)
     put = partial(upload, store, plan.prefix, 1)
     job = ShardsJob(config, plan, store, work, put, lambda: None, print)
-    return [*make_shards(job)][-1]
+    *_, receipts = make_shards(job)
+    return sum(receipt.tokens for receipt in receipts)
 
 
 def encode_document(row: dict[str, Any]) -> Any:

@@ -13,12 +13,12 @@ from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.text.llmc_shards import adopted_shards, identity_of_shards, shards_found
 from pipelines.text.mixture import mixed_facts, mixed_files, plan_of_text, recipes_of_sources, texts_of
-from pipelines.text.receipts import ShardReceipt, finished_receipts, forget_receipts
-from pipelines.text.shard_writer import Reading, ShardsJob, SplitShard, make_shards, rows_in, split_text
-from pipelines.text.sources import text_of
+from pipelines.text.receipts import ShardReceipt, forget_receipts
+from pipelines.text.shard_writer import ShardsJob, SplitShard, make_shards, rows_in, split_text
+from pipelines.text.sources import estimated_tokens
 from pipelines.text.tokenizer import TOKENIZER_FILE, kept_tokenizer, tokenizer_of
 from pipelines.tracking.ledger import attempts
-from trainer.errors import Interrupted, UserError
+from trainer.errors import UserError
 from trainer.store import Store
 
 POLL_SECONDS = 0.2  # between two moves of the bar
@@ -133,12 +133,7 @@ def adopt(work: Work) -> Built:
                 shards.append(shard)
                 documents, done = documents + begun, done + shard.file.size
                 bar.update(done, f"{short_number(done)} bytes")
-    for split in ("train", "val"):
-        if not any(one.tokens > recipe.model.block_size for one in shards if one.file.name.startswith(split)):
-            raise UserError(
-                f"tokens.source: '{config.source}' has no {split} shard with a sequence of {recipe.model.block_size} "
-                "+ 1 tokens; use larger shards or a smaller model.block_size"
-            )
+    check_split(recipe, shards)
     files = [one.file for one in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
     return Built(files, facts_of(shards, documents) | packing_facts(shards, encoding.eot_token, recipe.row_tokens))
 
@@ -155,44 +150,33 @@ def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
 
 def make_all_shards(work: Work) -> list[ShardReceipt]:
     """Make the missing shards of a text, with a bar. Returns the receipts of all."""
-    config = work.recipe.tokens
-    size = None if config.max_tokens else text_of(config).text_bytes()
+    config, row_tokens = work.recipe.tokens, work.recipe.row_tokens
+    total = config.max_tokens or estimated_tokens(config)
     folder = work.folder / work.plan.name  # the sources of a mixture have shards of the same names
     folder.mkdir(exist_ok=True)
-    reading, started = Reading(), time.monotonic()
-    drawn = 0.0
+    started, read, drawn = time.monotonic(), 0, 0.0
 
-    def draw() -> None:
-        """Move the bar within a shard: over the bytes of the text, or over tokens where there is a limit."""
-        nonlocal drawn
-        work.check()
-        if time.monotonic() - drawn < POLL_SECONDS:
-            return
-        drawn = time.monotonic()
-        tokens, note = before + reading.tokens, f"{short_number(reading.tokens / (drawn - started))} tok/s"
-        if size is None:
-            bar.update(min(tokens, config.max_tokens or tokens), f"{short_number(tokens)} tokens  {note}")
-        else:
-            # Earlier attempts left the tokens that they made on record, not the bytes that they read.
-            done = min(size, int(reading.bytes * tokens) // max(1, reading.tokens))
-            bar.update(done, f"{short_number(done)} of {short_number(size)} bytes  {note}")
+    def draw(tokens: int) -> None:
+        """Move the bar within a shard."""
+        nonlocal read, drawn
+        read += tokens
+        if time.monotonic() - drawn >= POLL_SECONDS:
+            drawn, done = time.monotonic(), before + read
+            note = f"{short_number(done)} tokens  {short_number(read / (drawn - started))} tok/s"
+            bar.update(min(done, total or done), note)
 
     put = partial(upload, work.store, work.plan.prefix, work.attempt.number)
-    row_tokens = work.recipe.row_tokens
-    job = ShardsJob(config, work.plan, work.store, folder, put, draw, work.screen.note, reading, row_tokens)
-    with work.screen.bar("tokenize", config.max_tokens or size) as bar:
+    job = ShardsJob(config, work.plan, work.store, folder, put, work.check, work.screen.note, draw, row_tokens)
+    with work.screen.bar("tokenize", total) as bar:
         shards = make_shards(job)
-        before = next(shards)  # tokens of earlier attempts
+        receipts = next(shards)
+        before = stored = sum(receipt.tokens for receipt in receipts)  # of earlier attempts
         work.report(tokens=before)
-        for stored in shards:
+        for receipts in shards:
+            stored = sum(receipt.tokens for receipt in receipts)
             work.report(tokens=stored, tokens_per_second=(stored - before) / (time.monotonic() - started))
-        if size is not None:
-            bar.update(size, f"{short_number(size)} bytes")
+        bar.update(total or stored, f"{short_number(stored)} tokens")
     work.check()
-    receipts = finished_receipts(work.store, work.plan)
-    if receipts is None:  # this process stood still for so long that gc took it for dead
-        work.attempt.check()
-        raise Interrupted(f"{work.plan.prefix}/parts/ was removed; run again to make its shards")
     return receipts
 
 
@@ -239,13 +223,18 @@ def check_split(recipe: Recipe, shards: list[SplitShard]) -> None:
     """UserError unless both splits hold a sequence and the validation split is complete."""
     t, block = recipe.tokens, recipe.model.block_size
     total = sum(shard.tokens for shard in shards)
+    held_out = f"{min(t.held_out(total), total):,} of them"
     if t.val_shards:
         held_out = f"the first {t.val_shards} shard(s) of {t.shard_tokens:,}"
-    else:
-        held_out = f"{min(t.held_out(total), total):,} of them"
     for name, split in (("val", "validation"), ("train", "training")):
-        if not any(shard.tokens > block for shard in shards if shard.file.name.startswith(name)):
+        if any(shard.tokens > block for shard in shards if shard.file.name.startswith(name)):
+            continue
+        if t.adopts:
             raise UserError(
-                f"tokens: the text gives {total:,} tokens; {held_out} are held out, and no {split} sequence of "
-                f"{block} + 1 tokens is left; set tokens.val_tokens or use more text"
+                f"tokens.source: '{t.source}' has no {name} shard with a sequence of {block} + 1 tokens; use larger "
+                "shards or a smaller model.block_size"
             )
+        raise UserError(
+            f"tokens: the text gives {total:,} tokens; {held_out} are held out, and no {split} sequence of "
+            f"{block} + 1 tokens is left; set tokens.val_tokens or use more text"
+        )

@@ -61,7 +61,6 @@ class TokenBatch:
 
     tokens: "np.ndarray[Any, Any]"  # (n,), uint16; uint32 for a vocabulary above 65,536 ids
     starts: "np.ndarray[Any, np.dtype[np.int64]]"  # (documents,): where each begins
-    text_bytes: int  # of UTF-8
 
     def place(self, at: int) -> tuple[int, int]:
         """The document of token `at`, counted from the batch's first, and the token's number in it."""
@@ -117,14 +116,14 @@ class Encoder:
                 ids = self.encode([part])[0]
                 tokens[end : end + len(ids)] = ids
                 end += len(ids)
-            return TokenBatch(tokens[:end], np.zeros(1, np.int64), len(documents[0]))
+            return TokenBatch(tokens[:end], np.zeros(1, np.int64))
         ids, bounds = self.encode(documents)
         tokens = np.empty(len(ids) + len(documents), self.dtype)
         starts = bounds[:-1] + np.arange(len(documents))
         tokens[starts] = self.eot
         for start, first, end in zip(starts.tolist(), bounds.tolist(), bounds[1:].tolist(), strict=False):
             tokens[start + 1 : start + 1 + end - first] = ids[first:end]
-        return TokenBatch(tokens, starts, sum(map(len, documents)))
+        return TokenBatch(tokens, starts)
 
     def encode(self, documents: Sequence[bytes]) -> "tuple[Ids, np.ndarray]":
         """The ids of all documents, one behind the other, and their bounds (documents + 1,)."""

@@ -72,10 +72,9 @@ def tokens_of(
     """
     files = text.resolved()
     pieces = files.pieces()
-    processes = min(processes or cores(), len(pieces))
     first, skipped = _place(files, pieces, start) if start else (0, 0)
     tasks = [(piece, 0 if number else skipped) for number, piece in enumerate(pieces[first:])]
-    if processes > 1:
+    if (processes := min(processes or cores(), len(tasks))) > 1:
         yield from _tokens_of_processes(files, encoder, tasks, folder / "batches", check, processes)
     else:
         for task in tasks:
@@ -127,11 +126,11 @@ def _tokens_of_processes(
             while (answer := _receive(connection, check)) is not None:
                 if isinstance(answer, BaseException):
                     raise answer
-                path, dtype, count, text_bytes = answer
+                path, dtype, count = answer
                 tokens = np.memmap(path, dtype, "r", shape=count)
                 starts = np.fromfile(path, np.int64, offset=tokens.nbytes)
                 path.unlink()
-                yield TokenBatch(tokens, starts, text_bytes)
+                yield TokenBatch(tokens, starts)
                 connection.send(None)
         for connection in ours:  # so the processes end
             connection.close()
@@ -194,7 +193,7 @@ def _work(files: Files, encoder: Encoder, tasks: Sequence[Task], path: Path, con
                 with file.open("wb") as opened:
                     batch.tokens.tofile(opened)
                     batch.starts.tofile(opened)
-                connection.send((file, batch.tokens.dtype.str, len(batch.tokens), batch.text_bytes))
+                connection.send((file, batch.tokens.dtype.str, len(batch.tokens)))
             connection.send(None)
     except (EOFError, ConnectionError):
         raise

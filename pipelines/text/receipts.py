@@ -1,7 +1,6 @@
 """The receipts of finished shards in the store: an interrupted text resumes behind the last one.
 
-Each finished shard leaves a receipt, which names the next document. A finished text leaves a list of its receipts; it
-is not opened again.
+Each finished shard leaves a receipt, which names the next document.
 """
 
 import re
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pipelines.artifacts.manifest import ArtifactPlan, File
-from trainer.record import LARGE_BYTES, Count, DamagedRecord, StoredRecord, decoded, typed
+from trainer.record import Count, DamagedRecord, StoredRecord, decoded, typed
 from trainer.store import Store
 
 
@@ -47,13 +46,14 @@ class ShardReceipt(StoredRecord):
         return int(self.file.key.partition("/")[0].removeprefix("a"))
 
 
-def existing_receipts(store: Store, plan: ArtifactPlan, note: Callable[[str], None]) -> tuple[list[ShardReceipt], bool]:
-    """The receipts up to the first shard that is missing, and whether they are all of the text. Removes the receipts
-    of shards that the store has lost: they are made again."""
-    finished = finished_receipts(store, plan, note)
-    receipts = finished or []
-    while finished is None and (one := _receipts_in(store, receipt_key(plan.prefix, len(receipts)), note)):
-        receipts += one
+def existing_receipts(
+    store: Store, plan: ArtifactPlan, note: Callable[[str], None] = lambda line: None
+) -> list[ShardReceipt]:
+    """The receipts up to the first shard that is missing. Removes the receipts of shards that the store has lost: they
+    are made again."""
+    receipts = list[ShardReceipt]()
+    while receipt := _receipt_in(store, receipt_key(plan.prefix, len(receipts)), note):
+        receipts.append(receipt)
     if receipts:
         note(f"  {len(receipts)} shards exist from an earlier attempt")
     # The listing is newer than the receipts.
@@ -61,42 +61,29 @@ def existing_receipts(store: Store, plan: ArtifactPlan, note: Callable[[str], No
     entries = (entry for number in folders for entry in store.entries(f"{plan.prefix}/a{number:04d}/"))
     sizes = {entry.key: entry.size for entry in entries}
     lost = [n for n, r in enumerate(receipts) if sizes.get(f"{plan.prefix}/{r.file.key}") != r.file.size]
-    if not lost:
-        return receipts, finished is not None
-    note(f"  {len(lost)} shards of {store.uri}/{plan.prefix} are missing; they are made again")
-    store.delete(finished_key(plan.prefix))
+    if lost:
+        note(f"  {len(lost)} shards of {store.uri}/{plan.prefix} are missing; they are made again")
     for index in lost:
         store.delete(receipt_key(plan.prefix, index))
-    return receipts[: lost[0]], False
-
-
-def finished_receipts(
-    store: Store, plan: ArtifactPlan, note: Callable[[str], None] = lambda line: None
-) -> list[ShardReceipt] | None:
-    """The receipts of all shards of a finished text; None for an unfinished one."""
-    return _receipts_in(store, finished_key(plan.prefix), note)
+    return receipts[: lost[0]] if lost else receipts
 
 
 def forget_receipts(store: Store, plan: ArtifactPlan, until_attempt: int) -> None:
     """Remove the receipts of the shards that this attempt and earlier ones made."""
-    # The list first: without it, a finished text is still known by its shards' receipts.
-    for folder in ("parts", "shards"):
-        for entry in store.entries(f"{plan.prefix}/{folder}/"):
-            receipts = _receipts_in(store, entry.key) or []
-            if all(receipt.attempt <= until_attempt for receipt in receipts):
-                store.delete(entry.key)
+    for entry in store.entries(f"{plan.prefix}/shards/"):
+        receipt = _receipt_in(store, entry.key)
+        if receipt is None or receipt.attempt <= until_attempt:
+            store.delete(entry.key)
 
 
-def _receipts_in(store: Store, key: str, note: Callable[[str], None] = lambda line: None) -> list[ShardReceipt] | None:
-    """The receipts of a record of the store, or None without it. A damaged record is removed, with a note: its shards
-    are made again, and a record is created only where there is none."""
+def _receipt_in(store: Store, key: str, note: Callable[[str], None] = lambda line: None) -> ShardReceipt | None:
+    """The receipt under a key of the store, or None without it. A damaged one is removed, with a note: its shard is
+    made again, and a receipt is created only where there is none."""
     body = store.get(key)
     if body is None:
         return None
     try:
-        content = decoded(body, f"{store.uri}/{key}", LARGE_BYTES)
-        receipts = content if isinstance(content, list) else [content]
-        return [ShardReceipt.from_json(one, f"{store.uri}/{key}") for one in receipts]
+        return ShardReceipt.from_json(decoded(body, f"{store.uri}/{key}"), f"{store.uri}/{key}")
     except DamagedRecord as error:
         note(f"  {error}; its shards are made again")
         store.delete(key)
@@ -105,7 +92,3 @@ def _receipts_in(store: Store, key: str, note: Callable[[str], None] = lambda li
 
 def receipt_key(prefix: str, index: int) -> str:
     return f"{prefix}/shards/{index:06d}.json"
-
-
-def finished_key(prefix: str) -> str:
-    return f"{prefix}/parts/00.json"

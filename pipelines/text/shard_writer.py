@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -24,7 +24,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, File
 from pipelines.recipe import TokensConfig
 from pipelines.text.encode import Encoder, encoder_name
 from pipelines.text.pool import tokens_of
-from pipelines.text.receipts import ShardReceipt, existing_receipts, finished_key, receipt_key
+from pipelines.text.receipts import ShardReceipt, existing_receipts, receipt_key
 from pipelines.text.sources import text_of
 from pipelines.text.tokenizer import tokenizer_of
 from trainer.errors import UserError
@@ -38,14 +38,6 @@ if TYPE_CHECKING:
 UPLOADS = 2  # at a time
 
 
-@dataclass
-class Reading:
-    """What this attempt has read of its text. A finished shard is behind it."""
-
-    bytes: int = 0
-    tokens: int = 0
-
-
 @dataclass(frozen=True)
 class ShardsJob:
     """The shards of a text to make in an attempt, and the tools."""
@@ -57,7 +49,7 @@ class ShardsJob:
     upload: Callable[[Path, str], File]  # by name, into the attempt's folder of the store
     check: Callable[[], None]  # raises an exception to end the work
     note: Callable[[str], None]
-    reading: Reading = field(default_factory=Reading)
+    progress: Callable[[int], None] = lambda tokens: None  # called with the number of each batch's tokens
     row_tokens: int | None = None  # of packed rows, which are counted
     processes: int | None = None  # None: one for each core
 
@@ -93,16 +85,14 @@ class ShardFile:
         return self
 
 
-def make_shards(job: ShardsJob) -> Generator[int, None, None]:
-    """Make the missing shards. Yields the tokens of all stored shards: of those that exist, and once another is stored.
+def make_shards(job: ShardsJob) -> Generator[list[ShardReceipt], None, None]:
+    """Make the missing shards. Yields the receipts of all stored shards, at first and once another is stored.
 
     While a shard fills, UPLOADS others are hashed and stored: one thread would limit 16 cores. Closed in between, it
     finishes the uploads.
     """
-    receipts, complete = existing_receipts(job.store, job.plan, job.note)
-    yield sum(receipt.tokens for receipt in receipts)
-    if complete:
-        return
+    receipts = existing_receipts(job.store, job.plan, job.note)
+    yield receipts
     check_unchanged(job)
     with ThreadPoolExecutor(UPLOADS, "upload") as threads:
         pending = deque[Future[ShardReceipt]]()
@@ -110,12 +100,10 @@ def make_shards(job: ShardsJob) -> Generator[int, None, None]:
             for index, shard in itertools.chain(enumerate(shards, len(receipts)), [(0, None)]):
                 while len(pending) >= (UPLOADS if shard else 1):
                     receipts.append(pending.popleft().result())
-                    yield sum(receipt.tokens for receipt in receipts)
+                    yield receipts
                 if shard:
                     check_unchanged(job)
                     pending.append(threads.submit(store_shard, job, index, shard, pending[-1] if pending else None))
-    body = json.dumps([receipt.to_json() for receipt in receipts]).encode()
-    job.store.create(finished_key(job.plan.prefix), body)
 
 
 def check_unchanged(job: ShardsJob) -> None:
@@ -138,9 +126,8 @@ def encoded_shards(job: ShardsJob, receipts: list[ShardReceipt]) -> Generator[Sh
     try:
         with closing(tokens_of(text_of(t), encoder, document, job.folder, job.check, job.processes)) as stream:
             for batch in stream if left else ():
-                job.reading.tokens += len(batch.tokens)
-                job.reading.bytes += batch.text_bytes
                 job.check()
+                job.progress(len(batch.tokens))
                 first, at = document, offset  # the stream began with the document in which the last shard ended
                 while at < len(batch.tokens) and left:
                     file = file or ShardFile(job.folder / f"{next(numbers):06d}.bin", min(left, t.shard_tokens))

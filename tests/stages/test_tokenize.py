@@ -13,7 +13,7 @@ from pipelines.recipe import load_recipe
 from pipelines.stage import Work
 from pipelines.stages import tokenize
 from pipelines.stages.tokenize import check_split, forget_removed_artifact
-from pipelines.text.receipts import finished_receipts
+from pipelines.text.receipts import existing_receipts
 from pipelines.text.shard_writer import SplitShard
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
@@ -49,7 +49,7 @@ def test_shards_that_the_store_lost_are_made_again(tmp_path: Path) -> None:
     again = made(mine)
     assert again[0] == before[0] and 0 < again[1] < before[1]
     stored = {entry.key for entry in mine.store.entries("")}
-    receipts = finished_receipts(mine.store, mine.plan)
+    receipts = existing_receipts(mine.store, mine.plan)
     assert receipts and {f"{mine.plan.prefix}/{one.file.key}" for one in receipts} <= stored
 
 

@@ -52,7 +52,7 @@ class FourFiles:
 
 def made(job: ShardsJob) -> tuple[int, int]:
     """Do a job. Returns the tokens of the text, and those of them that it made."""
-    before, *rest = make_shards(job)
+    before, *rest = [sum(receipt.tokens for receipt in receipts) for receipts in make_shards(job)]
     return (last := [before, *rest][-1]), last - before
 
 

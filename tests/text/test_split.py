@@ -9,7 +9,6 @@ from texts import FourFiles
 
 from pipelines.artifacts.manifest import fetch, upload
 from pipelines.recipe import TokensConfig, load_recipe
-from pipelines.text.receipts import finished_receipts
 from pipelines.text.shard_writer import SplitShard, make_shards, split_text
 from trainer.data.shards import read_shard
 from trainer.errors import UserError
@@ -26,9 +25,9 @@ def made(folder: Path, attempt: int = 1, **fields: Any) -> tuple[list[SplitShard
     files = FourFiles(folder)
     files.config = TokensConfig(source=f"{folder}/*.txt", tokenizer="bytes", **{"shard_tokens": 1500} | fields)
     store = LocalStore(folder / "store")
-    list(make_shards(files.job(store.root, attempt)))
+    *_, receipts = make_shards(files.job(store.root, attempt))
     shards = split_text(
-        finished_receipts(store, files.plan) or [],
+        receipts,
         files.config,
         lambda file: fetch(store, files.plan.prefix, file, folder),
         partial(upload, store, files.plan.prefix, attempt),
