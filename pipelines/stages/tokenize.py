@@ -124,7 +124,7 @@ def adopt(work: Work) -> Built:
     encoding = tokenizer_of(config, work.store, work.plan.prefix)
     shards: list[SplitShard] = []
     documents = done = 0
-    with work.screen.bar("adopt", sum(one.size for one in shards_found(config))) as bar:
+    with work.screen.bar("adopt", sum(one.size for one in shards_found(config).values())) as bar:
         vocabulary = (encoding.n_vocab, encoding.eot_token, recipe.row_tokens)
         found = adopted_shards(config, *vocabulary, work.store, work.folder, work.upload)
         with closing(found) as adopted:

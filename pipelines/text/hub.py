@@ -17,25 +17,16 @@ HUB = "hf://datasets/"
 TRANSIENT_ERRORS = {"ConnectionError", "TimeoutError", "TransportError", "ClientConnectionError"}
 OFFLINE = "OfflineModeIsEnabled"  # a ConnectionError of huggingface_hub that its user asked for
 CLOSED = "client has been closed"  # huggingface_hub repeats a request on the connection that it has just closed
-TOO_MANY_REQUESTS = 429
-RETRY_SECONDS = 60.0
-BUSY_SECONDS = 900.0  # after 429: the Hub counts requests over five minutes
+RETRY_SECONDS = 60.0  # the library itself waits as long as a 429 asks for
 LONGEST_WAIT_SECONDS = 30.0
 LOOK_SECONDS = 5.0  # of a check while somebody waits
 
 
 def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
-    """Send a request, and retry it for so many seconds while the server is busy or unreachable.
-
-    The default is RETRY_SECONDS, and BUSY_SECONDS for a server that answers 429.
-    """
+    """Send a request, and retry it for so many seconds while the server is busy or unreachable."""
     import tenacity
 
-    def stop(state: tenacity.RetryCallState) -> bool:
-        busy = TOO_MANY_REQUESTS in map(status_of, causes(state.outcome.exception() if state.outcome else None))
-        limit = BUSY_SECONDS if busy else RETRY_SECONDS
-        return (state.seconds_since_start or 0.0) + state.upcoming_sleep >= (limit if seconds is None else seconds)
-
+    stop = tenacity.stop_before_delay(RETRY_SECONDS if seconds is None else seconds)
     wait = tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_WAIT_SECONDS)
     attempts = tenacity.Retrying(retry=tenacity.retry_if_exception(is_transient), wait=wait, stop=stop, reraise=True)
     return attempts(request)
@@ -58,7 +49,7 @@ def is_transient(error: BaseException | None) -> bool:
         if OFFLINE in names:
             return False
         status = status_of(one) or 0
-        if names & TRANSIENT_ERRORS or CLOSED in str(one) or status in (408, TOO_MANY_REQUESTS) or status >= 500:
+        if names & TRANSIENT_ERRORS or CLOSED in str(one) or status in (408, 429) or status >= 500:
             return True
     return False
 

@@ -8,7 +8,6 @@ a bucket as copies, because other machines could not read them in place.
 import re
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,19 +18,9 @@ from pipelines.recipe import LLMC, TokensConfig
 from pipelines.text.shard_writer import SplitShard, rows_in
 from trainer.errors import UserError
 from trainer.process import failpoint
-from trainer.store import LocalStore, Store, sha256_of
+from trainer.store import Entry, LocalStore, Store, sha256_of
 
 AT_ONCE = 4  # shards that are read beside each other
-
-
-@dataclass(frozen=True)
-class Found:
-    """A shard where it lies: its key below the place, and what its contents are known by."""
-
-    name: str  # in the artifact: train_000000.bin …
-    key: str
-    size: int
-    etag: str  # empty: a local file
 
 
 def is_remote(source: str) -> bool:
@@ -65,37 +54,39 @@ def places_of(config: TokensConfig) -> set[str]:
     return {open_store(one.source.removeprefix(LLMC)).uri for one in config.each() if one.adopts}
 
 
-def shards_found(config: TokensConfig) -> list[Found]:
-    """The shards of a place by split, in the order of their names. UserError unless both splits have some."""
+def shards_found(config: TokensConfig) -> dict[str, Entry]:
+    """The shards of a place by their names in the artifact (train_000000.bin …), in the order of their own names.
+    UserError unless both splits have some."""
     from trainer.data.shards import split_of
 
-    store, found = place_in(config), list[Found]()
+    store, found = place_in(config), dict[str, Entry]()
     if isinstance(store, S3Store):
-        files = [(one.key, one.size, one.etag.strip('"')) for one in store.objects("") if "/" not in one.key]
+        files = [one for one in store.objects("") if "/" not in one.key]
     else:
         assert isinstance(store, LocalStore)
-        files = [(path.name, path.stat().st_size, "") for path in store.root.glob("*.bin") if path.is_file()]
+        files = [Entry(path.name, path.stat().st_size, 0) for path in store.root.glob("*.bin") if path.is_file()]
+    files.sort(key=lambda one: one.key)
     for split in ("train", "val"):
-        mine = [file for file in sorted(files) if split_of(file[0]) == split]
+        mine = [one for one in files if split_of(one.key) == split]
         if not mine:
             raise UserError(
                 f"tokens.source: '{config.source}' has no {split} shards; they are called {split}_000000.bin, "
                 f"NAME_{split}_000000.bin or {split}.bin"
             )
-        found += [Found(f"{split}_{n:06d}.bin", *file) for n, file in enumerate(mine)]
+        found |= {f"{split}_{n:06d}.bin": one for n, one in enumerate(mine)}
     return found
 
 
 def identity_of_shards(config: TokensConfig) -> dict[str, Any]:
     """The identity of adopted shards: sha256 of local files, ETags of objects, by split in the order of reading."""
     store, found = place_in(config), shards_found(config)
-    kind, contents = "etag", [one.etag for one in found]
+    kind, contents = "etag", [one.etag.strip('"') for one in found.values()]
     if isinstance(store, LocalStore):
         with ThreadPoolExecutor() as pool:
-            kind, contents = "sha256", list(pool.map(lambda one: sha256_of(store.root / one.key), found))
+            kind, contents = "sha256", list(pool.map(lambda one: sha256_of(store.root / one.key), found.values()))
     splits: dict[str, list[str]] = {"train": [], "val": []}
-    for one, content in zip(found, contents, strict=True):
-        splits[one.name.partition("_")[0]].append(content)
+    for name, content in zip(found, contents, strict=True):
+        splits[name.partition("_")[0]].append(content)
     return {"source": "shards", **{split: {kind: several} for split, several in splits.items()}}
 
 
@@ -108,8 +99,8 @@ def label_of(config: TokensConfig) -> str:
 def tokens_by_split(config: TokensConfig) -> dict[str, int]:
     """About the tokens of both splits, by the sizes of the files: of uint16."""
     counts = {"train": 0, "val": 0}
-    for one in shards_found(config):
-        counts[one.name.partition("_")[0]] += one.size // 2
+    for name, one in shards_found(config).items():
+        counts[name.partition("_")[0]] += one.size // 2
     return counts
 
 
@@ -132,11 +123,11 @@ def adopted_shards(
 
     place, found = place_in(config), shards_found(config)
 
-    def adopt(one: Found) -> tuple[SplitShard, int]:
+    def adopt(name: str, key: str) -> tuple[SplitShard, int]:
         here = isinstance(place, LocalStore)
-        path = place.path_of(one.key) if isinstance(place, LocalStore) else folder / "adopting" / one.name / one.key
+        path = place.path_of(key) if isinstance(place, LocalStore) else folder / "adopting" / name / key
         if not here:
-            place.download(one.key, path)
+            place.download(key, path)
         try:
             tokens = read_shard(path, shard_at(path).header)
             max_id = int(tokens.max(initial=0))
@@ -145,11 +136,11 @@ def adopted_shards(
                     f"tokens.source: {path.name}: its largest id is {max_id}, and tokens.tokenizer has "
                     f"{vocab_size:,} ids; name the tokenizer of the shards"
                 )
-            rows = rows_in(eot, row_tokens if one.name.startswith("train") else None, tokens)
+            rows = rows_in(eot, row_tokens if name.startswith("train") else None, tokens)
             if here and not isinstance(store, LocalStore):
-                file = upload(path, one.name)
+                file = upload(path, name)
             else:
-                file = File(one.name, one.key, path.stat().st_size, sha256_of(path), place.uri)
+                file = File(name, key, path.stat().st_size, sha256_of(path), place.uri)
             failpoint("tokenize")
             return SplitShard(file, len(tokens), max_id, rows), int((tokens == eot).sum())
         finally:
@@ -158,6 +149,6 @@ def adopted_shards(
 
     with ThreadPoolExecutor(AT_ONCE, "adopt") as pool:
         try:
-            yield from pool.map(adopt, found)
+            yield from pool.map(adopt, found, [one.key for one in found.values()])
         finally:
             pool.shutdown(cancel_futures=True)
