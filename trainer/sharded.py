@@ -140,8 +140,11 @@ class ShardedEngine:
         gradients = {name: shard_of(p.grad) for name, p in self.shards.whole.items() if p.grad is not None}
         if self.tensor > 1:  # which have the sum over a group, and the mean over groups
             torch._foreach_div_([g for name, g in gradients.items() if name.startswith("h.")], self.tensor)
-        holders = torch.tensor([self.shards.holders[name] for name in gradients], device=self.world.device)
-        squares = (torch.stack(torch._foreach_norm(list(gradients.values()))).square() / holders).sum()
+        norms = torch._foreach_norm(list(gradients.values()))
+        shared = [norm for norm, name in zip(norms, gradients, strict=True) if self.shards.holders[name] > 1]
+        if shared:
+            torch._foreach_div_(shared, self.tensor**0.5)
+        squares = torch.stack(norms).square().sum()
         dist.all_reduce(squares, group=self.mesh.get_group("shard"))
         return torch.stack((total, squares.sqrt()))
 
