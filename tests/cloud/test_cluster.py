@@ -3,9 +3,8 @@
 import json
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
@@ -55,7 +54,7 @@ class User:
     """A user at a shell, with a recipe and a bucket."""
 
     def __init__(self, folder: Path, cloud: LocalCloud, account: S3Account) -> None:
-        self.recipe, self.failpoints = folder / "e2e.yaml", folder / "failpoints"
+        self.recipe, self.failpoints, self.python = folder / "e2e.yaml", folder / "failpoints", cloud.client.python
         self.failpoints.mkdir()
         write_texts(folder / "texts")
         source = {"source": str(folder / "texts" / "*.txt")}
@@ -75,7 +74,7 @@ class User:
         self.environment = {
             **inherited,
             **account.environment,
-            **cloud.environment,
+            **cloud.client.environment,
             "SKYTRAIN_STORE": f"s3://{self.bucket}/runs",
             "SKYTRAIN_HOME": str(folder / "home"),
             "SKYTRAIN_NOTICE": "off",
@@ -83,11 +82,11 @@ class User:
             "OMP_NUM_THREADS": "1",
         }
 
-    def skytrain(self, *words: str, expect: int = 0, **environment: str) -> str:
+    def skytrain(self, *words: str, expect: int = 0, environment: Mapping[str, str] = {}) -> str:
         """The command's stdout and stderr."""
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "pipelines.cli", *words],
-            env=self.environment | environment,
+            [self.python, "-P", "-m", "pipelines.cli", *words],
+            env={**self.environment, **environment},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -95,11 +94,14 @@ class User:
         assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 
-    def launch(self, *options: str, expect: int = 0) -> str:
+    def launch(self, *options: str, expect: int = 0, environment: Mapping[str, str] = {}) -> str:
         where = ("--infra", "slurm/local", "--gpus", "H100:8", "--image", "none", "--yes")
-        variables = {"SKYTRAIN_VENV": sys.prefix, "SKYTRAIN_GRACE_SECONDS": "10", FAILPOINTS: str(self.failpoints)}
+        variables = {"SKYTRAIN_VENV": str(self.python.parents[1]), "SKYTRAIN_GRACE_SECONDS": "10"}
+        variables[FAILPOINTS] = str(self.failpoints)
         given = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
-        return self.skytrain("launch", str(self.recipe), *where, *given, *options, expect=expect)
+        return self.skytrain(
+            "launch", str(self.recipe), *where, *given, *options, expect=expect, environment=environment
+        )
 
     @cached_property
     def store(self) -> S3Store:
@@ -156,29 +158,49 @@ def reached(failpoint: Path) -> Path:
 
 
 def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one(user: User, cloud: LocalCloud) -> None:
-    user.skytrain("run", str(user.recipe), "--stage", "tokenize")
+    there = cloud.other.environment
+    with ThreadPoolExecutor(2) as threads:  # the first verb of each client starts its API server
+        orphans = partial(user.skytrain, "status", "--orphans")
+        started = [threads.submit(orphans), threads.submit(orphans, environment=there)]
+        user.skytrain("run", str(user.recipe), "--stage", "tokenize")
+        assert all("none" in one.result().splitlines() for one in started)
     launched = user.launch("--stage", "train", "--nodes", "2", "--budget", "1000")
-    assert "as managed job" in launched
-    assert "has job 1, still running" in user.launch("--stage", "train", expect=2)
+    assert "as managed job 1" in launched
+    run = user.record.run
     undisturbed = S3Store(user.bucket, "undisturbed")
     alone = ("--stage", "train", "--set", "runtime.processes=2", "--store", undisturbed.uri)
-    with ThreadPoolExecutor(1) as threads:  # while the launched run waits for machines
-        run_alone = partial(user.skytrain, GLOO_SOCKET_IFNAME="lo")
-        ended = threads.submit(run_alone, "run", str(user.recipe), *alone)
+
+    def refusals() -> None:
+        """Of a second launch, and of all that would touch the job from another server or store."""
+        assert "has job 1, still running" in user.launch("--stage", "train", expect=2)
+        elsewhere = user.skytrain("down", run, "--store", undisturbed.uri.replace("undisturbed", "other"), expect=2)
+        assert f"job 1 belongs to the store {user.store.uri}, not to " in elsewhere
+        for command in (partial(user.skytrain, "down", run), partial(user.launch, "--stage", "train")):
+            assert f"{run} has job 1 on SkyPilot's API server " in command(expect=2, environment=there)
+
+    with ThreadPoolExecutor(2) as threads:  # while the launched run waits for machines
+        run_alone = partial(user.skytrain, environment={"GLOO_SOCKET_IFNAME": "lo"})
+        ended, refused = threads.submit(run_alone, "run", str(user.recipe), *alone), threads.submit(refusals)
         with user.held_in_mid_training():
-            run = user.record.run
-            elsewhere = user.skytrain("down", run, "--store", undisturbed.uri.replace("undisturbed", "other"), expect=2)
-            assert f"job 1 belongs to the store {user.store.uri}, not to " in elsewhere
+            refused.result()
             user.skytrain("stop", run, "--wait", "0", expect=1)
             user.wait_until(lambda: any(attempt.notice for attempt in user.bill.attempts))
         ended.result()
     user.wait_until(lambda: user.summary.state == "stopped")
     user.wait_until(lambda: not cloud.slurm("squeue", "-h"))
 
-    assert "as managed job" in user.skytrain("resume", run, "--yes")
-    threads = ThreadPoolExecutor(1)
-    followed = threads.submit(user.skytrain, "logs", run, "--follow")
+    # On the other server, where it is job 1, as the one that has ended is here.
+    assert "as managed job 1" in user.skytrain("resume", run, "--yes", environment=there)
+    threads = ThreadPoolExecutor(2)
+    followed = threads.submit(user.skytrain, "logs", run, "--follow", environment=there)
+
+    def asked_here() -> None:
+        for verb, code in {"logs": 2, "resume": 2, "down": 2, "status": 0}.items():
+            assert f"{run} has job 1 on SkyPilot's API server " in user.skytrain(verb, run, expect=code)
+
+    asked = threads.submit(asked_here)
     with user.held_in_mid_training():
+        asked.result()
         cloud.slurm("scancel", *jobs_of_training(cloud))  # preempted
     preempted = time.time()
     with user.held_in_mid_training():
@@ -188,11 +210,11 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
     user.wait_until(lambda: user.summary.state == "done")
     assert any("the run's command was killed by SIGKILL" in (beat.progress.killed or "") for beat in user.trainings)
     assert followed.result()
-    (status,) = json.loads(user.skytrain("status", "--json"))
+    (status,) = json.loads(user.skytrain("status", "--json", environment=there))
     assert [task["recoveries"] for task in status["tasks"]] == [2]
-    user.skytrain("down", run)
+    user.skytrain("down", run, environment=there)
     assert cloud.slurm("squeue", "-h") == ""
-    assert user.skytrain("status", "--orphans").splitlines()[-1] == "none"
+    assert user.skytrain("status", "--orphans", environment=there).splitlines()[-1] == "none"
 
     record, bill = user.record, user.bill
     assert losses(user.store, record) == losses(undisturbed, record)

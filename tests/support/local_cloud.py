@@ -1,4 +1,4 @@
-"""Real SkyPilot without a cloud: its API server, and a Slurm cluster of two nodes with simulated GPUs on this machine.
+"""Real SkyPilot without a cloud: API servers, and a Slurm cluster of two nodes with simulated GPUs on this machine.
 
 SkyPilot takes the cluster for a region of the cloud Slurm.
 
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -116,8 +116,6 @@ def what_is_missing() -> str | None:
         return "root"
     if packages := sorted({package for program, package in PROGRAMS.items() if not shutil.which(program)}):
         return f"{' '.join(packages)} (apt)"
-    if " " in sys.executable:
-        return "a Python whose path has no space: SkyPilot's API server does not quote it"
     return None
 
 
@@ -159,23 +157,40 @@ class SlurmCluster:
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
 
+@dataclass(frozen=True)
+class SkyClient:
+    """A user's machine: SkyPilot's client, and an API server of its own."""
+
+    home: Path
+    port: int  # of the API server
+    # SkyPilot's id of the user: nodes keep folders in /tmp whose names end with it.
+    user_hash: str = field(default_factory=lambda: os.urandom(4).hex())
+
+    @property
+    def python(self) -> Path:
+        """This Python by a path without a space: SkyPilot does not quote it."""
+        return self.home.with_name("venv") / "bin" / Path(sys.executable).name
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """With it, SkyPilot and `skytrain launch` use the API server."""
+        return {
+            **sky_environment(self.home),
+            "PATH": f"{self.python.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{Path(__file__).resolve().parents[2]}:{self.home / 'site'}",
+            "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.port),
+            "SKYPILOT_POD_MEMORY_GB_LIMIT": "6",  # limits the number of the API server's workers
+        }
+
+
 class LocalCloud:
-    """Runs between `start` and `stop`. With `environment`, SkyPilot and `skytrain launch` use it."""
+    """Runs between `start` and `stop`. Its clients can use it; each starts its API server when it needs one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.client = self.folder / "client"  # home folder of SkyPilot's client and API server
-        self.probe_port, self.ssh_port, self.api_port, *ports = free_ports(6)
+        self.probe_port, self.ssh_port, port, other_port, *ports = free_ports(7)
         self.local = SlurmCluster("local", ("st-n1", "st-n2"), PRICE, folder / "local", ports)
-        self.environment = {
-            **sky_environment(self.client),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{Path(__file__).resolve().parents[2]}:{self.client / 'site'}",
-            "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.api_port),
-            "SKYPILOT_POD_MEMORY_GB_LIMIT": "6",  # limits the number of the API server's workers
-        }
-        # SkyPilot's id of the user: nodes keep folders in /tmp whose names end with it.
-        self.user_hash = os.urandom(4).hex()
+        self.client, self.other = SkyClient(folder / "client", port), SkyClient(folder / "other", other_port)
         self._stack = ExitStack()
 
     def start(self) -> "LocalCloud":
@@ -201,28 +216,14 @@ class LocalCloud:
         ran = ((datetime.fromisoformat(job["EndTime"]) - datetime.fromisoformat(job["StartTime"]), job) for job in jobs)
         return sum(int(job["NodeCnt"]) * time.total_seconds() for time, job in ran)
 
-    def sky(self, *words: str, expect: int | None = 0) -> str:
-        """The output of SkyPilot's command line."""
-        done = subprocess.run(
-            [str(Path(sys.executable).parent / "sky"), *words],
-            capture_output=True,
-            text=True,
-            env=os.environ | self.environment,
-            timeout=300,
-        )
-        assert expect in (None, done.returncode), f"{done.stdout}\n{done.stderr}"
-        return done.stdout
-
     def _start(self) -> None:
         self._change_machine()
         self._start_munge()
         self._start_slurm(self.local)
         self._start_sshd()
         self._daemon([sys.executable, "-m", "http.server", str(self.probe_port), "--bind", LOOPBACK], "probe")
-        self._write_client()
-        self._stack.callback(self.sky, "api", "stop", expect=None)
-        self.sky("api", "start")
-        self.sky("check", "slurm")
+        for client in (self.client, self.other):
+            self._write_client(client.home, client.user_hash)
 
     def _daemon(self, command: list[str], name: str, env: dict[str, str] | None = None) -> Daemon:
         daemon = Daemon(command, self.folder / f"{name}.log", env=env)
@@ -248,8 +249,9 @@ class LocalCloud:
                     process.kill()
                     ours.append(process)
         psutil.wait_procs(ours, 10)
-        for folder in Path("/tmp").glob(f"*-{self.user_hash}"):
-            shutil.rmtree(folder, ignore_errors=True)
+        for client in (self.client, self.other):
+            for folder in Path("/tmp").glob(f"*-{client.user_hash}"):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _change_machine(self) -> None:
         lock = self._stack.enter_context(LOCK.open("w"))
@@ -263,7 +265,8 @@ class LocalCloud:
         self._add_lines(PASSWORDS, f"{self.local.login}:*:0:0::{self.local.home}:/bin/bash\n")
         shims = self.folder / "shims"
         shims.mkdir()
-        values = {"shims": shims, "python": sys.executable, "packages": sysconfig.get_path("purelib")}
+        (self.folder / "venv").symlink_to(Path(sys.executable).parents[1])
+        values = {"shims": shims, "python": self.client.python, "packages": sysconfig.get_path("purelib")}
         for name, text in SHIMS.items():
             path = shims / name
             path.write_text("#!/bin/bash\n" + text.format(**values))
@@ -323,13 +326,13 @@ class LocalCloud:
         daemon = self._daemon(sshd, "sshd")
         daemon.wait_until(lambda: listens(self.ssh_port))
 
-    def _write_client(self) -> None:
+    def _write_client(self, home: Path, user_hash: str) -> None:
         for name in (".slurm", ".sky", "site"):
-            (self.client / name).mkdir(parents=True)
-        write_catalog(self.client)
-        (self.client / ".sky" / "user_hash").write_text(self.user_hash)
-        (self.client / "none").touch()  # AWS's files in sky_environment: on Slurm, SkyPilot opens them
-        (self.client / ".slurm" / "config").write_text(
+            (home / name).mkdir(parents=True)
+        write_catalog(home)
+        (home / ".sky" / "user_hash").write_text(user_hash)
+        (home / "none").touch()  # AWS's files in sky_environment: on Slurm, SkyPilot opens them
+        (home / ".slurm" / "config").write_text(
             f"Host {self.local.name}\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {self.local.login}\n"
             f"  IdentityFile {self.folder}/client-key\n  IdentitiesOnly yes\n"
         )
@@ -339,13 +342,13 @@ class LocalCloud:
             "slurm": {"provision_timeout": 60, "cluster_configs": pricing},
             "jobs": {"controller": {"consolidation_mode": True}, "force_disable_cloud_bucket": True},
         }
-        (self.client / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
+        (home / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
         changes = {
             "sky.backends.backend_utils": {"_TEST_IP_LIST": [f"http://{LOOPBACK}:{self.probe_port}"]},
             # SkyPilot polls every 15 and 5 s. Each stage is a cluster of its own, so that would add up to two minutes.
             "sky.jobs.utils": {"JOB_STATUS_CHECK_GAP_SECONDS": 3, "JOB_STARTED_STATUS_CHECK_GAP_SECONDS": 1},
         }
-        (self.client / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE.format(changes=changes))
+        (home / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE.format(changes=changes))
 
 
 def remove_our_lines(file: Path) -> None:
