@@ -237,18 +237,21 @@ class LocalCloud:
             wait_until(lambda: not self.slurm("squeue", "-h"), "the end of Slurm's jobs", 30)
 
     def _end_processes(self) -> None:
-        """Kills the processes that SkyPilot leaves: those with HOME or SLURM_CONF in our folder, and those of sshd's
-        connections, which show the name of a login instead of their environment."""
-        ours = []
+        """Kills the processes that SkyPilot leaves: those with HOME or SLURM_CONF in our folder, those of sshd's
+        connections, which show the name of a login instead of their environment, and all that these started: the
+        workers of an API server hide their environment, too."""
+        ours = set()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 environment = process.environ()
                 at_home = [Path(environment.get(name, "/")) for name in ("HOME", "SLURM_CONF")]
                 connection = "".join(process.cmdline()).startswith(f"sshd: {LOGIN}-")
                 if connection or any(path.is_relative_to(self.folder) for path in at_home):
-                    process.kill()
-                    ours.append(process)
-        psutil.wait_procs(ours, 10)
+                    ours |= {process, *process.children(recursive=True)}
+        for process in ours:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(list(ours), 10)
         for client in (self.client, self.other):
             for folder in Path("/tmp").glob(f"*-{client.user_hash}"):
                 shutil.rmtree(folder, ignore_errors=True)
