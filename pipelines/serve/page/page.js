@@ -89,7 +89,7 @@ fetch("/v1/models").then((response) => response.json()).then(({ data }) => {
   if (!data[0].chat) return;
   messages = [];
   document.body.className = "chat";
-  at("about").textContent = "It was tuned to answer, and knows this conversation alone.";
+  at("about").textContent = "It was tuned to answer. It knows the conversation below, and nothing else.";
   at("asks").textContent = "Message";
   at("go").textContent = "Send";
   at("prompt").required = true;
