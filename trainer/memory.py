@@ -10,6 +10,7 @@ from trainer.models.model_config import ModelConfig
 LIBRARIES = 2 << 30  # bytes of CUDA, NCCL and cuBLAS
 USABLE = 0.94  # of a GPU's memory, as in trainer/micro_batch.py
 FUSED_LOGITS = 1 << 30  # the fused engine makes the logits in chunks
+FULL_SPEED = 16_384  # tokens of a micro-batch, from which a GPU is about as fast as with more
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,16 @@ class Memory:
 
 
 def memory_of(
-    engine: str, model: ModelConfig, runtime: RuntimeConfig, ranks: int, muon: bool = False, sequences: int = 1
+    engine: str,
+    model: ModelConfig,
+    runtime: RuntimeConfig,
+    ranks: int,
+    muon: bool = False,
+    sequences: int = 1,
+    once: bool = False,
 ) -> Memory:
-    """What a training takes on each of `ranks` GPUs, in the engine fused or sharded, in bf16."""
+    """What a training takes on each of `ranks` GPUs, in the engine fused or sharded, in bf16. `once`: sharded gathers
+    the weights once a step, see `gathers_once`."""
     sizes = {name: prod(shape) for name, shape in model.shapes.items()}
     block = max(sum(n for name, n in sizes.items() if name.startswith(f"h.{i}.")) for i in {0, model.n_layer - 1})
     outside = sum(n for name, n in sizes.items() if not name.startswith("h."))
@@ -43,6 +51,8 @@ def memory_of(
     # bf16 weights and gradients outside the blocks, and of two blocks, one of whose gradients are reduced in float32.
     block //= runtime.tensor_parallel
     gathered = 4.0 * outside + 2 * 2 * block + 6 * block if ranks > 1 else 0.0
+    if once:  # all bf16 weights and float32 gradients
+        gathered += 2 * outside + 6 * (model.parameters - outside) / runtime.tensor_parallel
     logits = 4 * tokens * model.padded_vocab_size  # compiled: bf16, and their gradients
     return Memory(
         (4 * model.parameters + moments) / (runtime.shard_size or ranks), gathered, inside + max(logits, block_again)
@@ -57,6 +67,15 @@ def why_sharded(
     if ranks == 1 or precision not in ("auto", "bf16") or needed <= USABLE * memory:
         return None
     return f"fused would need about {needed / 1e9:.0f} of {memory / 1e9:.0f} GB on each GPU"
+
+
+def gathers_once(model: ModelConfig, runtime: RuntimeConfig, muon: bool, ranks: int, memory: float) -> bool:
+    """Whether the engine sharded gathers the weights once a step and reduces its gradients once: GPUs with `memory`
+    bytes have room for these beside a micro-batch at full speed. Gradients that ranks exchange in bf16 would also be
+    added up in bf16."""
+    sequences = max(1, FULL_SPEED // model.block_size)
+    needed = memory_of("sharded", model, runtime, ranks, muon, sequences, once=True).total
+    return runtime.reduce_dtype == "fp32" and needed <= USABLE * memory
 
 
 def numbers_saved(model: ModelConfig, recompute: Recompute) -> int:

@@ -4,7 +4,9 @@ torch's FSDP2 (Zhao et al. 2023). It trains models beyond the memory of one GPU.
 Bytes a parameter: 16/W on each of W ranks (float32 weights, gradients and two moments), and the weights of the block
 that computes, in bf16: they are gathered before its forward and its backward pass, and dropped after them. Parameters
 outside the blocks (embeddings, head, last norm) stay gathered through a step. Each micro-batch reduces its gradients
-at once, so that no rank ever holds a whole gradient; large micro-batches keep that traffic small.
+at once, so that no rank ever holds a whole gradient; large micro-batches keep that traffic small. GPUs with memory for
+6 more bytes a parameter gather the weights once a step, and add up its gradients in float32 before one reduction: the
+state is then divided as in ZeRO-1.
 
 With `runtime.shard_size` several copies of the state exist, each over so many ranks (hybrid sharding, HSDP): the
 gathers stay inside a node, and only gradients cross nodes.
@@ -20,7 +22,7 @@ run as many batches on every rank.
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from math import prod
 from typing import Any, get_args
 
@@ -43,6 +45,7 @@ from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece, Place, tensor_of
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
+from trainer.memory import gathers_once
 from trainer.models.family import plain_model
 from trainer.models.model_config import ModelConfig
 from trainer.optim import muon
@@ -52,7 +55,6 @@ from trainer.optim.rates import Group, Rates, group_of
 from trainer.parallel import World, precision_on
 from trainer.process import failpoint
 
-DRAWN_AT_ONCE = 4  # tensors that a rank draws whole, before it cuts them: the largest of 8B has 2 GB
 NO_TARGET = -100  # of padding, which cross_entropy leaves out
 
 
@@ -94,14 +96,20 @@ class ShardedEngine:
             inside = whole["replicate", "shard"] if self.copies > 1 else whole["shard"]
             for block in self.model.h:
                 divide(block, whole["tensor"])
+        memory = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else 0
+        smallest = -world.most(-memory)  # or the ranks' collective calls would differ
+        self.gathers_once = gathers_once(config, runtime, train.optimizer == "muon", world.world_size, smallest)
+        if self.gathers_once:
+            self.why += "; weights gathered once a step"
         policy = MixedPrecisionPolicy(
             param_dtype=None if self.precision == "fp32" else torch.bfloat16,
             reduce_dtype=torch.bfloat16 if runtime.reduce_dtype == "bf16" else torch.float32,
             cast_forward_inputs=False,  # the waves of rotary positions stay in float32
         )
         for block in self.model.h:  # the backward pass begins with the last one
-            fully_shard(block, mesh=inside, mp_policy=policy, reshard_after_forward=block is not self.model.h[-1])
-        fully_shard(self.model, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)
+            again = not self.gathers_once and block is not self.model.h[-1]
+            fully_shard(block, mesh=inside, mp_policy=policy, reshard_after_forward=again)
+        self.root = fully_shard(self.model, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)
         self.model.to_empty(device=world.device)
         # FSDP gathers for `forward`. These aliases are for evaluations: `forward` itself uses the methods as they are.
         for method in ("hidden", "loss"):
@@ -112,14 +120,16 @@ class ShardedEngine:
         self.optimizer: AdamW = kind(self.shards, train)
 
     def initialize(self, seed: int) -> None:
-        def draw(key: str, piece: Piece) -> None:
-            whole = torch.empty(piece.shape)
-            self.model.draw({tensor_of(key).removeprefix("model."): whole}, self.config, seed)
-            piece.live.view(piece.rows, -1).copy_(piece.place.of(whole.view(-1)))
-
+        """As `Engine.initialize`; a rank never holds more than its shards and one whole layer."""
         pieces = self._pieces_of("model", dict(self.shards.named_parameters()))
-        with ThreadPoolExecutor(DRAWN_AT_ONCE) as pool:
-            list(pool.map(draw, *zip(*pieces.items(), strict=True)))
+        for _, keys in groupby(pieces, lambda key: key.split(".")[1:3]):
+            layer = {key: tensor_of(key).removeprefix("model.") for key in keys}
+            whole = {name: torch.empty(pieces[key].shape) for key, name in layer.items()}
+            self.model.draw(whole, self.config, seed)
+            for key, name in layer.items():
+                piece = pieces[key]
+                piece.live.view(piece.rows, -1).copy_(piece.place.of(whole[name].view(-1)))
+            del whole  # before the next one is allocated
 
     def accumulate(
         self, batches: Iterator[tuple[Tensor, Tensor]], count: int, mean_share: float, number: int = 0
@@ -128,7 +138,11 @@ class ShardedEngine:
         for p in self.shards.whole.values():
             p.grad = None
         total = torch.zeros((), device=self.world.device)
-        for number in range(self.world.most(count)):
+        most = self.world.most(count)
+        for number in range(most):
+            if self.gathers_once:
+                self.root.set_reshard_after_backward(number == most - 1)
+                self.root.set_requires_gradient_sync(number == most - 1)
             share = 0.0
             if number < count:
                 tokens, targets = next(batches)

@@ -83,4 +83,4 @@ class GPT(LanguageModel):
             p.fill_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0)
             return
         std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
-        p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+        p.normal_(0.0, std, generator=generator)

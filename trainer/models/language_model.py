@@ -114,7 +114,7 @@ class LanguageModel(nn.Module):
 
     @staticmethod
     def initial(name: str, p: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
-        """Fill a parameter with its initial values; `generator` draws on the CPU."""
+        """Fill a contiguous float32 parameter on the CPU with its initial values."""
         raise NotImplementedError
 
     @property
@@ -144,9 +144,12 @@ class LanguageModel(nn.Module):
             # torch's generator uses 32 bits of its seed: two of 1558M's 194 streams are equal with a probability of
             # 4e-6.
             generator = torch.Generator().manual_seed(int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:4]))
-            cls.initial(name, parameters[name], config, generator)
+            p = parameters[name]
+            drawn = p if p.device.type == "cpu" else torch.empty(p.shape)
+            cls.initial(name, drawn, config, generator)
             if name in config.vocabulary_rows:
-                parameters[name][config.vocab_size :] = 0.0
+                drawn[config.vocab_size :] = 0.0
+            p.copy_(drawn)
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(fill, sorted(parameters, key=lambda name: -parameters[name].numel())))  # the longest first

@@ -90,4 +90,4 @@ class Llama(LanguageModel):
             return
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         std = 0.02 / math.sqrt(2 * config.n_layer) if into_residual else 0.02
-        p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+        p.normal_(0.0, std, generator=generator)

@@ -152,13 +152,13 @@ class Modern(LanguageModel):
         if name in SCALARS:
             p.copy_(torch.linspace(*SCALARS[name], len(p)))
         elif name == "smear_gate" or name.endswith("ve_gate.weight"):
-            p.copy_(torch.empty(p.shape).uniform_(0.0, 0.02, generator=generator))
+            p.uniform_(0.0, 0.02, generator=generator)
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
             p.zero_()
         elif name == "wte.weight":
-            p.copy_(torch.empty(p.shape).normal_(0.0, 0.8, generator=generator))
+            p.normal_(0.0, 0.8, generator=generator)
         elif name == "lm_head.weight":
-            p.copy_(torch.empty(p.shape).normal_(0.0, 0.001, generator=generator))
+            p.normal_(0.0, 0.001, generator=generator)
         else:
             bound *= 0.4 if name.endswith("up_proj.weight") else 1.0
-            p.copy_(torch.empty(p.shape).uniform_(-bound, bound, generator=generator))
+            p.uniform_(-bound, bound, generator=generator)
