@@ -6,6 +6,7 @@ network. The tests only replace the list of enabled clouds, which would need acc
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -141,11 +142,13 @@ print("ANSWERS" + json.dumps(answers))
 """
 CLOUDS = ("aws", "gcp", "lambda")
 TASKS = ("tokenize", "train", "evaluate")  # of a launch of all stages
-GIVEN = {"SKYTRAIN_RECIPE": "smoke", "SKYTRAIN_STORE": "s3://bucket/prefix"}
+FILES = (*STAGES, "serve")
+GIVEN = {"SKYTRAIN_RECIPE": "smoke", "SKYTRAIN_RUN": "smoke-0123", "SKYTRAIN_STORE": "s3://bucket/prefix"}
+OTHERS = {"VLLM_API_KEY": "of sky/serve.yaml"}
 
 
 def question(
-    text: str, envs: dict[str, str] = GIVEN, enabled: tuple[str, ...] = CLOUDS, secrets: dict[str, str] = KEYS
+    text: str, envs: dict[str, str] = GIVEN, enabled: tuple[str, ...] = CLOUDS, secrets: dict[str, str] = KEYS | OTHERS
 ) -> dict[str, Any]:
     return {"yaml": text, "envs": envs, "enabled": enabled, "secrets": secrets}
 
@@ -156,7 +159,7 @@ def requested(stages: tuple[str, ...] = ("train",), **options: Any) -> str:
 
 
 QUESTIONS = {
-    **{stage: question((SKY / f"{stage}.yaml").read_text()) for stage in STAGES},
+    **{name: question((SKY / f"{name}.yaml").read_text()) for name in FILES},
     "nothing cheap enough": question(
         (SKY / "train.yaml").read_text().replace("max_hourly_cost: 60", "max_hourly_cost: 19"), enabled=("lambda",)
     ),
@@ -290,15 +293,16 @@ def only_task(answer: dict[str, Any]) -> dict[str, Any]:
 # SkyPilot's reading of them
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_file_is_a_task_that_recovers_from_75_and_leaves_no_machine(answers: dict[str, Any], stage: str) -> None:
-    task = only_task(answers[stage])
-    assert task["name"] == stage
-    assert task["recovery"] == {"strategy": "EAGER_NEXT_REGION", "recover_on_exit_codes": [75]}
-    assert task["down"] is True
-    assert task["labels"] == {"project": "skytrain"}
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_is_a_short_task_that_recovers_from_75_and_leaves_no_machine(
+    answers: dict[str, Any], name: str
+) -> None:
+    task, job = only_task(answers[name]), name != "serve"
+    assert task["name"] == name and task["labels"] == {"project": "skytrain"}
+    assert task["recovery"] == ({"strategy": "EAGER_NEXT_REGION", "recover_on_exit_codes": [75]} if job else None)
+    assert bool(task["down"]) == job
     assert task["image"] is None and json.loads(task["yaml"])["workdir"] == "."  # it runs as it stands, from a clone
-    assert len((SKY / f"{stage}.yaml").read_text().splitlines()) <= 60
+    assert len((SKY / f"{name}.yaml").read_text().splitlines()) <= 60
 
 
 def test_a_pod_that_kubernetes_takes_back_stops_its_training(answers: dict[str, Any]) -> None:
@@ -306,6 +310,10 @@ def test_a_pod_that_kubernetes_takes_back_stops_its_training(answers: dict[str, 
         (*hooks,) = only_task(answers[stage])["hooks"] or []
         assert [hook["events"] for hook in hooks] == ([["preemption"]] if stage == "train" else [])
         assert all("pkill -TERM" in hook["run"] and hook["timeout"] > StopSignal.grace_seconds for hook in hooks)
+    script = only_task(answers["train"])["hooks"][0]["run"]
+    (pattern,) = re.findall("c='(.*?)'", script)
+    assert not re.search(pattern, script)  # SkyPilot runs it by `bash -c`, and pkill would end that shell, too
+    assert all(re.search(pattern, f"python {command} run") for command in ("/opt/bin/skytrain", "-m pipelines.cli"))
 
 
 def test_without_a_machine_that_fits_below_the_price_cap_a_launch_fails_with_one_line(answers: dict[str, Any]) -> None:
