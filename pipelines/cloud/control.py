@@ -31,7 +31,7 @@ from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.releases import Release, write_releases
 from pipelines.tracking.runs import Run, RunRecord, Summary, store_summary, usable_runs
-from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
+from pipelines.tracking.stop_request import StopRequest, request_stop
 from trainer.amounts import steps_to_come
 from trainer.config import TrainConfig
 from trainer.errors import UserError
@@ -94,7 +94,7 @@ def status_of(run: Run, launched: LaunchRecord | None, all_tasks: list[TaskStatu
         places=list(dict.fromkeys(f"{m.cloud}/{location(m)}" for m in machines if m.cloud and location(m))),
         recoveries=recoveries,
         to_come=training_to_come(run, run.recipe.train),
-        stop_request=read_stop_request(run.store, run.name),
+        stop_request=run.stop_request,
         unsaved_seconds=newest.time - progress.unsaved_since if newest and progress.unsaved_since else None,
         tasks=tasks,
         silent_seconds=max(0.0, run.store.clock() - (stored.stored or 0.0)) if stored and running else None,

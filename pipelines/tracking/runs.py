@@ -23,6 +23,7 @@ from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat
 from pipelines.tracking.mlflow.settings import experiment_name, own_tags
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.releases import Release, read_releases, until_release
+from pipelines.tracking.stop_request import StopRequest, read_stop_request
 from trainer.amounts import tokens_before, tokens_of_steps
 from trainer.checkpoint.commits import series
 from trainer.config import ADAMW_FIELDS, MUON_FIELDS, TARGETS
@@ -231,6 +232,10 @@ class Run:
         """The clusters on record that no attempt names: at most so long, a machine was up that is not on the bill."""
         known = {one.beat.machine.cluster for one in self.heartbeats}
         return [one for one in self.releases if one.cluster not in known]
+
+    @cached_property
+    def stop_request(self) -> StopRequest | None:
+        return read_stop_request(self.store, self.name)
 
     @cached_property
     def account(self) -> Account:

@@ -33,7 +33,8 @@ def down(run: RunName, store: StoreUri = None) -> None:
         control.record_releases([found], {run: launched})
         if message := control.on_another_server(launched):
             raise UserError(f"down: {message}")
-        if not removed and (beat := control.running_attempt(found)):
+        seen = removed or control.managed_tasks(launched.request.job_name)  # whose last heartbeat may be seconds old
+        if not seen and (beat := control.running_attempt(found)):
             where = beat.machine.cluster or beat.process.host
             raise UserError(f"down: {beat.stage}, attempt {beat.attempt} runs on {where}, and {control.no_job(run)}")
     say(f"{run}: no job and no cluster left")

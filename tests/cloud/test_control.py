@@ -256,15 +256,38 @@ def test_a_job_of_another_api_server_is_named_and_no_job_of_its_number_is_taken_
     assert message in " ".join(capsys.readouterr().out.split()) and removed == []
 
 
-def test_a_run_that_works_without_a_job_in_sight_is_not_called_removed(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_works_is_called_removed_only_if_its_job_is_seen_to_be_over(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded(store)
     launched(store)
     put_beat(store, machine=Machine(cluster="train-1"))
-    with_skypilot(monkeypatch, [], [])
+    jobs: list[Any] = []
+    with_skypilot(monkeypatch, jobs, [])
     with pytest.raises(UserError, match="attempt 1 runs on train-1, and SkyPilot shows no job of .* --refresh` starts"):
         down(RUN, store=store.uri)
+    jobs.append(job_record(1, JOB, "SUCCEEDED", 1e9, None))  # `down` has just ended it
+    down(RUN, store=store.uri)
+    assert capsys.readouterr().out.endswith("no job and no cluster left\n")
+
+
+def test_status_reads_each_object_once_and_skypilots_records_once(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(store)
+    launched(store)
+    put_beat(store, 1, "stopped")
+    with_skypilot(monkeypatch, [], [])
+    asked, get, tasks = list[str](), LocalStore.get, control.managed_tasks
+
+    def counted(*words: Any) -> Any:
+        asked.append(str(words[-1]) if words else "jobs")
+        return get(*words) if words else tasks()
+
+    monkeypatch.setattr(LocalStore, "get", counted)
+    monkeypatch.setattr(control, "managed_tasks", counted)
+    status(store=store.uri)
+    assert "jobs" in asked and len(asked) == len(set(asked)), asked
 
 
 def test_status_records_the_release_of_a_machine_once_and_the_bill_ends_there(
