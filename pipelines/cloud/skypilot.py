@@ -121,10 +121,8 @@ def check_places(infra: str | None) -> None:
 
 def dag_of(job: ManagedJob, secrets: Mapping[str, str]) -> "Dag":
     """The job as SkyPilot's chain of tasks, checked against its schema. UserError with SkyPilot's objection."""
-    try:
-        from sky.utils import dag_utils
-    except ImportError as error:
-        raise UserError(f"SkyPilot is not installed: {INSTALL}") from error
+    from sky.utils import dag_utils
+
     try:
         return dag_utils.load_chain_dag_from_yaml_str(job.to_yaml(), secrets_overrides=list(secrets.items()))
     except ValueError as error:
@@ -203,7 +201,7 @@ class TaskStatus:
 def managed_tasks(name: str | None = None, unfinished: bool = False) -> list[TaskStatus]:
     """The tasks of all users' managed jobs, or of those with this name; `unfinished`: without jobs that are over.
 
-    None if SkyPilot's controller has a machine of its own that does not exist or is stopped. UserError without an
+    Empty if SkyPilot's controller has a machine of its own that does not exist or is stopped. UserError without an
     answer: there may be jobs.
     """
     from sky import ClusterStatus, exceptions, jobs

@@ -13,9 +13,9 @@ import http.client
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from pipelines.screen import Screen
@@ -62,26 +62,10 @@ class Metadata:
             connection.close()
 
 
-class NoticeSource(Protocol):
-    """A cloud's way to announce the end of a machine."""
-
-    name: str
-    grace_seconds: int  # the time to save after a notice, less some seconds for the exit
-
-    def probe(self) -> None:
-        """Raise any exception unless this machine belongs to that cloud."""
-
-    def notice(self) -> str | None:
-        """The cloud's announcement in our own text; None without one. Raises any exception without a valid answer."""
-
-    def machine(self) -> Machine:
-        """This machine. Raises as `notice`."""
-
-
 class Ec2:
     """EC2 spot: IMDSv2, a token first. Two minutes of notice; no notice is a 404."""
 
-    name, grace_seconds = "EC2 spot", 110
+    cloud, name, grace_seconds = "aws", "EC2 spot", 110
     ACTIONS = ("terminate", "stop", "hibernate")
     TOKEN_SECONDS = 21_600  # the maximum; the answer to an expired one is 401
 
@@ -90,9 +74,11 @@ class Ec2:
         self._token = ""
 
     def probe(self) -> None:
+        """Raise any exception unless this machine belongs to this cloud."""
         self._renew_token(DETECT_SECONDS)
 
     def notice(self) -> str | None:
+        """The cloud's announcement in our own text; None without one. Raises any exception without a valid answer."""
         body = self._read("spot/instance-action")
         if not body:
             return None
@@ -102,6 +88,7 @@ class Ec2:
         return f"{self.name}: {event['action']} at {str(event.get('time'))[:40]}"
 
     def machine(self) -> Machine:
+        """This machine. Raises as `notice`."""
         names = ("placement/region", "placement/availability-zone", "instance-type", "instance-life-cycle")
         region, zone, instance, life_cycle = (self._read(name) or "" for name in names)
         if not (region and instance and life_cycle):
@@ -133,7 +120,7 @@ class Ec2:
 class Gce:
     """GCE: two items that always have a value. 30 s of notice for spot, an hour for a GPU's host maintenance."""
 
-    name, grace_seconds = "GCE", 25
+    cloud, name, grace_seconds = "gcp", "GCE", 25
     HEADERS = {"Metadata-Flavor": "Google"}  # required in a request, and present in every real answer
 
     def __init__(self, metadata: Metadata) -> None:
@@ -167,7 +154,8 @@ class Gce:
         return answer.body.strip()
 
 
-SOURCES: dict[str, Callable[[Metadata], NoticeSource]] = {"ec2": Ec2, "gce": Gce}
+NoticeSource = Ec2 | Gce  # a cloud's way to announce the end of a machine; seconds of notice, less some for the exit
+SOURCES: dict[str, type[NoticeSource]] = {"ec2": Ec2, "gce": Gce}
 
 
 def ok(answer: MetadataAnswer) -> MetadataAnswer:

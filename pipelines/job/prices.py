@@ -9,16 +9,15 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from pipelines.job.notice import ENDPOINT, Ec2, Gce, Metadata, NoticeSource
+from pipelines.job.notice import ENDPOINT, SOURCES, Metadata
 from pipelines.tracking.records import Billing, Machine
 from trainer.errors import UserError
 from trainer.record import DamagedRecord, NewerRecord, typed
 
-METADATA: dict[str, Callable[[Metadata], NoticeSource]] = {"aws": Ec2, "gcp": Gce}
 TRIES = 3  # the cost of a whole attempt depends on the answer
 
 
@@ -102,12 +101,12 @@ def machine_from_metadata(cloud: str | None) -> Machine:
     if os.environ.get("SKYTRAIN_NOTICE") == "off":
         return Machine()
     metadata = Metadata(os.environ.get("SKYTRAIN_NOTICE_ENDPOINT") or ENDPOINT)
-    for name, source in METADATA.items():
-        for _ in range(TRIES if cloud in (None, name) else 0):
+    for source in SOURCES.values():
+        for _ in range(TRIES if cloud in (None, source.cloud) else 0):
             with suppress(Exception):  # a service may answer anything
                 here = source(metadata)
                 here.probe()
-                return replace(here.machine(), cloud=name)
+                return replace(here.machine(), cloud=source.cloud)
     return Machine()
 
 

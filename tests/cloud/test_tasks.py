@@ -61,7 +61,9 @@ def test_the_label_of_a_run_has_the_form_that_every_cloud_takes(run: str) -> Non
     assert re.fullmatch(r"[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?", run_label(run))
 
 
-def test_runpod_logs_into_our_image_as_its_user() -> None:
+def test_runpod_logs_into_our_image_as_its_user_by_skypilots_start_command() -> None:
+    (target,) = re.findall(r"^FROM \S+ AS skypilot\n(.*?)\n\n\n", (ROOT / "docker/Dockerfile").read_text(), re.M | re.S)
+    assert target.endswith("\nENTRYPOINT []")
     name = "SKYPILOT_RUNPOD_DOCKER_USERNAME"
     assert {task.envs.get(name) for task in tasks_with(infra="runpod").values()} == {"skytrain"}
     assert {task.envs.get(name) for task in tasks_with().values()} == {None}
