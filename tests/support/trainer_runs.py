@@ -1,7 +1,9 @@
 """Whole runs of the trainer, in this process and in separate processes, with tiny data."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -31,10 +33,12 @@ from trainer.parallel import World
 from trainer.process import StopSignal
 from trainer.store import LocalStore, Store
 
-ALONE = World(0, 0, 1, torch.device("cpu"))
+CPU = torch.device("cpu")
+ALONE = World(0, 0, 1, CPU)
 EVERY_STEP = 1e-9  # minutes between checkpoints
 
 E = TypeVar("E", bound=Event)
+R = TypeVar("R")
 
 CONFIG: dict[str, dict[str, Any]] = {
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 70},
@@ -84,6 +88,42 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tokens[i] = noise.randint(70) if noise.rand() < 0.1 else (5 * int(tokens[i - 1]) + 3) % 70
         write_shard(folder / f"{name}.bin", tokens)
     return folder
+
+
+# --- ranks that are threads of this process
+
+
+@dataclass(frozen=True)
+class ThreadedWorld(World):
+    """The world of a rank that is a thread; what it gathers goes through `table`."""
+
+    table: Any = None
+
+    def gather(self, value: Any) -> list[Any]:
+        values, barrier = self.table
+        values[self.rank] = value
+        barrier.wait(20)
+        found = list(values)
+        barrier.wait(20)
+        return found
+
+
+def threaded_worlds(count: int) -> list[ThreadedWorld]:
+    table = ([None] * count, threading.Barrier(count))
+    return [ThreadedWorld(rank, 0, count, CPU, table) for rank in range(count)]
+
+
+def each(ranks: Sequence[R], work: Callable[[R], Any]) -> list[Any]:
+    """What each rank's `work` returns, or the exception that it raised."""
+
+    def outcome(rank: R) -> Any:
+        try:
+            return work(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(outcome, ranks))
 
 
 # --- runs inside this process

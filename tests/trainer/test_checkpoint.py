@@ -6,17 +6,16 @@ The ranks are threads of this process, each with its Checkpointer. The store and
 import json
 import re
 import struct
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interfering import Interfering
 from torch import Tensor
-from trainer_runs import committed_steps
+from trainer_runs import ALONE, committed_steps, each, threaded_worlds
 
 import trainer.checkpoint.checkpointer
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -28,9 +27,6 @@ from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
 from trainer.store import LocalStore
-
-CPU = torch.device("cpu")
-ALONE = World(0, 0, 1, CPU)
 
 
 def pieces(value: float) -> dict[str, Piece]:
@@ -63,65 +59,20 @@ def folders(store: LocalStore) -> list[str]:
     return sorted({entry.key.split("/")[2] for entry in store.entries("run/checkpoints/")})
 
 
-class Interfering(LocalStore):
-    """Calls `before[method](key)` ahead of that method."""
-
-    def __init__(self, root: Path, **before: Callable[[str], None]) -> None:
-        super().__init__(root)
-        self.before = before
-
-    def _tell(self, method: str, key: str) -> None:
-        self.before.get(method, lambda key: None)(key)
-
-    def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
-        self._tell("write", key)
-        return super().write(parts, key, length)
-
-    def put(self, key: str, body: bytes) -> None:
-        self._tell("put", key)
-        super().put(key, body)
+class Counting(LocalStore):
+    bytes_read = 0
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        self._tell("read", key)
-        self.bytes_read = getattr(self, "bytes_read", 0) + len(buffer)
+        self.bytes_read += len(buffer)
         return super().read_into(key, start, buffer)
 
 
 # --- ranks
 
 
-@dataclass(frozen=True)
-class Rank(World):
-    """One of some ranks that are threads, each on a node of its own; what they gather goes through `table`."""
-
-    table: Any = None
-
-    def gather(self, value: Any) -> list[Any]:
-        values, barrier = self.table
-        values[self.rank] = value
-        barrier.wait(20)
-        found = list(values)
-        barrier.wait(20)
-        return found
-
-
-def some_ranks(stores: Sequence[LocalStore], **options: Any) -> list[Checkpointer]:
-    n = len(stores)
-    table = ([None] * n, threading.Barrier(n))
-    return [checkpointer(store, Rank(r, 0, n, CPU, table), **options) for r, store in enumerate(stores)]
-
-
-def each(ranks: Sequence[Checkpointer], work: Callable[[Checkpointer], Any]) -> list[Any]:
-    """What each rank's `work` returns, or the exception that it raised."""
-
-    def outcome(rank: Checkpointer) -> Any:
-        try:
-            return work(rank)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(outcome, ranks))
+def some_ranks(stores: Sequence[LocalStore]) -> list[Checkpointer]:
+    """Ranks that are threads, each on a node of its own."""
+    return [checkpointer(store, world) for store, world in zip(stores, threaded_worlds(len(stores)), strict=True)]
 
 
 def save(step: int, value: float) -> Callable[[Checkpointer], EventLog]:
@@ -142,9 +93,8 @@ def loaded(rank: Checkpointer) -> tuple[int, float]:
 def test_a_rank_that_cannot_upload_reports_it_and_no_rank_waits_or_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        trainer.checkpoint.checkpointer, "RECEIPT_SECONDS", 20.0
-    )  # its fault has to become an error sooner
+    # Its fault has to become an error sooner.
+    monkeypatch.setattr(trainer.checkpoint.checkpointer, "RECEIPT_SECONDS", 20.0)
 
     def full(key: str) -> None:
         if "step-00000002" in key:
@@ -264,7 +214,7 @@ def slices_of(rank: Checkpointer, zeros: bool = False) -> dict[str, Piece]:
 
 def load_by(tmp_path: Path, count: int) -> list[int]:
     """Load by `count` ranks, and compare all that they load. The bytes that each rank fetched."""
-    ranks = some_ranks([Interfering(tmp_path) for _ in range(count)])
+    ranks = some_ranks([Counting(tmp_path) for _ in range(count)])
     wanted = [slices_of(rank) for rank in ranks]
     found = [{n: replace(p, live=torch.zeros_like(p.live)) for n, p in pieces.items()} for pieces in wanted]
     outcomes = each(ranks, lambda rank: rank.load_latest(found[rank.world.rank], quiet_log()))
@@ -341,7 +291,7 @@ def test_a_checkpoint_deleted_while_it_is_read_gives_way_to_the_one_that_replace
         if "step-00000005" in key:  # the earlier attempt, before it dies, commits once more and deletes
             committed(store, 8, keep_last=1)
 
-    assert loaded(checkpointer(Interfering(tmp_path, read=replace_it), attempt=2)) == (8, 8.0)
+    assert loaded(checkpointer(Interfering(tmp_path, read_into=replace_it), attempt=2)) == (8, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +310,7 @@ def test_an_error_of_the_store_is_not_treated_as_damage(tmp_path: Path, trouble:
         raise trouble
 
     with pytest.raises(type(trouble)):
-        loaded(checkpointer(Interfering(tmp_path, read=refuse), attempt=2))
+        loaded(checkpointer(Interfering(tmp_path, read_into=refuse), attempt=2))
     assert loaded(checkpointer(store, attempt=2)) == (5, 5.0)
 
 

@@ -5,20 +5,15 @@ import json
 import shutil
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from interfering import Interfering
 from safetensors import safe_open
-from trainer_runs import (
-    EVERY_STEP,
-    Runner,
-    flip_a_byte,
-    weights,
-)
+from trainer_runs import EVERY_STEP, Runner, flip_a_byte, weights
 
 import trainer.checkpoint.commits
 from trainer.checkpoint.commits import Commit, FileReceipt
@@ -31,15 +26,6 @@ from trainer.events import (
     Row,
     Started,
 )
-from trainer.store import LocalStore
-
-
-def test_only_the_last_checkpoints_are_kept(runner: Callable[..., Runner]) -> None:
-    run = runner(checkpoint_minutes=EVERY_STEP, keep_last=3)
-    run.attempt()
-    assert run.commits() == [12, 11, 10]
-    assert len(list((run.out / "run/checkpoints").iterdir())) == 3
-    assert len(run.rows()) == 13  # the series of deleted checkpoints stays
 
 
 def test_the_rows_of_many_commits_are_few_objects(
@@ -63,10 +49,12 @@ def test_the_rows_of_many_commits_are_few_objects(
     assert split.rows() == whole.rows()
 
 
-def test_checkpoints_at_multiples_of_keep_every_steps_are_never_deleted(runner: Callable[..., Runner]) -> None:
-    run = runner(keep_every_steps=5, keep_last=1)  # nothing else is due in so short a run
+def test_the_last_checkpoints_and_those_at_multiples_of_keep_every_steps_stay(runner: Callable[..., Runner]) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP, keep_every_steps=5, keep_last=3)
     run.attempt()
-    assert run.commits() == [12, 10, 5]
+    assert run.commits() == [12, 11, 10, 5]
+    assert len(list((run.out / "run/checkpoints").iterdir())) == 4
+    assert len(run.rows()) == 13  # the series of deleted checkpoints stays
 
 
 def test_a_checkpoint_holds_no_pickle(runner: Callable[..., Runner]) -> None:
@@ -102,32 +90,21 @@ def change_a_digit_of_the_commit(folder: Path) -> None:
     path.write_text(path.read_text().replace('"optimizer_steps": 7', '"optimizer_steps": 2'))
 
 
-def seal(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the header of the checkpoint's file, and make size and sha256 in COMMIT.json agree."""
+def change_a_shape(folder: Path) -> None:
+    """Change a shape in the header of the checkpoint's file, and make size and sha256 in COMMIT.json agree."""
     path = next(folder.glob("*.safetensors"))
     body = path.read_bytes()
     (size,) = struct.unpack_from("<Q", body)
     header = json.loads(body[8 : 8 + size])
-    change(header)
+    sharding = json.loads(header["__metadata__"][SHARDING])
+    sharding["model.wte.weight"]["shape"] = [32, 128]
+    header["__metadata__"][SHARDING] = json.dumps(sharding)
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + body[8 + size :])
     commit = Commit.decode((folder / "COMMIT.json").read_bytes(), str(folder))
     whole = path.read_bytes()  # less than a chunk
     receipt = FileReceipt.of(path.name, len(whole), [hashlib.sha256(whole).hexdigest()])
     (folder / "COMMIT.json").write_bytes(replace(commit, files=(receipt,)).encode())
-
-
-def change_sharding(folder: Path, name: str, **lie: Any) -> None:
-    def change(header: dict[str, Any]) -> None:
-        sharding = json.loads(header["__metadata__"][SHARDING])
-        sharding[name] |= lie
-        header["__metadata__"][SHARDING] = json.dumps(sharding)
-
-    seal(folder, change)
-
-
-def change_a_shape(folder: Path) -> None:
-    change_sharding(folder, "model.wte.weight", shape=[32, 128])
 
 
 @pytest.mark.parametrize(
@@ -175,36 +152,6 @@ def test_damaged_checkpoints_do_not_displace_sound_ones(runner: Callable[..., Ru
 # --- interrupted saves and deletions
 
 
-class DyingStore(LocalStore):
-    """Dies in the n-th call of one of its methods."""
-
-    def __init__(self, root: Path, method: str, calls: int) -> None:
-        super().__init__(root)
-        self.method, self.calls = method, calls
-
-    def _count(self, method: str) -> None:
-        if method == self.method:
-            self.calls -= 1
-            if self.calls <= 0:
-                raise ConnectionError(f"the store died in {method}")
-
-    def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
-        self._count("write")
-        return super().write(parts, key, length)
-
-    def put(self, key: str, body: bytes) -> None:
-        self._count("put")
-        super().put(key, body)
-
-    def create(self, key: str, body: bytes) -> bool:
-        self._count("create")
-        return super().create(key, body)
-
-    def delete(self, key: str) -> None:
-        self._count("delete")
-        super().delete(key)
-
-
 # Of a save: the file is written, the receipt put, the rows put, the commit created.
 @pytest.mark.parametrize(("method", "calls", "failed"), [("write", 4, 4), ("put", 5, 3), ("create", 4, 4)])
 def test_an_interrupted_save_leaves_nothing_that_looks_committed_and_stops_no_step(
@@ -212,9 +159,15 @@ def test_an_interrupted_save_leaves_nothing_that_looks_committed_and_stops_no_st
 ) -> None:
     whole = runner("whole")
     model, _ = whole.attempt()
-    run = runner("cut", checkpoint_minutes=EVERY_STEP)
+    run, called = runner("cut", checkpoint_minutes=EVERY_STEP), []
+
+    def die(key: str) -> None:
+        called.append(key)
+        if len(called) >= calls:
+            raise ConnectionError("the store died")
+
     with pytest.raises(ConnectionError):  # stopped in its last step, which can't be committed either
-        run.attempt(stop_after=12, store=DyingStore(run.out, method, calls))
+        run.attempt(stop_after=12, store=Interfering(run.out, **{method: die}))
     assert [e.step for e in run.events_of(Row)][-1] == 12
     assert {e.step for e in run.events_of(CheckpointFailed)} == set(range(failed, 13))
     assert run.commits() == [failed - 1, failed - 2]
@@ -229,14 +182,12 @@ def test_an_interrupted_save_leaves_nothing_that_looks_committed_and_stops_no_st
 def test_no_exception_in_the_thread_of_a_save_passes_for_a_commit_or_ends_the_run(
     runner: Callable[..., Runner], error: BaseException
 ) -> None:
-    class Strange(LocalStore):
-        def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
-            if "step-00000005" in key:
-                raise error
-            return super().write(parts, key, length)
+    def fail(key: str) -> None:
+        if "step-00000005" in key:
+            raise error
 
     run = runner(checkpoint_minutes=EVERY_STEP, keep_last=99)
-    run.attempt(store=Strange(run.out))
+    run.attempt(store=Interfering(run.out, write=fail))
     assert [(e.step, e.reason) for e in run.events_of(CheckpointFailed)] == [(5, repr(error))]
     assert run.commits() == [step for step in range(12, 0, -1) if step != 5]
     assert {e.step for e in run.events_of(Checkpointed)} == set(run.commits())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from core_bundle import make_bundle
 from tiny_models import model_of, transformers_copy
+from trainer_runs import ALONE
 
 from trainer.errors import Interrupted, UserError
 from trainer.eval.core import CoreTask, answers, bundle_digest, core, item_rows, read_bundle, read_items
@@ -19,9 +20,7 @@ from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
 from trainer.models.language_model import LanguageModel
 from trainer.models.modern import ModernConfig
-from trainer.parallel import World
 
-ALONE = World(0, 0, 1, torch.device("cpu"))
 Encode = Callable[[list[str]], list[list[int]]]
 
 

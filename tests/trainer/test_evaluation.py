@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import model_of
+from torch import Tensor
 from trainer_runs import ALONE, Runner, weights
 
 from trainer.checkpoint.commits import committed_state, series
@@ -160,37 +161,28 @@ def val_data(folder: Path, sizes: list[int]) -> TokenData:
     return TokenData(shards, folder.joinpath, SMALL.block_size, seed=0)
 
 
-def naive_loss(model: LanguageModel, tokens: list[np.ndarray], windows: int) -> float:
-    """One window at a time from the raw tokens, log-probabilities added up one by one."""
-    losses = []
-    for shard in tokens:
-        for start in range(0, len(shard) - SMALL.block_size, SMALL.block_size):
-            window = torch.from_numpy(shard[start : start + SMALL.block_size + 1].astype(np.int64))
+@torch.no_grad()
+def naive_losses(model: LanguageModel, data: TokenData, folder: Path) -> tuple[Tensor, Tensor]:
+    """The losses and the targets, (windows, block_size): one window at a time from the raw tokens."""
+    losses, targets = [], []
+    for shard in data.shards:
+        tokens = np.frombuffer((folder / shard.name).read_bytes()[1024:], dtype="<u2").astype(np.int64)
+        for start in range(0, len(tokens) - SMALL.block_size, SMALL.block_size):
+            window = torch.from_numpy(tokens[start : start + SMALL.block_size + 1])
             log_p = model(window[None, :-1])[0].double().log_softmax(-1)
-            losses.append([-log_p[t, window[t + 1]].item() for t in range(SMALL.block_size)])
-    return float(np.mean(losses[:windows]))
-
-
-def read_all(data: TokenData, folder: Path) -> list[np.ndarray]:
-    return [np.frombuffer((folder / s.name).read_bytes()[1024:], dtype="<u2") for s in data.shards]
+            losses.append(-log_p[range(SMALL.block_size), window[1:]])
+            targets.append(window[1:])
+    return torch.stack(losses), torch.stack(targets)
 
 
 def test_bits_per_byte_are_the_mean_over_bytes_of_text_without_special_tokens(tmp_path: Path) -> None:
     data, model = val_data(tmp_path, [100, 0, 16, 150]), model_of(SMALL)
     sizes = torch.arange(SMALL.vocab_size) % 5
-    bits, count = 0.0, 0
-    for shard in read_all(data, tmp_path):
-        for start in range(0, len(shard) - SMALL.block_size, SMALL.block_size):
-            window = torch.from_numpy(shard[start : start + SMALL.block_size + 1].astype(np.int64))
-            with torch.no_grad():
-                log_p = model(window[None, :-1])[0].double().log_softmax(-1)
-            for t, target in enumerate(window[1:].tolist()):
-                if size := int(sizes[target]):
-                    bits -= log_p[t, target].item() / np.log(2)
-                    count += size
+    losses, targets = naive_losses(model, data, tmp_path)
+    expected = float(losses[sizes[targets] > 0].sum() / np.log(2) / sizes[targets].sum())
     for batch_size in (1, 4, 64):
         loss, bits_per_byte = validation(model.losses, data, 10**9, batch_size, ALONE, sizes)
-        assert bits_per_byte == pytest.approx(bits / count, rel=1e-6)
+        assert bits_per_byte == pytest.approx(expected, rel=1e-6)
         assert loss == pytest.approx(validation_loss(model.loss, data, 10**9, batch_size, ALONE), rel=1e-6)
     assert validation(model.losses, data, 10**9, 4, ALONE, 0 * sizes)[1] == np.inf
 
@@ -198,7 +190,6 @@ def test_bits_per_byte_are_the_mean_over_bytes_of_text_without_special_tokens(tm
 @pytest.mark.parametrize(("max_tokens", "windows"), [(10**9, 15), (16 * 7 + 15, 7), (1, 1)])
 def test_val_loss_is_the_mean_over_the_first_tokens(tmp_path: Path, max_tokens: int, windows: int) -> None:
     data, model = val_data(tmp_path, [100, 0, 16, 150]), model_of(SMALL)
-    with torch.no_grad():
-        expected = naive_loss(model, read_all(data, tmp_path), windows)
+    expected = float(naive_losses(model, data, tmp_path)[0][:windows].mean())
     for batch_size in (1, 4, 64):
         assert validation_loss(model, data, max_tokens, batch_size, ALONE) == pytest.approx(expected, rel=1e-6)

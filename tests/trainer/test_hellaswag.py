@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import model_of, transformers_copy
+from trainer_runs import ALONE
 
 from trainer.errors import UserError
 from trainer.eval.hellaswag import HellaSwagItem, hellaswag, read_hellaswag
 from trainer.eval.scoring import Encode
 from trainer.models.gpt2 import Gpt2Config
-from trainer.parallel import World
 
-ALONE = World(0, 0, 1, torch.device("cpu"))
 GPT2 = Gpt2Config(n_layer=1, n_head=2, n_embd=16, block_size=128, vocab_size=50_257)
 
 

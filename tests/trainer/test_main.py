@@ -1,12 +1,10 @@
 """`python -m trainer`, alone and under torchrun: killed, stopped, resumed with other ranks, and its messages."""
 
-import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +19,6 @@ from trainer.data.shards import write_shard
 from trainer.errors import UserError
 from trainer.events import Row, Started
 from trainer.store import LocalStore
-
-
-@pytest.fixture(scope="module")
-def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Command]:
-    @functools.cache
-    def run(ranks: int) -> Command:
-        command = Command(data, tmp_path_factory.mktemp(f"undisturbed-{ranks}") / "out", configured(**LONG))
-        command.finish(ranks)
-        return command
-
-    return run
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -49,9 +36,9 @@ def test_a_signal_in_a_validation_is_heard_before_its_end(data: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_fewer_and_with_more_ranks(
-    data: Path, tmp_path: Path, undisturbed: Callable[[int], Command]
-) -> None:
+def test_a_run_resumes_with_fewer_and_with_more_ranks(data: Path, tmp_path: Path) -> None:
+    undisturbed = Command(data, tmp_path / "undisturbed", configured(**LONG))
+    undisturbed.finish(2)
     command = Command(data, tmp_path / "out", configured(**LONG))
     for ranks in (3, 1):
         with command.started(ranks) as process:
@@ -66,7 +53,7 @@ def test_a_run_resumes_with_fewer_and_with_more_ranks(
     starts = command.events_of(Started)
     assert [e.world_size for e in starts] == [3, 1, 2]
     assert [e.step > 0 for e in starts] == [False, True, True]
-    rows, expected = command.rows(), undisturbed(2).rows()
+    rows, expected = command.rows(), undisturbed.rows()
     assert [row.get("data/checksum") for row in rows] == [row.get("data/checksum") for row in expected]
     for a, b in zip(expected, rows, strict=True):
         assert b == pytest.approx(a, rel=2e-3)

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer_runs import ALONE
 
 from trainer.amounts import micro_batch_of
 from trainer.checkpoint.commits import TrainState
@@ -15,9 +15,7 @@ from trainer.engine import make_engine
 from trainer.errors import UserError
 from trainer.micro_batch import choose_micro_batch, largest_that_fits, memory_settings
 from trainer.models.gpt2 import Gpt2Config
-from trainer.parallel import World
 
-CPU = torch.device("cpu")
 MODEL = Gpt2Config(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=100)
 
 
@@ -63,9 +61,9 @@ def test_a_model_without_room_for_one_sequence_is_a_user_error() -> None:
 
 
 def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None:
-    world, runtime = World(0, 0, 1, torch.device("cpu")), RuntimeConfig(micro_batch_size="auto")
+    runtime = RuntimeConfig(micro_batch_size="auto")
     train = TrainConfig(batch_tokens=48 * MODEL.block_size, max_steps=1, learning_rate=1.0)
-    engine = make_engine(MODEL, train, runtime, world)
+    engine = make_engine(MODEL, train, runtime, ALONE)
     found = "micro-batches of 8: 48 sequences in equal parts of up to 8"
     for ranks, devices, why in (
         (1, "cpu", "micro-batches of 3, as before the resume"),
@@ -74,4 +72,4 @@ def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None
     ):
         settings = memory_settings(engine, runtime)
         state = TrainState(micro_batch_size=3, world_size=ranks, devices=devices, memory_settings=settings)
-        assert choose_micro_batch(engine, MODEL, train, runtime, state, world).why == why
+        assert choose_micro_batch(engine, MODEL, train, runtime, state, ALONE).why == why

@@ -1,7 +1,6 @@
 """Packed rows begin with a document and lose as little as best fit can; a mixture reads every source in proportion."""
 
 import itertools
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -98,8 +97,6 @@ def test_training_reads_every_row_once_an_epoch_at_any_number_of_ranks(tmp_path:
 
 # --- mixtures
 
-weights_of = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
-
 
 def sources(sizes: list[int], windows: int) -> list[Shard]:
     """Shards of several sources, of so many shards each, in turn."""
@@ -134,16 +131,3 @@ def test_the_shards_of_a_mixture_are_known_before_they_are_read(counts: list[int
     last = first + length - 1
     known = {*order.shards_of(range(first, first + length)), *order.next_shards(last)}
     assert order[last + 1][0] in known  # so no step waits for a shard that nobody prefetched
-
-
-def test_a_mixture_reads_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
-    shards = sources([2, 3], windows=20)
-    for i, shard in enumerate(shards):
-        write_shard(tmp_path / shard.name, (100 * i + np.arange(shard.tokens)).astype(np.uint16))
-    data = TokenData(shards, tmp_path.joinpath, 4, 0, weights=(0.75, 0.25))
-    whole = [row for tokens, _ in data.micro_batches(range(24, 48), 5, CPU) for row in tokens.tolist()]
-    parts = [range(24, 30), range(30, 36), range(36, 42), range(42, 48)]
-    again = [row for part in parts for tokens, _ in data.micro_batches(part, 4, CPU) for row in tokens.tolist()]
-    assert whole == again
-    assert Counter(row[0] >= 200 for row in whole) == {False: 18, True: 6}
-    assert sum(map(data.checksum, parts)) == data.checksum(range(24, 48))

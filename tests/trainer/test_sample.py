@@ -42,14 +42,9 @@ def uncached(model: GPT, rows: list[list[int]]) -> torch.Tensor:
 # --- the cache
 
 
-def test_cached_logits_equal_those_of_the_whole_forward_pass_at_every_length(model: GPT) -> None:
-    decoder, rows = Decoder(model), [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]]
-    logits = decoder.begin(rows, 16)
-    for token in range(20, 31):
-        torch.testing.assert_close(logits, uncached(model, rows), rtol=1e-4, atol=1e-4)
-        rows = [[*row, token + i] for i, row in enumerate(rows)]
-        logits = decoder.step([row[-1] for row in rows])
-    assert Decoder(model, ids=90).begin([[1], [2]]).shape == (2, 90)  # a tokenizer may have fewer ids
+def test_a_tokenizer_may_have_fewer_ids_than_the_model(model: GPT) -> None:
+    logits = Decoder(model, ids=90).begin([[1], [2]])
+    torch.testing.assert_close(logits, uncached(model, [[1], [2]])[:, :90])
 
 
 @pytest.mark.parametrize(("precision", "error"), [("bf16", 0.03), ("int8", 0.05)])
