@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 from pipeline_runs import FOLDER_NAME, PRICE, Project, ranks
 from servers import (
     FOREIGN_AWS_VARIABLES,
@@ -35,6 +36,11 @@ if not HAS_GPU:
 
 # As after `source .venv/bin/activate`: messages then name commands without a path.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+# No test times anything, and a fixture serves all examples of a test.
+slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("untimed", deadline=None, suppress_health_check=slow)
+settings.load_profile("untimed")
 
 # pytest-xdist gives its workers a terminal's width, but the output of a test goes to no terminal.
 for name in ("COLUMNS", "LINES"):

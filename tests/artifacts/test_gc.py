@@ -24,11 +24,11 @@ from run_records import (
 
 from pipelines.artifacts.manifest import File, scratch
 from pipelines.gc import Leftover, collect
-from pipelines.tracking.ledger import Attempt, attempts, is_alive, this_process
-from pipelines.tracking.records import Heartbeat, ProcessId
+from pipelines.tracking.ledger import attempts, is_alive, this_process
+from pipelines.tracking.records import ProcessId
 from pipelines.tracking.stop_request import request_stop
 from pipelines.verbs.gc import gc as verb_gc
-from trainer.errors import StaleAttempt, UserError
+from trainer.errors import UserError
 from trainer.store import LocalStore
 
 DAY = 86_400.0
@@ -172,17 +172,6 @@ def test_no_record_names_a_file_that_gc_removed_wherever_it_is_killed(store: Loc
         keys = {entry.key for entry in store.entries("")}
         assert all(file in keys for record, files in named.items() if record in keys for file in files)
     assert removed == 7
-
-
-def test_an_attempt_that_was_frozen_while_gc_removed_its_files_is_stale(store: LocalStore, tmp_path: Path) -> None:
-    abandoned(store)
-    frozen = Attempt(store, TRAIN, Heartbeat(RUN, "train", 1, "running", 0.0, 0.0, 0.0, GONE))
-    frozen.check()
-    assert list(leftovers(store, tmp_path, 7.0)) and not frozen.superseded()
-    for leftover in collect(store, tmp_path, 7.0):
-        assert not leftover.key.startswith(TRAIN) or frozen.superseded()
-    with pytest.raises(StaleAttempt):
-        frozen.check()
 
 
 def test_a_run_that_begins_waits_until_gc_is_done(store: LocalStore, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -12,6 +11,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from small_disk import small_disk
 
 from pipelines.artifacts import manifest
 from pipelines.artifacts.manifest import File, Manifest
@@ -109,15 +109,8 @@ def files_open_in(folder: Path) -> int:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 4 MB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
+    with small_disk(tmp_path / "disk", "4m") as root:
+        yield root
 
 
 # --- a bounded window

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from interfering import Interfering, each
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.artifacts.store_id import read_store_id
@@ -64,30 +65,15 @@ def launched(store: LocalStore) -> list[int]:
 
 def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: LocalStore, sky: Sky) -> None:
     both_in = threading.Barrier(2)
-    refusals: list[str] = []
-    claimed = store.create
 
-    def create_together(key: str, body: bytes) -> bool:
+    def create(key: str) -> None:
         if key.startswith(claims_of(RUN)):
             both_in.wait(60)  # both have seen that there is no job
-        return claimed(key, body)
 
-    store.create = create_together  # type: ignore[method-assign]
-
-    def one() -> None:
-        try:
-            launched(store)
-        except UserError as error:
-            refusals.append(str(error))
-
-    threads = [threading.Thread(target=one) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    outcomes = each([Interfering(store.root, create=create)] * 2, launched)
     assert list(sky.jobs) == [8]
-    (refusal,) = refusals
-    assert f"skytrain status {RUN}" in refusal
+    (refusal,) = (one for one in outcomes if one != [8])
+    assert isinstance(refusal, UserError) and f"skytrain status {RUN}" in str(refusal)
     found = last_launch(store, RUN)
     assert found and found.jobs == [8]
 

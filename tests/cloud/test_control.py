@@ -55,16 +55,6 @@ def put_beat(store: LocalStore, attempt: int = 1, state: str = "running", began:
     store.put(f"train/{RUN}/attempts/{attempt:04d}/heartbeat.json", beat.to_json())
 
 
-def test_a_stop_request_stands_until_it_is_withdrawn_and_the_first_one_counts(store: LocalStore) -> None:
-    watch = watch_stop_request(store, RUN)
-    beat = Heartbeat(RUN, "train", 1, "running", 0.0, 0.0, 0.0)
-    request_stop(store, RUN, "too dear")
-    request = request_stop(store, RUN, "another")
-    assert watch(beat) == f"{request.by}: too dear"
-    clear_stop_request(store, RUN)
-    assert (read_stop_request(store, RUN), watch(beat)) == (None, None)
-
-
 def test_stopping_waits_for_the_attempt_and_not_for_a_crashed_one(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ from trainer.errors import Interrupted, StaleAttempt, StoreUnavailable
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World as Ranks
-from trainer.store import Check, Entry, LocalStore
+from trainer.store import LocalStore
 
 DAY = 86_400.0
 STEPS = 4  # of training, with a commit after each
@@ -208,26 +208,18 @@ class SteppedStore(LocalStore):
         done = self._do("create", key, act)
         return done if isinstance(done, bool) else done == body
 
-    def put(self, key: str, body: bytes) -> None:
-        self._do("put", key, lambda: LocalStore.put(self, key, body))
+    def _operation(name: str) -> Any:  # type: ignore[misc]
+        method = getattr(LocalStore, name)
 
-    def get(self, key: str) -> bytes | None:
-        return self._do("get", key, lambda: LocalStore.get(self, key))
+        def operation(self: "SteppedStore", *arguments: Any) -> Any:
+            key = next(one for one in arguments if isinstance(one, str))
+            return self._do(name, key, lambda: method(self, *arguments))
 
-    def upload(self, path: Path, key: str, check: Check | None = None) -> None:
-        self._do("upload", key, lambda: LocalStore.upload(self, path, key, check))
+        return operation
 
-    def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
-        return self._do("write", key, lambda: LocalStore.write(self, parts, key, length))
-
-    def download(self, key: str, path: Path) -> str:
-        return self._do("download", key, lambda: LocalStore.download(self, key, path))
-
-    def entries(self, prefix: str) -> list[Entry]:
-        return self._do("entries", prefix, lambda: LocalStore.entries(self, prefix))
-
-    def delete(self, key: str) -> None:
-        self._do("delete", key, lambda: LocalStore.delete(self, key))
+    put, get, upload, write, download, entries, delete = map(
+        _operation, ("put", "get", "upload", "write", "download", "entries", "delete")
+    )
 
     def clock(self) -> float:
         return self.world.now

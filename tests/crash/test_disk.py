@@ -1,17 +1,17 @@
 """A full disk: training continues while it can; otherwise one line names the fault and the folder."""
 
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import trainer_runs
+from interfering import Interfering
 from pipeline_runs import Project
+from small_disk import small_disk
 from trainer_runs import EVERY_STEP, Runner, configured, weights
 
 from trainer.errors import FULL
 from trainer.events import CheckpointFailed
-from trainer.store import LocalStore
 
 _one_thread, data = trainer_runs._one_thread, trainer_runs.data
 
@@ -37,30 +37,8 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    (tmp_path / "disk").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path / "disk")]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        yield Disk(tmp_path / "disk")
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
-
-
-class Filling(LocalStore):
-    """A store on a disk that is full from the fourth checkpoint to the seventh."""
-
-    def __init__(self, root: Path, disk: Disk) -> None:
-        super().__init__(root)
-        self.disk, self.checkpoints = disk, 0
-
-    def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
-        self.checkpoints += 1
-        if self.checkpoints == 4:
-            self.disk.fill()
-        elif self.checkpoints == 8:
-            self.disk.empty()
-        return super().write(parts, key, length)
+    with small_disk(tmp_path / "disk", "8m") as root:
+        yield Disk(root)
 
 
 def test_a_disk_that_is_full_for_a_while_stops_no_step_and_nothing_is_missing_afterwards(
@@ -69,7 +47,17 @@ def test_a_disk_that_is_full_for_a_while_stops_no_step_and_nothing_is_missing_af
     whole = Runner(data, tmp_path / "whole", configured())
     model, _ = whole.attempt()
     run = Runner(data, disk.root / "run", configured(checkpoint_minutes=EVERY_STEP))  # with its event file
-    same, _ = run.attempt(store=Filling(run.out, disk))
+    checkpoints: list[str] = []
+
+    def write(key: str) -> None:
+        """The disk is full from the fourth checkpoint to the seventh."""
+        checkpoints.append(key)
+        if len(checkpoints) == 4:
+            disk.fill()
+        elif len(checkpoints) == 8:
+            disk.empty()
+
+    same, _ = run.attempt(store=Interfering(run.out, write=write))
     assert {e.step for e in run.events_of(CheckpointFailed)} >= {4, 5}
     assert run.commits() == [12, 11]
     assert run.rows() == whole.rows() and weights(same) == weights(model)

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import trainer_runs
 import yaml
+from faulty_proxy import Fault, FaultyProxy
 from killed_ranks import whole_and_killed
 from pipeline_runs import (
     FOLDER_NAME,
@@ -30,7 +31,7 @@ from pipeline_runs import (
     ranks,
     series_of,
 )
-from servers import Fault, FaultyProxy, S3Account
+from servers import S3Account
 
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.nodes.launcher_process import LAUNCHER_MODULE
@@ -264,9 +265,7 @@ def test_an_s3_server_that_fails_during_training_interrupts_and_loses_nothing(
 ) -> None:
     store = fresh_s3_store(moto_server)
     project.environment |= {"SKYTRAIN_STORE_SECONDS": "3", "SKYTRAIN_STORE": store.uri}
-    proxy = FaultyProxy(moto_server.endpoint)
-    proxy.start()
-    try:
+    with FaultyProxy(moto_server.endpoint) as proxy:
         project.environment["AWS_ENDPOINT_URL"] = proxy.endpoint
         with project.started("run", "tiny.yaml") as process:
             project.wait_until(lambda: commits_asked(proxy) >= 3, process)
@@ -274,8 +273,6 @@ def test_an_s3_server_that_fails_during_training_interrupts_and_loses_nothing(
             project.wait_until(project.has_unsaved_state, process)
             process.terminate()  # a training that has ended waits for the store, the others stop by themselves in time
             out, err = process.communicate()
-    finally:
-        proxy.stop()
     assert process.returncode == 75, err
     assert re.match(r"error: .*no success within 3 s.*; run the same command to resume", err.splitlines()[-1]), err
     assert out == "" and "Traceback" not in err

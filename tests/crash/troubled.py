@@ -4,7 +4,6 @@ The environment variable TROUBLE holds JSON: kinds of faults, each with its posi
 nan        loss and gradient of the last rank are not a number
 infinite   the gradient of the last rank contains an infinity; its loss is finite
 huge       the gradient is ten thousand times too long
-spike      the learning rate is three hundred times too high: the weights are ruined, but finite
 ruin       the learning rate is 1e30: the loss before the update is finite, no loss after it
 sleep      rank 0 sleeps, once for each output folder
 """
@@ -54,9 +53,7 @@ def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None]
         return loss
 
     def troubled_update(engine: PlainEngine, rates: Rates, *args: Any, **options: Any) -> bool:
-        kinds = active_kinds()
-        rate = rates.of["vector"] * (300 if "spike" in kinds else 1)
-        return update(engine, Rates.adamw(1e30 if "ruin" in kinds else rate), *args, **options)
+        return update(engine, Rates.adamw(1e30) if "ruin" in active_kinds() else rates, *args, **options)
 
     patch(trainer.loop, "batch_tokens_at", recording_batch_tokens_at)
     patch(PlainEngine, "backward", troubled_backward)

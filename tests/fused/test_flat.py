@@ -4,13 +4,14 @@ The ranks are three processes that communicate over gloo, and with three GPUs al
 tests: first two of them are a world, then all three. Each writes the outcome of every job to a file.
 """
 
+import itertools
 import math
 import multiprocessing
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def assert_agrees(state: FlatState, reference: Reference) -> None:
 # --- jobs of the ranks
 
 
-def updates_are_adamws(world: World, folder: Path, train: TrainConfig = TRAIN, **options: str) -> None:
+def updates_are_the_optimizers(world: World, folder: Path, train: TrainConfig, **options: str) -> None:
     rounded = options.get("reduce_dtype") == "bf16" and world.world_size > 1
     reference = Reference(world.world_size, rounded_mean if rounded else mean, train)
     state = flat_state(world, **options, train=train)
@@ -162,19 +163,11 @@ def updates_are_adamws(world: World, folder: Path, train: TrainConfig = TRAIN, *
         assert held == 3 * state.layout.size - sum(bucket.muon for bucket in state.layout.buckets)
 
 
-def reduce_in_bf16_is_adamw(world: World, folder: Path) -> None:
-    updates_are_adamws(world, folder, reduce_dtype="bf16")
+def reduce_in_bf16_is_adamw(world: World, folder: Path, train: TrainConfig) -> None:
+    updates_are_the_optimizers(world, folder, train, reduce_dtype="bf16")
 
 
-def updates_are_muons(world: World, folder: Path) -> None:
-    updates_are_adamws(world, folder, MUON)
-
-
-def one_ranks_nan_changes_nothing_of_muon(world: World, folder: Path) -> None:
-    one_ranks_nan_changes_nothing(world, folder, MUON)
-
-
-def one_ranks_nan_changes_nothing(world: World, folder: Path, train: TrainConfig = TRAIN) -> None:
+def one_ranks_nan_changes_nothing(world: World, folder: Path, train: TrainConfig) -> None:
     reference, state = Reference(world.world_size, train=train), flat_state(world, train=train)
     held = (state.master, state.exp_avg, state.exp_avg_sq, state.momentum, *state.owners.squares.values())
     reference.step(1)
@@ -199,7 +192,7 @@ def checkpointer(world: World, folder: Path) -> Checkpointer:
     return Checkpointer(LocalStore(folder), "run", world, world.world_size)
 
 
-def saves_after_two_updates(world: World, folder: Path, train: TrainConfig = TRAIN) -> FlatState:
+def saves_after_two_updates(world: World, folder: Path, train: TrainConfig) -> FlatState:
     state, log = flat_state(world, train=train), EventLog(None, PhaseClock())
     for number in (1, 2):
         state.update(rates(number, train), number, backward(state, gradients(number, world.rank, train)))
@@ -209,22 +202,18 @@ def saves_after_two_updates(world: World, folder: Path, train: TrainConfig = TRA
     return state
 
 
-def saves_muon_and_resumes_bit_for_bit(world: World, folder: Path) -> None:
-    first = saves_after_two_updates(world, folder / "muon", MUON)
-    second = flat_state(world, train=MUON)
-    assert checkpointer(world, folder / "muon").load_latest(second.pieces(), EventLog(None, PhaseClock()))
+def saves_muon_and_resumes_bit_for_bit(world: World, folder: Path, train: TrainConfig) -> None:
+    first = saves_after_two_updates(world, folder, train)
+    second = flat_state(world, train=train)
+    assert checkpointer(world, folder).load_latest(second.pieces(), EventLog(None, PhaseClock()))
     second.restore()
     for state in (first, second):
-        state.update(rates(3, MUON), 3, backward(state, gradients(3, world.rank, MUON)))
+        state.update(rates(3, train), 3, backward(state, gradients(3, world.rank, train)))
     for name, piece in first.pieces().items():
         assert torch.equal(piece.live, second.pieces()[name].live), name
 
 
-def resumes_muon_from_two_ranks(world: World, folder: Path) -> None:
-    resumes_from_two_ranks(world, folder / "muon", MUON)
-
-
-def resumes_from_two_ranks(world: World, folder: Path, train: TrainConfig = TRAIN) -> None:
+def resumes_from_two_ranks(world: World, folder: Path, train: TrainConfig) -> None:
     """Load the checkpoint of two ranks of ZeRO-1, and take the third step as those two would have."""
     reference, state = Reference(2, train=train), flat_state(world, train=train)
     log = EventLog(None, PhaseClock())
@@ -241,32 +230,24 @@ def resumes_from_two_ranks(world: World, folder: Path, train: TrainConfig = TRAI
     assert_agrees(state, reference)
 
 
-Job = Callable[[World, Path], object]
-JOBS: dict[int, list[Job]] = {
-    1: [
-        updates_are_adamws,
-        reduce_in_bf16_is_adamw,
-        one_ranks_nan_changes_nothing,
-        resumes_from_two_ranks,
-        updates_are_muons,
-        one_ranks_nan_changes_nothing_of_muon,
-        resumes_muon_from_two_ranks,
-    ],
-    2: [
-        updates_are_adamws,
-        reduce_in_bf16_is_adamw,
-        saves_after_two_updates,
-        updates_are_muons,
-        saves_muon_and_resumes_bit_for_bit,
-    ],
-    3: [
-        updates_are_adamws,
-        one_ranks_nan_changes_nothing,
-        resumes_from_two_ranks,
-        updates_are_muons,
-        one_ranks_nan_changes_nothing_of_muon,
-        resumes_muon_from_two_ranks,
-    ],
+class Job(NamedTuple):
+    work: Callable[[World, Path, TrainConfig], object]
+    train: TrainConfig = TRAIN
+
+    def outcome(self, folder: Path, world_size: int, rank: int) -> Path:
+        """The file that tells how it ended."""
+        return folder / f"{self.work.__name__}-{self.train.optimizer}-{rank}-of-{world_size}"
+
+
+UPDATES = [Job(updates_are_the_optimizers, train) for train in (TRAIN, MUON)]
+NAN = [Job(one_ranks_nan_changes_nothing, train) for train in (TRAIN, MUON)]
+RESUMES = [Job(resumes_from_two_ranks, train) for train in (TRAIN, MUON)]
+IN_BF16, SAVES = Job(reduce_in_bf16_is_adamw), Job(saves_after_two_updates)
+SAVES_MUON = Job(saves_muon_and_resumes_bit_for_bit, MUON)
+JOBS = {
+    1: [*UPDATES, IN_BF16, *NAN, *RESUMES],
+    2: [*UPDATES, IN_BF16, SAVES, SAVES_MUON],
+    3: [*UPDATES, *NAN, *RESUMES],
 }
 
 
@@ -284,23 +265,20 @@ def do_jobs(rank: int, folder: Path, kind: str, worlds: tuple[int, ...] = (2, 3)
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
             dist.init_process_group(backend, meeting, timedelta(seconds=60), rank=rank, world_size=world_size)
         for job in JOBS[world_size]:
+            outcome = job.outcome(folder, world_size, rank)
             try:
-                job(World(rank, rank, world_size, device), folder)
+                job.work(World(rank, rank, world_size, device), folder / job.train.optimizer, job.train)
             except BaseException:
-                outcome(folder, job, world_size, rank).write_text(traceback.format_exc())
+                outcome.write_text(traceback.format_exc())
                 return  # other ranks may wait for this one: later jobs would only time out
-            outcome(folder, job, world_size, rank).write_text("done")
+            outcome.write_text("done")
         if world_size > 1:
             dist.destroy_process_group()
 
 
-def outcome(folder: Path, job: Job, world_size: int, rank: int) -> Path:
-    return folder / f"{job.__name__}-{rank}-of-{world_size}"
-
-
 @pytest.fixture(scope="module", params=["cpu", "cuda"])
-def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[int, Job], None]:
-    """Runs all jobs; returns an assertion that no rank of a world of this size failed in a job."""
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Runs all jobs; returns an assertion that no rank of a world of this size failed in some jobs."""
     kind: str = request.param
     if kind == "cuda" and torch.cuda.device_count() < 3:
         pytest.skip("needs three GPUs")
@@ -313,9 +291,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         process.kill()
     do_jobs(0, folder, kind, worlds=(1,))
 
-    def assert_done(world_size: int, job: Job) -> None:
-        for rank in range(world_size):
-            path = outcome(folder, job, world_size, rank)
+    def assert_done(world_size: int, *jobs: Job) -> None:
+        for job, rank in itertools.product(jobs, range(world_size)):
+            path = job.outcome(folder, world_size, rank)
             assert path.exists(), f"rank {rank} did not reach it"
             assert path.read_text() == "done"
 
@@ -324,38 +302,27 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_updates_of_any_number_of_ranks_are_adamws_on_the_mean_gradient(
-    ranks: Callable[[int, Job], None], world_size: int
+    ranks: Callable[..., None], world_size: int
 ) -> None:
-    ranks(world_size, updates_are_adamws)
-    ranks(world_size, updates_are_muons)
+    ranks(world_size, *UPDATES)
 
 
-def test_reducing_gradients_in_bf16_only_rounds_them(ranks: Callable[[int, Job], None]) -> None:
-    ranks(2, reduce_in_bf16_is_adamw)
-    ranks(1, reduce_in_bf16_is_adamw)  # no reduce, no rounding
-
-
-def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: Callable[[int, Job], None]) -> None:
-    ranks(1, one_ranks_nan_changes_nothing)
-    ranks(3, one_ranks_nan_changes_nothing)
-    ranks(1, one_ranks_nan_changes_nothing_of_muon)
-    ranks(3, one_ranks_nan_changes_nothing_of_muon)
+def test_reducing_gradients_in_bf16_only_rounds_them(ranks: Callable[..., None]) -> None:
+    ranks(2, IN_BF16)
+    ranks(1, IN_BF16)  # no reduce, no rounding
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_three(
-    ranks: Callable[[int, Job], None], world_size: int
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
+    ranks: Callable[..., None], world_size: int
 ) -> None:
-    ranks(2, saves_after_two_updates)
-    ranks(world_size, resumes_from_two_ranks)
+    ranks(world_size, *NAN)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_muon_resumes_bit_for_bit_on_two_ranks_and_with_its_whole_state_on_one_and_on_three(
-    ranks: Callable[[int, Job], None], world_size: int
-) -> None:
-    ranks(2, saves_muon_and_resumes_bit_for_bit)
-    ranks(world_size, resumes_muon_from_two_ranks)
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_three(ranks: Callable[..., None], world_size: int) -> None:
+    ranks(2, SAVES, SAVES_MUON)  # Muon's bit for bit on the same ranks, too
+    ranks(world_size, *RESUMES)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])

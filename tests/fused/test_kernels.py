@@ -8,17 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_checks import BF16, DEVICE, ROUNDED, SIZES, fresh, near
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 
 from trainer.fused import kernels  # noqa: E402
 from trainer.optim import muon  # noqa: E402
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BF16 = torch.bfloat16
-SIZES = [(77, 40), (1, 72), (130, 200)]
-ROUNDED = 2.0**-8  # half the distance of two bf16 numbers, at most, relative to the smaller
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +23,6 @@ def _new_memory_is_nan() -> Iterator[None]:
     assert torch.empty(8, device=DEVICE, dtype=BF16).new_empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def fresh(*shape: int, scale: float = 1.0) -> Tensor:
-    torch.seed()
-    return (scale * torch.randn(shape)).to(DEVICE, BF16)
 
 
 def a_norm(kind: str, C: int) -> kernels.NormWeights:
@@ -46,13 +37,6 @@ def exact_norm(x: Tensor, norm: kernels.NormWeights, *parameters: Tensor | None)
     if norm.bias is not None:
         return F.layer_norm(x.double(), C, weight, bias, norm.epsilon)
     return F.rms_norm(x.double(), C, weight, norm.epsilon)
-
-
-def near(actual: Tensor, expected: Tensor, relative: float = ROUNDED, absolute: float = 1e-5) -> None:
-    """`absolute` is relative to the largest: float32 sums cancel, and the GPU's tanh has an error of 2^-11."""
-    error = (actual.double() - expected).abs()
-    allowed = relative * expected.abs() + absolute * expected.abs().max()
-    assert (error <= allowed).all(), (error - allowed).max()
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms", "plain"])

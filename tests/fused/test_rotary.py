@@ -6,6 +6,7 @@ The kernels run on a GPU if there is one, else in Triton's interpreter.
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_checks import DEVICE, SIZES, fresh, near
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip)")
@@ -14,23 +15,8 @@ from trainer.fused import kernels, rotary  # noqa: E402
 from trainer.fused.kernels import NormWeights  # noqa: E402
 from trainer.models.rotary import turned, waves  # noqa: E402
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BF16 = torch.bfloat16
-SIZES = [(77, 40), (1, 72), (130, 200)]
 EPSILON = 1e-6
 PLAIN = NormWeights(None, None, EPSILON)
-
-
-def fresh(*shape: int, scale: float = 1.0) -> Tensor:
-    torch.seed()
-    return (scale * torch.randn(shape)).to(DEVICE, BF16)
-
-
-def near(actual: Tensor, expected: Tensor, relative: float = 2.0**-8, absolute: float = 1e-5) -> None:
-    """Within bf16's rounding; `absolute` is relative to the largest."""
-    error = (actual.double() - expected).abs()
-    allowed = relative * expected.abs() + absolute * expected.abs().max()
-    assert (error <= allowed).all(), (error - allowed).max()
 
 
 def leaf(x: Tensor) -> Tensor:

@@ -78,16 +78,20 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(bench: Bench) -> None:
+def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.attempt("tokenize", 1, 100, 3600.0)
     stopping = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, 0.0)
     mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
     assert mine is not None
-    budget = bench.budget(100 + stopping + 0.5)  # half a second after the claim it is time
+    monkeypatch.setattr("pipelines.job.budget.steady_time", lambda: mine.latest.started)
+    budget = bench.budget(100 + stopping + 0.1)  # a tenth of a second after the claim it is time
     assert budget.watch(mine.latest) is None
     assert bench.stop.heard.wait(20)
     assert bench.stop.ending is Stopped
     assert (bench.stop.reason or "").startswith("budget: $100.")
+    monkeypatch.setattr("pipelines.job.budget.steady_time", lambda: mine.latest.started + 0.2)
     reason = budget.watch(mine.latest)
     assert reason is not None and reason.endswith("are spent; raise --budget to continue")
 

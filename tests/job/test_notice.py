@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from answers import Request
 from metadata_servers import Cloud, Ec2Cloud, GceCloud
 from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, TINY, Project
+from waiting import until
 
 from pipelines.job import notice
 from pipelines.job.notice import Metadata, watching
@@ -43,7 +43,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SKYTRAIN_NOTICE_ENDPOINT", "http://127.0.0.1:1")  # never a real one
     monkeypatch.delenv("SKYTRAIN_GRACE_SECONDS", raising=False)
     yield
-    until(lambda: not threads())
+    until(lambda: not threads(), "no thread watches")
 
 
 @pytest.fixture
@@ -63,15 +63,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return watch
 
 
-def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        time.sleep(0.005)
-
-
 def polled(cloud: Cloud, times: int) -> None:
     """Wait for so many more requests of the watcher."""
     before = len(cloud.requests)
-    until(lambda: len(cloud.requests) >= before + times)
+    until(lambda: len(cloud.requests) >= before + times, "the watcher has asked")
 
 
 def threads() -> list[threading.Thread]:
@@ -87,7 +82,7 @@ def test_a_notice_stops_the_run_with_its_reason(start, watched, kind, named: boo
         polled(cloud, 6)
         assert not stop.asked and stop.grace_seconds == kind.grace_seconds
         cloud.preempt()
-        until(lambda: stop.asked)
+        until(lambda: stop.asked, "the run is asked to stop")
     assert stop.reason == kind.why
 
 

@@ -21,6 +21,7 @@ import text_runs
 import torch
 import uvicorn
 from browser import COMPLAINTS, Browser, open_browser
+from tiny_models import model_of
 
 from pipelines.sample import GrowingText, TextModel
 from pipelines.serve.app import MAX_BYTES, MAX_TEXTS, ImpatientProtocol, Queue, Refused, make_app
@@ -54,11 +55,7 @@ class Endpoint:
     """A server in a thread of this process, on a free port."""
 
     def __init__(self, model: TextModel | None = None, **limits: Any) -> None:
-        speaker = GPT(MODEL)
-        speaker.load_state_dict(
-            text_runs.speaking_model(0, text_runs.RECIPE.model_copy(update={"model": MODEL})).state_dict()
-        )
-        self.plain = endless(speaker)
+        self.plain = endless(model_of(MODEL))
         self.model = model or TextModel("speaker", None, Decoder(self.plain, "fp32", 257), tokenizer("bytes"))
         self.socket = listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
@@ -357,7 +354,7 @@ def test_waits_and_generations_have_limits_of_time() -> None:
 
 
 def test_ctrl_c_ends_the_server_with_0_even_while_it_answers(store: LocalStore, tmp_path: Path) -> None:
-    text_runs.finish(store, tmp_path, text_runs.speaking_model())
+    text_runs.finish(store, tmp_path, model_of(text_runs.RECIPE.model))
     command = [sys.executable, "-m", "pipelines.cli", "serve", text_runs.RUN, "--store", store.uri, "--port", "0"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SKYTRAIN_")}
     environment = kept | {

@@ -1,15 +1,19 @@
 """Promises of the export: what its own runtimes make of each format, and what people read in the card."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tiktoken
 import torch
+from pipeline_runs import flip_a_bit
 from safetensors.torch import load_file, save_file
 from stage_work import tiny_work
+from tiny_models import greedy
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.formats import gguf, hf, llmc
@@ -59,14 +63,6 @@ def trained(tmp_path: Path) -> Callable[..., tuple[LanguageModel, Weights]]:
         return model, Weights(path, config, encoding, "tiny")
 
     return make
-
-
-@torch.no_grad()
-def greedy(model: LanguageModel, prompt: list[int], tokens: int) -> list[int]:
-    ids = list(prompt)
-    for _ in range(tokens):
-        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    return ids[len(prompt) :]
 
 
 @pytest.fixture
@@ -173,13 +169,6 @@ def test_llama_cpp_says_the_same_text_from_the_gguf(
     assert paths["q8_0"].stat().st_size < paths["f16"].stat().st_size
 
 
-def change_a_weight(path: Path) -> None:
-    """Flip a bit in the middle of a file, where all formats have weights."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 # --- llm.c
 
 
@@ -242,19 +231,8 @@ def test_a_reader_of_llmc_finds_the_weights_and_the_tokens(
 # --- every format
 
 
-class Bfloat16:
-    """hf with its dtype, as the other formats."""
-
-    @staticmethod
-    def write(weights: Weights, folder: Path) -> list[Path]:
-        return hf.write(weights, folder, "bfloat16")
-
-    @staticmethod
-    def verify(weights: Weights, folder: Path) -> None:
-        hf.verify(weights, folder, "bfloat16")
-
-
-FORMATS: dict[str, Any] = {"hf": Bfloat16, "gguf": gguf, "llmc": llmc}
+IN_BF16 = SimpleNamespace(write=partial(hf.write, dtype="bfloat16"), verify=partial(hf.verify, dtype="bfloat16"))
+FORMATS: dict[str, Any] = {"hf": IN_BF16, "gguf": gguf, "llmc": llmc}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -266,7 +244,7 @@ def test_an_export_with_one_changed_weight_is_not_committed(
     folder.mkdir()
     paths = FORMATS[name].write(weights, folder)
     FORMATS[name].verify(weights, folder)
-    change_a_weight(paths[0])
+    flip_a_bit(paths[0])
     with pytest.raises(RuntimeError, match=f"{paths[0].name}, read back, differs from the trained weights: "):
         FORMATS[name].verify(weights, folder)
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import yaml
 from pipeline_runs import TINY, Project, committed, series_of, sums
-from stage_work import SMALL
+from stage_work import SMALL, tokenized
 
-from pipelines.artifacts.manifest import DamagedArtifact, Manifest, commit, find, key_of
+from pipelines.artifacts.manifest import DamagedArtifact, find, key_of
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.recipe import Recipe, changed_recipe, load_recipe
 from pipelines.stage import Work, plans_of
@@ -42,22 +42,13 @@ def mixture(folder: Path, weights: tuple[float, float] = (3, 1), **tokens: Any) 
     return changed_recipe(values, (), "mixture")
 
 
-def made(work: Work, recipe: Recipe) -> Manifest:
-    """The tokens of a recipe, as the stage makes them."""
-    work.recipe, work.plan = recipe, tokenize.plan(recipe, {})
-    built, plan = tokenize.build(work), work.plan
-    about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
-    manifest = Manifest(*about, {}, tuple(built.files), {}, built.facts, "tiny-1", 1, 1.0)
-    return Manifest.from_json(commit(work.store, manifest).to_json())
-
-
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_training_and_validation_read_every_source_in_proportion(
     work: Callable[[str], Work], tmp_path: Path, packing: str
 ) -> None:
     mine, _ = work("tokenize"), shards(tmp_path / "shards")
     recipe = mixture(tmp_path, packing=packing)
-    manifest = made(mine, recipe)
+    manifest = tokenized(mine, recipe)
     cache = ShardCache(mine.store, manifest, mine.home / "cache", "auto", places_of(recipe.tokens))
     data = TokenData(
         shards_in(manifest, "train"), cache.fetch, 8, 0, 257, recipe.tokens.weights, manifest.facts.get("eot")
@@ -73,7 +64,7 @@ def test_training_and_validation_read_every_source_in_proportion(
 def test_each_source_is_an_artifact_that_other_runs_find(work: Callable[[str], Work], tmp_path: Path) -> None:
     mine, _ = work("tokenize"), shards(tmp_path / "shards")
     recipe = mixture(tmp_path)
-    manifest = made(mine, recipe)
+    manifest = tokenized(mine, recipe)
     for one in recipe.tokens.each():
         alone = recipe.model_copy(update={"tokens": one})
         assert (found := find(mine.store, tokenize.plan(alone, {})))
@@ -87,13 +78,13 @@ def test_each_source_is_an_artifact_that_other_runs_find(work: Callable[[str], W
     assert ours["tokenize"] == theirs["tokenize"] and ours["train"].fingerprint != theirs["train"].fingerprint
     assert plans_of(mixture(tmp_path, (6, 2)))["train"] == ours["train"]  # the same shares
     write_shard(tmp_path / "shards" / "train_000000.bin", np.full(200, 7, np.uint16))
-    made(mine, mixture(tmp_path))
+    tokenized(mine, mixture(tmp_path))
     assert before.items() <= {entry.key: entry.modified for entry in mine.store.entries("tokens/")}.items()
 
 
 def test_a_damaged_shard_of_a_source_names_both_artifacts(work: Callable[[str], Work], tmp_path: Path) -> None:
     mine, _ = work("tokenize"), shards(tmp_path / "shards")
-    manifest = made(mine, recipe := mixture(tmp_path))
+    manifest = tokenized(mine, recipe := mixture(tmp_path))
     (own,) = (file for file in manifest.files if file.name == "train_s00_000000.bin")
     source = find(mine.store, tokenize.plan(recipe.model_copy(update={"tokens": recipe.tokens.each()[0]}), {}))
     assert source
@@ -103,7 +94,7 @@ def test_a_damaged_shard_of_a_source_names_both_artifacts(work: Callable[[str], 
         cache.fetch(own.name)
     for one in (source, manifest):
         mine.store.delete(key_of(one.prefix))
-    again = made(mine, recipe)
+    again = tokenized(mine, recipe)
     fresh = ShardCache(mine.store, again, mine.home / "cache", "auto").fetch(own.name)
     assert b"letters" in read_shard(fresh).astype(np.uint8).tobytes()
 
@@ -113,7 +104,7 @@ def test_the_plan_warns_about_each_source_that_is_read_too_often(work: Callable[
     recipe = mixture(tmp_path, (1, 3))
     steps = 5 * (12 * 900) // 48  # the second source five times, the first a quarter of that
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
-    for manifest in (None, made(mine, recipe)):
+    for manifest in (None, tokenized(mine, recipe)):
         first, second = sources_planned(recipe, manifest)
         assert second.epochs == pytest.approx(5, rel=0.01) and first.warning is None
         assert second.warning and second.warning.startswith(

@@ -11,15 +11,7 @@ import pytest
 import torch
 import yaml
 from core_bundle import make_bundle
-from pipeline_runs import (
-    FOLDER_NAME,
-    PRICE,
-    RUN_FIELDS,
-    STEPS,
-    Project,
-    series_of,
-    sums,
-)
+from pipeline_runs import FOLDER_NAME, PRICE, RUN_FIELDS, STEPS, Project, flip_a_bit, series_of, sums
 from servers import LOOPBACK, S3Account, free_ports
 
 from pipelines.artifacts.manifest import read_manifest
@@ -124,18 +116,12 @@ def test_an_audit_detects_a_step_that_read_other_text(undisturbed: Callable[[int
 # --- errors
 
 
-def flip_a_byte(path: Path) -> None:
-    body = bytearray(path.read_bytes())
-    body[len(body) // 2] ^= 1
-    path.write_bytes(body)
-
-
 @pytest.mark.parametrize(
     ("stage", "name", "damage", "then", "fault"),
     [
-        ("tokenize", "train_000040.bin", flip_a_byte, ["--set", "train.seed=2"], "different from its manifest"),
+        ("tokenize", "train_000040.bin", flip_a_bit, ["--set", "train.seed=2"], "different from its manifest"),
         ("tokenize", "val_000003.bin", Path.unlink, ["--set", "evaluate.val_tokens=30000"], "missing"),
-        ("train", "model.safetensors", flip_a_byte, ["--set", "export.dtype=float16"], "different from its manifest"),
+        ("train", "model.safetensors", flip_a_bit, ["--set", "export.dtype=float16"], "different from its manifest"),
     ],
 )
 def test_a_damaged_artifact_is_named_and_refused(
@@ -186,12 +172,7 @@ def test_a_rented_node_without_usable_gpus_trains_and_evaluates_nothing_and_is_r
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_s3_server_that_stays_away_is_reported_and_interrupts(project: Project, as_json: bool) -> None:
     (port,) = free_ports(1)
-    project.environment |= {
-        "AWS_ENDPOINT_URL": f"http://{LOOPBACK}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "testtesttest",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
+    project.environment |= S3Account(f"http://{LOOPBACK}:{port}", "test", "testtesttest").environment
     project.environment["SKYTRAIN_STORE_SECONDS"] = "2"
     ended = project.run(
         *["run", "tiny.yaml", "--store", "s3://bucket/prefix", *(["--json"] if as_json else [])], expect=75

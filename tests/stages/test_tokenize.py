@@ -5,13 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stage_work import SMALL
+from stage_work import SMALL, tokenized
 from texts import FourFiles, made
 
-from pipelines.artifacts.manifest import File, Manifest, commit
+from pipelines.artifacts.manifest import File
 from pipelines.recipe import load_recipe
 from pipelines.stage import Work
-from pipelines.stages import tokenize
 from pipelines.stages.tokenize import check_split, forget_removed_artifact
 from pipelines.text.receipts import existing_receipts
 from pipelines.text.shard_writer import SplitShard
@@ -63,19 +62,15 @@ def test_a_finished_text_leaves_its_shards_alone_and_counts_the_document_that_is
     text = f"{{source: {tmp_path}/*.txt, weight: 1, max_tokens: 650}}"
     fields = [f"tokens.source={tmp_path}/*.txt", "tokens.max_tokens=650"]
     mixed = ["tokens.source=''", f"tokens.sources=[{text}]", "tokens.max_tokens=null"]
-    mine.recipe = load_recipe(
+    recipe = load_recipe(
         "smoke", [*SMALL, "tokens.val_shards=null", "tokens.val_tokens=100", *(fields if source == "own" else mixed)]
     )
-    mine.plan = tokenize.plan(mine.recipe, {})
-    built, plan = tokenize.build(mine), mine.plan
-    facts = Manifest(plan.stage, plan.label, plan.fingerprint, plan.identity, {}, tuple(built.files), {}, built.facts,
-                     "tiny-1", 1, 1.0)  # fmt: skip
-    commit(mine.store, facts, built.scratch)
+    manifest = tokenized(mine, recipe)
     left = {entry.key.rpartition("/")[2] for entry in mine.store.entries("tokens/") if re.search(r"/a\d+/", entry.key)}
     assert left == {"val_000000.bin", "train_000000.bin"}
     shards = [read_shard(tmp_path / "store" / entry.key) for entry in mine.store.entries("tokens/")
               if entry.key.endswith(".bin")]  # fmt: skip
-    assert built.facts["documents"] == sum(int((shard == 256).sum()) for shard in shards) == 7
+    assert manifest.facts["documents"] == sum(int((shard == 256).sum()) for shard in shards) == 7
 
 
 def test_a_text_without_a_training_sequence_is_refused() -> None:

@@ -1,11 +1,14 @@
-"""A store in a folder whose calls a test watches, delays or refuses."""
+"""A store in a folder whose calls a test watches, delays or refuses; and the same work in several threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.store import LocalStore
+
+A = TypeVar("A")
 
 
 class Interfering(LocalStore):
@@ -20,3 +23,16 @@ class Interfering(LocalStore):
 def _interfered(interfere: Callable[[str], object], method: Callable[..., Any], *arguments: Any) -> Any:
     interfere(next(one for one in arguments if isinstance(one, str)))
     return method(*arguments)
+
+
+def each(those: Sequence[A], work: Callable[[A], Any]) -> list[Any]:
+    """What `work` returns for each, all at once in threads, or the exception that it raised."""
+
+    def outcome(one: A) -> Any:
+        try:
+            return work(one)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(those)) as pool:
+        return list(pool.map(outcome, those))

@@ -236,6 +236,13 @@ class Project:
             time.sleep(0.02)
 
 
+def flip_a_bit(path: Path) -> None:
+    """Flip a bit in the middle of a file, where weights and tokens are."""
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
 def ranks(processes: int) -> list[str]:
     return ["--set", f"runtime.processes={processes}"]
 

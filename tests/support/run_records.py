@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,7 @@ from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import STAGES, plans_of, run_name
 from pipelines.tracking.ledger import claim, this_process
 from pipelines.tracking.records import Billing, Heartbeat, ProcessId
-from pipelines.tracking.runs import (
-    RunRecord,
-    record,
-)
+from pipelines.tracking.runs import RunRecord, record
 from trainer.store import Store
 
 SMALLER = ["train.max_steps=200", "train.batch_tokens=8192"]
@@ -100,3 +98,12 @@ def segment(store: Store, step: int, attempt: int, rows: list[dict[str, Any]]) -
 def row(step: int, loss: float) -> dict[str, Any]:
     values = {"train/loss": loss, "train/lr": 1e-3, "train/grad_norm": 0.5, "perf/tokens_per_second": 10.0}
     return {"step": step, "time": 1.0, **values}
+
+
+def places(values: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every object and value in a record."""
+    if before:
+        yield before
+    inside = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for name, value in inside:
+        yield from places(value, (*before, name))

@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import save_file
 
-from pipelines.artifacts.manifest import ArtifactPlan, Manifest, upload
-from pipelines.recipe import load_recipe
+from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, upload
+from pipelines.recipe import Recipe, load_recipe
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
+from pipelines.stages import tokenize
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
 from trainer.data.shards import write_shard
@@ -42,6 +43,15 @@ class Recorder:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+def tokenized(work: Work, recipe: Recipe) -> Manifest:
+    """The tokens of a recipe, as the stage makes them."""
+    work.recipe, work.plan = recipe, tokenize.plan(recipe, {})
+    built, plan = tokenize.build(work), work.plan
+    about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
+    manifest = Manifest(*about, {}, tuple(built.files), {}, built.facts, "tiny-1", 1, 1.0)
+    return Manifest.from_json(commit(work.store, manifest, built.scratch).to_json())
 
 
 def tiny_work(folder: Path, stage: str, *changes: str) -> Work:

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
+from trainer_runs import ALONE
 
 from pipelines.artifacts.manifest import Manifest, key_of, upload
-from pipelines.recipe import Recipe, load_recipe
+from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.runs import record
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -15,10 +15,8 @@ from trainer.checkpoint.pieces import Piece
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.models.gpt2_module import GPT
-from trainer.parallel import World
 from trainer.store import Store
 
-ALONE = World(0, 0, 1, torch.device("cpu"))
 CONTEXT = 64
 RECIPE = load_recipe(
     "smoke",
@@ -31,17 +29,6 @@ RECIPE = load_recipe(
 PLANS = plans_of(RECIPE)
 RUN = run_name(PLANS)
 TRAIN = PLANS["train"].prefix
-
-
-def speaking_model(seed: int = 0, recipe: Recipe = RECIPE) -> GPT:
-    """A model with large random weights, so that its texts differ from prompt to prompt."""
-    model = GPT(recipe.model)
-    model.initialize(seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=generator))
-    return model
 
 
 def finish(store: Store, folder: Path, model: GPT) -> None:

@@ -10,8 +10,8 @@ from trainer.models.language_model import LanguageModel
 from trainer.models.model_config import ModelConfig
 
 
-def model_of(config: ModelConfig, seed: int = 0, spread: float = 0.2) -> LanguageModel:
-    """Initial weights with noise of `spread`, so that no two tokens are about equally likely."""
+def model_of(config: ModelConfig, seed: int = 0, spread: float = 0.2) -> Any:
+    """The plain model, initial weights with noise of `spread`: no two tokens are about equally likely."""
     model = plain_model(config)
     model.initialize(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -19,6 +19,15 @@ def model_of(config: ModelConfig, seed: int = 0, spread: float = 0.2) -> Languag
         for p in model.parameters():
             p.add_(spread * torch.randn(p.shape, generator=generator))
     return model
+
+
+@torch.no_grad()
+def greedy(model: LanguageModel, row: list[int], tokens: int) -> list[int]:
+    """The likeliest tokens after a row, without a cache."""
+    ids = list(row)
+    for _ in range(tokens):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(row) :]
 
 
 def transformers_copy(model: LanguageModel) -> Any:

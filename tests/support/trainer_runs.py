@@ -2,8 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -38,7 +37,6 @@ ALONE = World(0, 0, 1, CPU)
 EVERY_STEP = 1e-9  # minutes between checkpoints
 
 E = TypeVar("E", bound=Event)
-R = TypeVar("R")
 
 CONFIG: dict[str, dict[str, Any]] = {
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 70},
@@ -111,19 +109,6 @@ class ThreadedWorld(World):
 def threaded_worlds(count: int) -> list[ThreadedWorld]:
     table = ([None] * count, threading.Barrier(count))
     return [ThreadedWorld(rank, 0, count, CPU, table) for rank in range(count)]
-
-
-def each(ranks: Sequence[R], work: Callable[[R], Any]) -> list[Any]:
-    """What each rank's `work` returns, or the exception that it raised."""
-
-    def outcome(rank: R) -> Any:
-        try:
-            return work(rank)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(outcome, ranks))
 
 
 # --- runs inside this process

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from servers import S3Account
-from stage_work import SMALL
+from stage_work import SMALL, tokenized
 
-from pipelines.artifacts.manifest import DamagedArtifact, Manifest, commit
+from pipelines.artifacts.manifest import DamagedArtifact, Manifest
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.gc import collect
@@ -52,12 +52,8 @@ def recipe_of(source: str, *changes: str) -> Recipe:
 
 def adopted(work: Work, source: str, *changes: str, store: Store | None = None) -> Manifest:
     """The tokens of a recipe, as the stage makes them."""
-    work.recipe, work.store = recipe_of(source, *changes), store or work.store
-    work.plan = tokenize.plan(work.recipe, {})
-    built, plan = tokenize.build(work), work.plan
-    about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
-    manifest = Manifest(*about, {}, tuple(built.files), {}, built.facts, "tiny-1", 1, 1.0)
-    return Manifest.from_json(commit(work.store, manifest).to_json())
+    work.store = store or work.store
+    return tokenized(work, recipe_of(source, *changes))
 
 
 def tokens_of(work: Work, manifest: Manifest, split: str) -> list[list[int]]:

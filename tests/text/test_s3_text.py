@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from servers import Fault, FaultyProxy, S3Account
+from faulty_proxy import Fault, FaultyProxy
+from servers import S3Account
 
 from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.artifacts.s3_store import S3Store
@@ -129,9 +130,7 @@ def test_faults_of_the_server_change_no_shard(bucket: S3Store, tmp_path: Path, m
     uri = f"s3://{bucket.bucket}/some texts"
     undisturbed = made(0)
     assert len(undisturbed) == 5
-    proxy = FaultyProxy(bucket._client.meta.endpoint_url)
-    proxy.start()
-    try:
+    with FaultyProxy(bucket._client.meta.endpoint_url) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         store_of.cache_clear()
         cut, lost, busy = Fault(body_bytes=100), Fault(forward=True), Fault(503, "SlowDown")
@@ -139,6 +138,4 @@ def test_faults_of_the_server_change_no_shard(bucket: S3Store, tmp_path: Path, m
         proxy.fail(busy, lost, Fault(twice=True), Fault(damage=True), Fault(reset_at=50), lost, method="PUT")
         assert made(1) == undisturbed
         assert not proxy._faults
-    finally:
-        proxy.stop()
-        store_of.cache_clear()
+    store_of.cache_clear()

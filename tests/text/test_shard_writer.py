@@ -15,6 +15,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from small_disk import small_disk
 from texts import ODD_TEXTS, FourFiles, made, shards_in
 
 from pipelines.text import files as text_files
@@ -155,10 +156,7 @@ def test_a_damaged_receipt_is_named_and_its_shards_are_made_again(
 def test_a_full_disk_is_one_line_and_with_room_again_the_shards_are_those_of_a_run_without_it(
     files: FourFiles, tmp_path: Path
 ) -> None:
-    (disk := tmp_path / "disk").mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
+    with small_disk(tmp_path / "disk", "12k") as disk:
         small = files.job(tmp_path / "store", folder=disk)
         (disk / "ballast").write_bytes(bytes(8192))  # one page is left: a shard takes 4,024 bytes, three are in scratch
         with pytest.raises(OSError, match="No space left on device"):
@@ -166,8 +164,6 @@ def test_a_full_disk_is_one_line_and_with_room_again_the_shards_are_those_of_a_r
         assert [path.name for path in disk.iterdir()] == ["ballast"]
         (disk / "ballast").unlink()
         list(make_shards(small))
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
     made(files.job(tmp_path / "undisturbed"))
     assert shards_in(tmp_path / "store") == shards_in(tmp_path / "undisturbed")
 

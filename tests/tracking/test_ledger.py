@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from pipelines.tracking import ledger
 from pipelines.tracking.account import StoredHeartbeat, account
@@ -44,13 +45,6 @@ def claimed(store: LocalStore, number: int, price: float = 0.0, earlier: Sequenc
 def beat(**changes: Any) -> Heartbeat:
     now = time.time()
     return replace(Heartbeat("tiny-1a2b3c4d", "train", 1, "running", now, now, 0.0, this_process()), **changes)
-
-
-def until(reached: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
 
 
 # --- claiming

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from answers import Request, answering
-from mlflow_runs import Seen, own_experiment, until
+from mlflow_runs import Seen, own_experiment
 from pipeline_runs import PRICE, Project, committed
 from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, recorded, row, segment
 from safetensors.torch import save_file
 from servers import MlflowServer, S3Account, free_ports
-from text_runs import CONTEXT, speaking_model
+from text_runs import CONTEXT
 from text_runs import RECIPE as speaker
+from tiny_models import greedy, model_of
+from waiting import until
 
 from pipelines.artifacts.manifest import scratch, upload
 from pipelines.artifacts.s3_store import S3Store
@@ -35,7 +37,6 @@ from pipelines.tracking.mlflow.mirror import Mirror, rebuild
 from pipelines.tracking.records import Progress
 from trainer.errors import UserError
 from trainer.events import EVENTS_FILE, Row, Sampled, event_to_json
-from trainer.models.decoder import Decoder
 from trainer.store import LocalStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +152,7 @@ def test_a_registered_model_loads_from_the_registry_and_generates_what_the_weigh
     import mlflow
 
     store = fresh_s3_store(moto_server)
-    trained = speaking_model()
+    trained = model_of(speaker.model)
     with torch.no_grad():
         trained.wte.weight[257:] = 0  # ids without bytes
     save_file(trained.state_dict(), tmp_path / "trained.safetensors")
@@ -166,12 +167,7 @@ def test_a_registered_model_loads_from_the_registry_and_generates_what_the_weigh
     Mirror(store, RUN, mlflow_server).send(ended=True)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
     (text,) = mlflow.pyfunc.load_model(f"models:/{experiment}/1").predict(["ab"], params={"do_sample": False})
-    ids, decoder = [*b"ab"], Decoder(trained)
-    logits = decoder.begin([ids], CONTEXT)
-    while len(ids) < CONTEXT:
-        ids.append(int(logits[0].argmax()))
-        logits = decoder.step(ids[-1:]) if len(ids) < CONTEXT else logits
-    assert text == tokenizer("bytes").decode(ids)
+    assert text == tokenizer("bytes").decode([*b"ab", *greedy(trained, [*b"ab"], CONTEXT - 2)])
 
 
 def test_a_server_that_refuses_the_version_has_the_rest(

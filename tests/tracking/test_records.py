@@ -1,11 +1,12 @@
 """The records of runs in the store, as literal JSON: a record that is read and written again has the same bytes."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
 import pytest
+from run_records import places
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.cloud.request import LaunchRecord
@@ -140,15 +141,6 @@ RECORDS: dict[str, tuple[Callable[[bytes], Any], dict[str, Any]]] = {
     "receipt of a shard": (lambda body: ShardReceipt.from_json(decoded(body, "shard")), SHARD),
     "receipt of a checkpoint": (lambda body: record_in(FileReceipt, body, "receipt"), CHECKPOINT_FILE),
 }
-
-
-def places(values: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every object and value in a record."""
-    if before:
-        yield before
-    inside = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for name, value in inside:
-        yield from places(value, (*before, name))
 
 
 def with_value(values: Any, place: tuple[Any, ...], value: Any) -> Any:

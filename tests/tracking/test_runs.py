@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from interfering import Interfering
 from run_records import (
     ELSEWHERE,
     GONE,
@@ -69,15 +70,13 @@ def test_the_state_of_an_unfinished_run_is_that_of_its_newest_attempt(
 def test_attempts_and_artifacts_are_read_side_by_side(store: LocalStore) -> None:
     together = threading.Barrier(3)
 
-    class Slow(LocalStore):
-        def get(self, key: str) -> bytes | None:
-            if key.endswith(("heartbeat.json", "MANIFEST.json")):
-                together.wait(20)
-            return super().get(key)
+    def wait_for_the_others(key: str) -> None:
+        if key.endswith(("heartbeat.json", "MANIFEST.json")):
+            together.wait(20)
 
     for number in (1, 2, 3):
         attempted(store, "train", number, hours=1, state="failed")
-    slow = Slow(store.root)
+    slow = Interfering(store.root, get=wait_for_the_others)
     assert [beat.attempt for beat in attempts(slow, TRAIN)] == [1, 2, 3]
     assert [one.beat.attempt for one in Run(slow, recorded(store)).heartbeats] == [1, 2, 3]
     assert missing(slow, PLANS, "evaluate") == ["tokenize", "train", "evaluate"]

@@ -3,7 +3,13 @@
 import pytest
 
 from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.stop_request import key_of, read_stop_request, request_stop, watch_stop_request
+from pipelines.tracking.stop_request import (
+    clear_stop_request,
+    key_of,
+    read_stop_request,
+    request_stop,
+    watch_stop_request,
+)
 from trainer.errors import UserError
 from trainer.store import LocalStore
 
@@ -22,6 +28,10 @@ def test_an_unreadable_request_stops_the_run_and_names_its_object(store: LocalSt
         read_stop_request(store, "a-1")
 
 
-def test_a_request_names_its_author_and_reason(store: LocalStore) -> None:
-    made = request_stop(store, "a-1", "enough")
-    assert made.reason == "enough" and watch_stop_request(store, "a-1")(BEAT) == str(made)
+def test_a_request_stands_until_it_is_withdrawn_and_the_first_one_counts(store: LocalStore) -> None:
+    watch = watch_stop_request(store, "a-1")
+    request_stop(store, "a-1", "too dear")
+    request = request_stop(store, "a-1", "another")
+    assert watch(BEAT) == f"{request.by}: too dear" == str(request)
+    clear_stop_request(store, "a-1")
+    assert (read_stop_request(store, "a-1"), watch(BEAT)) == (None, None)

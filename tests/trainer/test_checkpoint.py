@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from interfering import Interfering
+from interfering import Interfering, each
 from torch import Tensor
-from trainer_runs import ALONE, committed_steps, each, threaded_worlds
+from trainer_runs import ALONE, committed_steps, threaded_worlds
 
 import trainer.checkpoint.checkpointer
 from trainer.checkpoint.checkpointer import Checkpointer

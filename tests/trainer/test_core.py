@@ -13,7 +13,7 @@ from core_bundle import make_bundle
 from tiny_models import model_of, transformers_copy
 from trainer_runs import ALONE
 
-from trainer.errors import Interrupted, UserError
+from trainer.errors import UserError
 from trainer.eval.core import CoreTask, answers, bundle_digest, core, item_rows, read_bundle, read_items
 from trainer.eval.scoring import score_rows
 from trainer.models.gpt2 import Gpt2Config
@@ -102,19 +102,6 @@ def test_every_task_agrees_item_by_item_with_a_plain_loop_over_transformers(
     assert all(rights == {True, False} for rights in seen.values())
     scores = core(model, ALONE, nothing, tasks, as_bytes, 256)
     assert scores == pytest.approx(centred | {"eval/core": sum(centred.values()) / 22})
-
-
-def test_a_stop_ends_core_between_two_batches(tmp_path: Path) -> None:
-    model, left = model_of(Gpt2Config(n_layer=1, n_head=2, n_embd=16, block_size=64, vocab_size=257)), [5]
-
-    def before_batch() -> None:
-        left[0] -= 1
-        if not left[0]:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        core(model, ALONE, before_batch, read_bundle(make_bundle(tmp_path / "bundle")), as_bytes, 256)
-    assert left == [0]
 
 
 def test_a_choice_that_begins_another_is_never_the_answer(tmp_path: Path) -> None:

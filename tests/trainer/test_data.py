@@ -110,7 +110,7 @@ sizes = st.lists(st.integers(0, 60), min_size=1, max_size=6)
 seeds = st.integers(0, 2**63 - 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes, st.integers(1, 9), seeds, st.integers(0, 3))
 def test_every_window_is_read_exactly_once_an_epoch(sizes: list[int], block: int, seed: int, epoch: int) -> None:
     shards = shards_of(sizes)
@@ -130,7 +130,7 @@ def test_every_window_is_read_exactly_once_an_epoch(sizes: list[int], block: int
     assert changes == len({s for s, _ in expected}) - 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 8), st.integers(0, 9), st.integers(1, 9), st.integers(1, 3000))
 def test_ranks_share_a_step_without_gap_or_overlap_and_batches_grow_as_in_gpt3(
     world_size: int, more: int, multiples: int, ramp: int

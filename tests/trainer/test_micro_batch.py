@@ -27,7 +27,7 @@ def recorded(law: Callable[[int], float], tried: list[int]) -> Callable[[int], i
     return peak
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(1, 4096),  # share
     st.integers(1, 256),  # most

@@ -31,7 +31,7 @@ def rows_of(tokens: np.ndarray, row_tokens: int) -> list[list[int]]:
     return filled
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(0, 5), st.integers(2, 12))
 def test_every_row_begins_with_a_document_and_no_token_is_read_twice(
     sizes: list[int], before: int, row_tokens: int
@@ -103,7 +103,7 @@ def sources(sizes: list[int], windows: int) -> list[Shard]:
     return [Shard(f"{n}-{i}", 4 * windows + 1, source=n) for n, count in enumerate(sizes) for i in range(count)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 99), st.integers(0, 500))
 def test_any_stretch_of_a_mixture_has_every_source_in_proportion(counts: list[int], seed: int, first: int) -> None:
     weights = [1.0 + n for n in range(len(counts))]
@@ -122,7 +122,7 @@ def test_any_stretch_of_a_mixture_has_every_source_in_proportion(counts: list[in
     assert read == [Mixture(shards, 4, seed, weights)[g] for g in range(first, first + length)]  # no state
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 300), st.integers(1, 80))
 def test_the_shards_of_a_mixture_are_known_before_they_are_read(counts: list[int], first: int, length: int) -> None:
     order = Mixture(sources(counts, windows=3), 4, 1, [2.0 + n for n in range(len(counts))])

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import model_of
 
 from trainer.errors import UserError
 from trainer.models.decoder import Decoder, Sampling, draw, stream
@@ -17,13 +18,7 @@ WAYS = {"greedy": Sampling(0.0), "top k": Sampling(0.7, 5), "top p": Sampling(1.
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    model = GPT(SMALL)
-    model.initialize(0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=generator))
-    return model.eval()
+    return model_of(SMALL).eval()
 
 
 def texts(model: GPT, seeds: list[int], how: Sampling, ends: Any = lambda n, token: False) -> list[list[int]]:

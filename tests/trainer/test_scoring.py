@@ -5,8 +5,9 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from interfering import each
 from tiny_models import model_of
-from trainer_runs import ALONE, each, threaded_worlds
+from trainer_runs import ALONE, threaded_worlds
 
 from trainer.eval.scoring import RowScore, ScoredRow, score_items, score_rows
 from trainer.models.gpt2 import Gpt2Config

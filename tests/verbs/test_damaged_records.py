@@ -4,13 +4,12 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import in_process
 import pytest
-from run_records import RUN, TRAIN, attempted, done_run, finished, row, segment
+from run_records import RUN, TRAIN, attempted, done_run, finished, places, row, segment
 
 from pipelines.artifacts.manifest import File, key_of
 from pipelines.cloud.request import LaunchRecord, LaunchRequest, write_launch
@@ -41,14 +40,6 @@ COMMANDS = (
 )
 
 
-def places(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value in a record."""
-    yield before
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inner:
-        yield from places(one, (*before, key))
-
-
 def damaged(body: bytes, draw: random.Random) -> bytes:
     """A record, or a line of it, with another value somewhere, without one, or cut."""
     lines = body.split(b"\n") if body.startswith(b'{"') else [body]
@@ -57,7 +48,7 @@ def damaged(body: bytes, draw: random.Random) -> bytes:
     if kind < 0.1:
         return body[: draw.randrange(len(body))] + draw.choice((b"", b"\xff", b"}" * 9, b"[" * 9_999))
     values = json.loads(lines[at])
-    *path, last = draw.choice([path for path in places(values) if path])
+    *path, last = draw.choice(list(places(values)))
     inner = values
     for key in path:
         inner = inner[key]

@@ -9,6 +9,7 @@ import text_runs
 import torch
 import trainer_runs
 from text_runs import CONTEXT, RUN, TRAIN
+from tiny_models import model_of
 from typer.testing import CliRunner
 
 from pipelines import cli
@@ -25,7 +26,7 @@ Command = Callable[..., str]
 @pytest.fixture
 def sample(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """The command on a finished run, in this process."""
-    text_runs.finish(store, tmp_path, text_runs.speaking_model())
+    text_runs.finish(store, tmp_path, model_of(text_runs.RECIPE.model))
     monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path / "home"))
 
     def run(*words: str) -> str:
@@ -77,7 +78,7 @@ def test_an_unfinished_run_speaks_with_its_newest_commit_or_the_one_of_a_step(
     store: LocalStore, tmp_path: Path
 ) -> None:
     for step in (5, 10):
-        text_runs.commit(store, tmp_path, text_runs.speaking_model(step), step)
+        text_runs.commit(store, tmp_path, model_of(text_runs.RECIPE.model, step), step)
 
     def head(at: int | None) -> tuple[int | None, torch.Tensor]:
         model = load_text_model(store, tmp_path / "cache", RUN, at, "fp32")
@@ -85,10 +86,10 @@ def test_an_unfinished_run_speaks_with_its_newest_commit_or_the_one_of_a_step(
 
     for asked, step in ((None, 10), (5, 5), (10, 10)):
         found, weights = head(asked)
-        assert found == step and torch.equal(weights, text_runs.speaking_model(step).wte.weight)
+        assert found == step and torch.equal(weights, model_of(text_runs.RECIPE.model, step).wte.weight)
     with pytest.raises(UserError, match=f"--at 7: {RUN} has no such commit; it has 5, 10"):
         head(7)
-    text_runs.finish(store, tmp_path, text_runs.speaking_model())
+    text_runs.finish(store, tmp_path, model_of(text_runs.RECIPE.model))
     for final in (None, 20):
         assert head(final)[0] is None
     assert head(5)[0] == 5
@@ -105,7 +106,7 @@ def test_a_run_without_weights_and_a_damaged_commit_are_named(
     text_runs.record(store, RUN, text_runs.RECIPE, text_runs.PLANS, "export")
     with pytest.raises(UserError, match="no trained weights yet, and no commit"):
         load_text_model(store, tmp_path / "cache", RUN)
-    text_runs.commit(store, tmp_path, text_runs.speaking_model(), 5)
+    text_runs.commit(store, tmp_path, model_of(text_runs.RECIPE.model), 5)
     (folder,) = committed_folders(store, TRAIN)
     path = store.path_of(f"{folder}/rank-00000-of-00001.safetensors")
     whole = path.read_bytes()
