@@ -117,11 +117,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_files_bytes_and_maps_stay_within_the_budget_over_epochs_and_resumes(tmp_path: Path) -> None:
-    text = Text(tmp_path, shards=60, windows=20)
+    text = Text(tmp_path, shards=30, windows=20)
     for first in (0, 2 * text.per_epoch + 13):  # the second process resumes the run
         cache = text.cache(shards=6)
         data = text.data(cache)
-        for step in range(130):  # more than two epochs, in steps that are no divisor of a shard
+        for step in range(66):  # more than two epochs, in steps that are no divisor of a shard
             text.read(data, first + 19 * step, 19)
             settled(data)
             held = cached(cache)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from run_records import committed
 from sky_catalog import ROWS
 
 from pipelines.bench.throughput import speed_on
@@ -31,7 +32,6 @@ from pipelines.recipe import load_recipe, shipped
 from pipelines.show.cloud_plan import print_cloud_plan
 from pipelines.stage import STAGES, plans_of, run_name
 from pipelines.tracking.records import Heartbeat, Machine, Progress
-from trainer.checkpoint.commits import Commit, TrainState
 from trainer.errors import UserError
 from trainer.store import LocalStore
 
@@ -184,8 +184,7 @@ def test_the_rest_of_a_run_is_planned_at_its_own_speed(tmp_path: Path) -> None:
     speed, machine = Progress(metrics={"perf/tokens_per_second": 2e6}), Machine(accelerators="H100:8")
     beat = Heartbeat(run_name(plans), "train", 1, "interrupted", 1e9, 1e9 + 60, 1.0, progress=speed, machine=machine)
     store.put(f"{train}/attempts/0001/heartbeat.json", beat.to_json())
-    halfway = Commit(9432, 1, 8, 0.0, TrainState(step=SMALL.train.max_steps // 2), "", ())
-    store.put(f"{train}/checkpoints/step-00009432-a0001/COMMIT.json", halfway.encode())
+    committed(store, SMALL.train.max_steps // 2, prefix=train)
     rest = planned(tmp_path, **options).candidates[0]
     assert rest.speed and (rest.speed.kind, rest.speed.tokens_per_second) == ("measured", 2e6)
     slower = 2e6 / speed_on(SMALL, "H100:8").tokens_per_second

@@ -8,12 +8,13 @@ import trainer_runs
 from interfering import Interfering
 from pipeline_runs import Project
 from small_disk import small_disk
-from trainer_runs import EVERY_STEP, Runner, configured, weights
+from trainer_runs import EVERY_STEP, Runner, Runners, configured
 
 from trainer.errors import FULL
 from trainer.events import CheckpointFailed
 
 _one_thread, data = trainer_runs._one_thread, trainer_runs.data
+endings, runner = trainer_runs.endings, trainer_runs.runner
 
 
 class Disk:
@@ -42,11 +43,9 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def test_a_disk_that_is_full_for_a_while_stops_no_step_and_nothing_is_missing_afterwards(
-    data: Path, tmp_path: Path, disk: Disk
+    runner: Runners, disk: Disk
 ) -> None:
-    whole = Runner(data, tmp_path / "whole", configured())
-    model, _ = whole.attempt()
-    run = Runner(data, disk.root / "run", configured(checkpoint_minutes=EVERY_STEP))  # with its event file
+    run = Runner(runner.data, disk.root / "run", configured(checkpoint_minutes=EVERY_STEP))  # with its event file
     checkpoints: list[str] = []
 
     def write(key: str) -> None:
@@ -60,7 +59,7 @@ def test_a_disk_that_is_full_for_a_while_stops_no_step_and_nothing_is_missing_af
     same, _ = run.attempt(store=Interfering(run.out, write=write))
     assert {e.step for e in run.events_of(CheckpointFailed)} >= {4, 5}
     assert run.commits() == [12, 11]
-    assert run.rows() == whole.rows() and weights(same) == weights(model)
+    assert run.ended(same) == runner.undisturbed()
 
 
 def test_a_command_whose_folder_is_full_fails_with_one_line(tmp_path: Path, disk: Disk) -> None:

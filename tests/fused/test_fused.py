@@ -11,7 +11,7 @@ import pytest
 import torch
 import trainer_runs
 from torch import Tensor
-from trainer_runs import Runner, weights
+from trainer_runs import Runners, weights
 
 from trainer.amounts import micro_batch_count
 from trainer.config import RuntimeConfig, TrainConfig
@@ -37,7 +37,7 @@ from trainer.fused.steps import step_of  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: here is a GPU, TRITON_INTERPRET=1 does without", allow_module_level=True)
-data, runner = trainer_runs.data, trainer_runs.runner  # fixtures
+data, endings, runner = trainer_runs.data, trainer_runs.endings, trainer_runs.runner  # fixtures
 ALONE = World(0, 0, 1, torch.device("cpu"))
 TRAIN = TrainConfig(batch_tokens=64, max_steps=10, learning_rate=1e-3, weight_decay=0.1)
 SHORT: dict[str, Any] = {"max_steps": 6, "val_every": 3, "val_tokens": 64, "batch_tokens": 64}
@@ -203,7 +203,7 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_resumes_bit_for_bit(runner: Callable[..., Runner]) -> None:
+def test_an_interrupted_run_resumes_bit_for_bit(runner: Runners) -> None:
     whole, run = (runner(name, engine="fused", **SHORT | {"max_steps": 4}) for name in ("whole", "stopped"))
     model, state = whole.attempt()
     run.attempt(stop_after=2)
@@ -212,7 +212,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(runner: Callable[..., Runner]) -
     assert whole.rows()[-1]["train/loss"] < whole.rows()[1]["train/loss"]
 
 
-def test_an_evaluation_leaves_the_fused_engine_as_it_is(runner: Callable[..., Runner]) -> None:
+def test_an_evaluation_leaves_the_fused_engine_as_it_is(runner: Runners) -> None:
     short: dict[str, Any] = SHORT | {"max_steps": 3, "val_every": None}
     plain, run = (runner(name, engine="fused", **short) for name in ("plain", "evaluated"))
     model, _ = plain.attempt()
@@ -228,9 +228,7 @@ def test_an_evaluation_leaves_the_fused_engine_as_it_is(runner: Callable[..., Ru
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_eager_engine_resumes_from_a_commit_of_the_fused_engine_and_back(
-    runner: Callable[..., Runner], optimizer: str
-) -> None:
+def test_the_eager_engine_resumes_from_a_commit_of_the_fused_engine_and_back(runner: Runners, optimizer: str) -> None:
     plain, mixed = (runner(name, engine="eager", optimizer=optimizer, **SHORT) for name in ("plain", "mixed"))
     plain.attempt()
     for stop_after, engine in ((2, "eager"), (2, "fused"), (None, "eager")):
@@ -449,7 +447,7 @@ def test_an_infinite_micro_batch_does_not_ruin_the_next_in_fp8() -> None:
 
 
 @pytest.mark.gpu
-def test_an_interrupted_fp8_run_resumes_bit_for_bit(runner: Callable[..., Runner]) -> None:
+def test_an_interrupted_fp8_run_resumes_bit_for_bit(runner: Runners) -> None:
     changes = SHORT | {"max_steps": 4, "warmup_steps": 1, "precision": "fp8_head", "engine": "fused", "n_layer": 1}
     whole, run = (runner(name, **changes) for name in ("whole", "stopped"))
     model, _ = whole.attempt()

@@ -194,20 +194,6 @@ def test_an_import_is_seen_wherever_it_is(code: str, expected: list[str]) -> Non
     assert list(imports(ast.parse(code))) == expected
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("print('x')", True),
-        ("Console().print('x')", True),
-        ("sys.stderr.write('x')", True),
-        ("sys.stderr.isatty()", False),
-        ("def fingerprint(): ...", False),
-    ],
-)
-def test_a_print_is_seen(code: str, expected: bool) -> None:
-    assert prints(ast.parse(code)) is expected
-
-
 def test_a_circle_is_seen() -> None:
     assert in_circles(frozenset({("a", "b"), ("b", "c")})) == set()
     assert in_circles(frozenset({("a", "b"), ("b", "c"), ("c", "b")})) == {("b", "c"), ("c", "b")}

@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import pytest
-from run_records import PLANS, RECIPE, RUN, TRAIN, finished, recipe_with
+from run_records import PLANS, RECIPE, RUN, TRAIN, committed, finished, recipe_with
 
 from pipelines.plan import plan_of
 from pipelines.recipe import load_recipe
 from pipelines.show.plan import print_plan
 from pipelines.stage import STAGES
-from trainer.checkpoint.commits import Commit, TrainState
 from trainer.errors import UserError
 from trainer.store import LocalStore
 
@@ -37,8 +36,7 @@ def test_a_plan_names_the_fields_that_differ_from_the_nearest_sibling(store: Loc
 
 def test_a_longer_training_names_the_way_to_continue_the_finished_one(store: LocalStore) -> None:
     finished(store, "train")
-    commit = Commit(200, 1, 8, 0.0, TrainState(step=200), "", ())
-    store.put(f"{TRAIN}/checkpoints/step-00000200-a0001/COMMIT.json", commit.encode())
+    committed(store, 200)
     longer = plan_of(recipe_with("train.max_steps=300"), store).stages["train"]
     assert longer.longer == f"it starts at step 0; --set train.branch_from=run:{RUN}@200 continues {RUN} instead"
     assert (longer.why or "").endswith(longer.longer)

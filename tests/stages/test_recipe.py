@@ -255,27 +255,16 @@ def test_all_mistakes_of_a_recipe_are_reported_at_once(tmp_path: Path) -> None:
     assert ": train.max_stps: unknown field" in str(mistake.value) and "missing" not in str(mistake.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        (b"", "a recipe has sections"),
-        (b"\x80\x81\xfe\xff", "not a YAML file"),
-        (b"name: !!python/object:os.system x\n", "not a YAML file"),
-        (b"name: 2024-13-45\n", "not a YAML file: month must be in 1..12"),
-    ],
-)
-def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, line: str) -> None:
-    path = tmp_path / "my.yaml"
-    path.write_bytes(content)
-    assert complaint(path).startswith(f"{path}: {line}")
-
-
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 10}]\n" for a, b in itertools.pairwise("abcdefghij"))
 
 
 @pytest.mark.parametrize(
     ("content", "line"),
     [
+        ("", "a recipe has sections"),
+        ("\x80\x81\xfe\xff", "not a YAML file"),
+        ("name: !!python/object:os.system x\n", "not a YAML file"),
+        ("name: 2024-13-45\n", "not a YAML file: month must be in 1..12"),
         (BOMB + "name: *j\n", "a recipe has no aliases; write the value again in"),
         ("name: a\nname: b\n", "'name' is here twice; keep one in"),
         ("train: {seed: 1, seed: 2}\n", "'seed' is here twice; keep one in"),
@@ -284,9 +273,9 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 10}]\n" for a, b in 
         (f"name: {'[' * 3000}{']' * 3000}\n", "too many levels of values in values"),
     ],
 )
-def test_yaml_that_is_not_what_it_seems_is_refused_in_one_short_line(tmp_path: Path, content: str, line: str) -> None:
+def test_a_file_that_is_no_recipe_is_refused_in_one_short_line(tmp_path: Path, content: str, line: str) -> None:
     path = tmp_path / "my.yaml"
-    path.write_text(content)
+    path.write_bytes(content.encode("latin-1"))
     message = complaint(path)
     assert message.startswith(f"{path}: {line}") and len(message) < len(str(path)) + 500
 

@@ -12,6 +12,7 @@ from pipelines.stage import STAGES, plans_of, run_name
 from pipelines.tracking.ledger import claim, this_process
 from pipelines.tracking.records import Billing, Heartbeat, ProcessId
 from pipelines.tracking.runs import RunRecord, record
+from trainer.checkpoint.commits import Commit, TrainState
 from trainer.store import Store
 
 SMALLER = ["train.max_steps=200", "train.batch_tokens=8192"]
@@ -88,6 +89,13 @@ def done_run(store: Store, **facts: dict[str, Any]) -> RunRecord:
         attempted(store, stage, hours=0.5, price_per_hour=10.0, phases={"setup": 60.0, stage: 1740.0})
         finished(store, stage, **facts.get(stage, {}))
     return recorded(store)
+
+
+def committed(store: Store, step: int, attempt: int = 1, prefix: str = TRAIN) -> str:
+    """Store the record of a commit, without its files. Returns the key."""
+    key = f"{prefix}/checkpoints/step-{step:08d}-a{attempt:04d}/COMMIT.json"
+    store.put(key, Commit(step, attempt, 1, 0.0, TrainState(step=step), "", ()).encode())
+    return key
 
 
 def segment(store: Store, step: int, attempt: int, rows: list[dict[str, Any]]) -> None:

@@ -139,6 +139,9 @@ class PromptCheckpointer(Checkpointer):
     busy = False
 
 
+Ending = tuple[list[dict[str, Any]], str]  # the rows, and the digest of the weights
+
+
 @dataclass
 class Runner:
     """Attempts of one run in a folder, each with the next attempt number."""
@@ -200,6 +203,10 @@ class Runner:
     def rows(self) -> list[dict[str, Any]]:
         return comparable(series(self.store, "run"))
 
+    def ended(self, model: GPT) -> Ending:
+        """All that must be equal between two runs."""
+        return self.rows(), weights(model)
+
     def commits(self) -> list[int]:
         """Steps that the run can resume from, newest first."""
         return committed_steps(self.store)
@@ -227,12 +234,33 @@ def weights(model: LanguageModel) -> str:
     return digest.hexdigest()
 
 
-@pytest.fixture
-def runner(data: Path, tmp_path: Path) -> Callable[..., Runner]:
-    def make(name: str = "run", **changes: Any) -> Runner:
-        return Runner(data, tmp_path / name, configured(**changes))
+@dataclass
+class Runners:
+    """Makes runs in a test's folder. `endings` has those of the module's tests, by configuration."""
 
-    return make
+    data: Path
+    folder: Path
+    endings: dict[str, Ending]
+
+    def __call__(self, name: str = "run", **changes: Any) -> Runner:
+        return Runner(self.data, self.folder / name, configured(**changes))
+
+    def undisturbed(self, **changes: Any) -> Ending:
+        """The ending of a run in one attempt."""
+        if str(changes) not in self.endings:
+            run = self("undisturbed", **changes)
+            self.endings[str(changes)] = run.ended(run.attempt()[0])
+        return self.endings[str(changes)]
+
+
+@pytest.fixture(scope="module")
+def endings() -> dict[str, Ending]:
+    return {}
+
+
+@pytest.fixture
+def runner(data: Path, tmp_path: Path, endings: dict[str, Ending]) -> Runners:
+    return Runners(data, tmp_path, endings)
 
 
 # A checkpoint about every 30 ms: most of the time a save is in progress, where a kill is most harmful. So many steps

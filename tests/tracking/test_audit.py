@@ -4,21 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from run_records import PLANS, RECIPE, RUN, TRAIN, finished, recorded, row, segment
+from run_records import PLANS, RECIPE, RUN, committed, finished, recorded, row, segment
 
 from pipelines.artifacts.manifest import upload
 from pipelines.tracking.audit import CHECKSUM, Audit, audit
 from pipelines.tracking.runs import Run
-from trainer.checkpoint.commits import Commit, TrainState
 from trainer.data.batches import TokenData
 from trainer.data.shards import HEADER_BYTES, Shard, sequences_of, write_shard
-from trainer.store import LocalStore, Store
-
-
-def committed(store: Store, step: int, attempt: int, rollbacks: tuple[tuple[int, int], ...] = ()) -> None:
-    commit = Commit(step, attempt, 1, 0.0, TrainState(step=step, rollbacks=rollbacks), "", ())
-    store.put(f"{TRAIN}/checkpoints/step-{step:08d}-a{attempt:04d}/COMMIT.json", commit.encode())
-
+from trainer.store import LocalStore
 
 SHARDS = {"train_000000.bin": 300_000, "train_000001.bin": 200_000}
 

@@ -1,22 +1,15 @@
 """Crashes are interruptions, up to some in a row without a new checkpoint."""
 
-from pathlib import Path
-
 import pytest
+from run_records import committed
 
 from pipelines.tracking.crashes import MOST_CRASHES, UNFIT, after_crash
 from pipelines.tracking.ledger import attempts, claim, close_dead_attempt, is_alive, seconds_between_failures
 from pipelines.tracking.records import Billing
-from trainer.checkpoint.commits import Commit, TrainState
 from trainer.errors import EXIT_FAILED, EXIT_INTERRUPTED, ending_of
 from trainer.store import LocalStore
 
 PREFIX = "train/tiny-0123"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path)
 
 
 def crashed(store: LocalStore, number: int, cause: str = "rank 0 was killed by SIGSEGV after step 7") -> int:
@@ -30,23 +23,18 @@ def crashed(store: LocalStore, number: int, cause: str = "rank 0 was killed by S
     return ending.exit_code
 
 
-def commit(store: LocalStore, step: int, attempt: int) -> None:
-    body = Commit(step, attempt, 1, 0.0, TrainState(step), "metrics/x", ()).encode()
-    store.put(f"{PREFIX}/checkpoints/step-{step:08d}-a{attempt:04d}/COMMIT.json", body)
-
-
 def test_a_crash_at_the_same_step_ends_the_run_after_some_attempts(store: LocalStore) -> None:
-    commit(store, 5, attempt=1)
+    committed(store, 5, 1, PREFIX)
     codes = [crashed(store, number) for number in range(1, MOST_CRASHES + 3)]
     # The first attempt made a commit before it crashed.
     assert codes == [EXIT_INTERRUPTED] * (MOST_CRASHES + 1) + [EXIT_FAILED]
 
 
 def test_a_new_commit_begins_a_new_count(store: LocalStore) -> None:
-    commit(store, 5, attempt=1)
+    committed(store, 5, 1, PREFIX)
     for number in range(1, MOST_CRASHES + 2):
         crashed(store, number)
-    commit(store, 9, attempt=MOST_CRASHES + 2)
+    committed(store, 9, MOST_CRASHES + 2, PREFIX)
     assert crashed(store, MOST_CRASHES + 2) == EXIT_INTERRUPTED
 
 
@@ -57,7 +45,7 @@ def test_a_run_tries_one_other_machine_after_one_with_unfit_gpus(store: LocalSto
 
 
 def test_attempts_that_lost_their_machine_do_not_count(store: LocalStore) -> None:
-    commit(store, 5, attempt=1)
+    committed(store, 5, 1, PREFIX)
     for number in range(2, 9):
         assert claim(store, PREFIX, "tiny-0123", "train", number, Billing())
     assert crashed(store, 9) == EXIT_INTERRUPTED
@@ -66,8 +54,7 @@ def test_attempts_that_lost_their_machine_do_not_count(store: LocalStore) -> Non
 @pytest.mark.parametrize("damaged", [False, True])
 def test_crashes_before_the_first_sound_commit_start_over_and_count_too(store: LocalStore, damaged: bool) -> None:
     if damaged:
-        commit(store, 5, attempt=1)
-        body = store.path_of(f"{PREFIX}/checkpoints/step-00000005-a0001/COMMIT.json")
+        body = store.path_of(committed(store, 5, 1, PREFIX))
         body.write_bytes(body.read_bytes().replace(b'"step": 5', b'"step": 6'))
     codes = [crashed(store, number) for number in range(1, MOST_CRASHES + 2)]
     assert codes == [EXIT_INTERRUPTED] * MOST_CRASHES + [EXIT_FAILED]

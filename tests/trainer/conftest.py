@@ -1,5 +1,5 @@
 """Fixtures of all tests of the trainer."""
 
-from trainer_runs import _one_thread, data, runner
+from trainer_runs import _one_thread, data, endings, runner
 
-__all__ = ["_one_thread", "data", "runner"]
+__all__ = ["_one_thread", "data", "endings", "runner"]

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import trainer_runs
 import troubled
 from safetensors.torch import load_file
 from trainer_command import Command
-from trainer_runs import EVERY_STEP, Runner, configured, weights
+from trainer_runs import EVERY_STEP, Runner, Runners, configured, weights
 from troubled import inject
 
 import trainer.health
@@ -50,7 +49,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 ARMED = {"skip_loss_zscore": 20.0, "skip_grad_norm_zscore": 30.0}
 
 
-def test_a_healthy_run_is_the_plain_loop_bit_for_bit(runner: Callable[..., Runner], small_windows: None) -> None:
+def test_a_healthy_run_is_the_plain_loop_bit_for_bit(runner: Runners, small_windows: None) -> None:
     plain, armed = runner("plain", max_steps=30), runner("armed", max_steps=30, **ARMED | {"skip_loss_zscore": 1e6})
     model, _ = plain.attempt()
     assert weights(armed.attempt()[0]) == weights(model) and armed.rows() == plain.rows()
@@ -77,7 +76,7 @@ def test_a_healthy_run_is_the_plain_loop_bit_for_bit(runner: Callable[..., Runne
 
 @pytest.mark.parametrize(("kind", "place"), [("nan", 4), ("infinite", 4), ("huge", 14)])
 def test_a_bad_batch_is_skipped_counted_and_leaves_weights_and_moments_alone(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None, kind: str, place: int
+    runner: Runners, monkeypatch: pytest.MonkeyPatch, small_windows: None, kind: str, place: int
 ) -> None:
     inject({kind: [place]}, monkeypatch.setattr)
     run = runner(checkpoint_minutes=EVERY_STEP, keep_last=99, max_steps=20, skip_grad_norm_zscore=30.0)
@@ -100,7 +99,7 @@ def test_a_bad_batch_is_skipped_counted_and_leaves_weights_and_moments_alone(
 
 
 def test_a_run_with_skips_is_resumed_bit_for_bit(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
+    runner: Runners, monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
     inject({"nan": [3, 4, 15], "huge": [13, 17]}, monkeypatch.setattr)
     whole = runner("whole", max_steps=20, **ARMED)
@@ -114,7 +113,7 @@ def test_a_run_with_skips_is_resumed_bit_for_bit(
 
 
 def test_a_loss_that_stays_not_finite_ends_the_run_with_a_diagnosis(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+    runner: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inject({"nan": list(range(5, 99))}, monkeypatch.setattr)
     run = runner(checkpoint_minutes=EVERY_STEP, max_steps=20)
@@ -141,7 +140,7 @@ RUINED_AFTER = 7  # updates: from then on no loss is finite
     ],
 )
 def test_ruined_weights_are_never_committed_and_end_the_run_as_diverged(
-    runner: Callable[..., Runner],
+    runner: Runners,
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Any],
     stop_after: int | None,
@@ -159,7 +158,7 @@ def test_ruined_weights_are_never_committed_and_end_the_run_as_diverged(
 
 
 def test_fp16_overflows_are_the_scalers_and_a_nan_loss_is_skipped(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+    runner: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**24, growth_interval=3)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)

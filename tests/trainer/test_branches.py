@@ -1,12 +1,11 @@
 """A run that begins with a commit of another run, with its whole state or with its weights alone."""
 
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import trainer_runs
-from trainer_runs import EVERY_STEP, Runner
+from trainer_runs import EVERY_STEP, Runner, Runners
 
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.errors import UserError
@@ -14,14 +13,14 @@ from trainer.models.weights import Origin
 
 
 @pytest.fixture
-def parent(runner: Callable[..., Runner]) -> Runner:
+def parent(runner: Runners) -> Runner:
     """A run with a commit after every step."""
     made = runner("parent", checkpoint_minutes=EVERY_STEP, keep_last=20)
     made.attempt()
     return made
 
 
-def branch_of(parent: Runner, runner: Callable[..., Runner], step: int, name: str = "branch", **how: Any) -> Runner:
+def branch_of(parent: Runner, runner: Runners, step: int, name: str = "branch", **how: Any) -> Runner:
     """A run that begins at a commit of the parent. One store of the tests holds one run, so the commit is copied."""
     made = runner(name)
     (folder,) = (f for f in committed_folders(parent.store, "run") if step_of(f) == step)
@@ -31,7 +30,7 @@ def branch_of(parent: Runner, runner: Callable[..., Runner], step: int, name: st
     return made
 
 
-def test_a_branch_with_another_text_reads_it_from_the_start(parent: Runner, runner: Callable[..., Runner]) -> None:
+def test_a_branch_with_another_text_reads_it_from_the_start(parent: Runner, runner: Runners) -> None:
     branch = branch_of(parent, runner, 6, whole=True, other_text=True)
     branch.attempt(stop_after=2)
     _, state = branch.attempt()
@@ -44,9 +43,7 @@ def test_a_branch_with_another_text_reads_it_from_the_start(parent: Runner, runn
     ]
 
 
-def test_the_weights_of_a_commit_begin_a_run_with_a_new_optimizer(
-    parent: Runner, runner: Callable[..., Runner]
-) -> None:
+def test_the_weights_of_a_commit_begin_a_run_with_a_new_optimizer(parent: Runner, runner: Runners) -> None:
     tuned = branch_of(parent, runner, 5)
     _, state = tuned.attempt()
     (validated,) = (row["val/loss"] for row in parent.rows() if row["step"] == 5)
@@ -54,7 +51,7 @@ def test_the_weights_of_a_commit_begin_a_run_with_a_new_optimizer(
     assert tuned.rows()[1]["train/lr"] == parent.rows()[1]["train/lr"] and state.optimizer_steps == 12
 
 
-def test_a_damaged_commit_is_no_beginning(parent: Runner, runner: Callable[..., Runner]) -> None:
+def test_a_damaged_commit_is_no_beginning(parent: Runner, runner: Runners) -> None:
     branch = branch_of(parent, runner, 5, whole=True)
     trainer_runs.flip_a_byte(next(branch.store.path_of("parent/checkpoints").iterdir()))
     with pytest.raises(UserError, match=r"^train.branch_from: run:parent: the commit is damaged: rank-00000"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from interfering import Interfering
 from safetensors import safe_open
-from trainer_runs import EVERY_STEP, Runner, flip_a_byte, weights
+from trainer_runs import EVERY_STEP, Runner, Runners, flip_a_byte
 
 import trainer.checkpoint.commits
 from trainer.checkpoint.commits import Commit, FileReceipt
@@ -28,28 +28,26 @@ from trainer.events import (
 )
 
 
-def test_the_rows_of_many_commits_are_few_objects(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rows_of_many_commits_are_few_objects(runner: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
     def objects(run: Runner) -> int:
         return len(run.store.entries("run/metrics/"))
 
-    whole, run = runner("whole", max_steps=30), runner("run", max_steps=30, checkpoint_minutes=EVERY_STEP)
-    whole.attempt()
+    rows, _ = runner.undisturbed(max_steps=30)
+    run = runner("run", max_steps=30, checkpoint_minutes=EVERY_STEP)
     for stop_after in (9, 8, None):
         run.attempt(stop_after)
     assert len(run.events_of(Checkpointed)) == 30 and objects(run) == 3  # one an attempt
-    assert run.rows() == whole.rows()
+    assert run.rows() == rows
 
     monkeypatch.setattr(trainer.checkpoint.commits, "SEGMENT_BYTES", 1000)  # some five rows
     split = runner("split", max_steps=30, checkpoint_minutes=EVERY_STEP)
     split.attempt()
     assert 3 < objects(split) < 10
     assert all(entry.size < 1500 for entry in split.store.entries("run/metrics/"))
-    assert split.rows() == whole.rows()
+    assert split.rows() == rows
 
 
-def test_the_last_checkpoints_and_those_at_multiples_of_keep_every_steps_stay(runner: Callable[..., Runner]) -> None:
+def test_the_last_checkpoints_and_those_at_multiples_of_keep_every_steps_stay(runner: Runners) -> None:
     run = runner(checkpoint_minutes=EVERY_STEP, keep_every_steps=5, keep_last=3)
     run.attempt()
     assert run.commits() == [12, 11, 10, 5]
@@ -57,7 +55,7 @@ def test_the_last_checkpoints_and_those_at_multiples_of_keep_every_steps_stay(ru
     assert len(run.rows()) == 13  # the series of deleted checkpoints stays
 
 
-def test_a_checkpoint_holds_no_pickle(runner: Callable[..., Runner]) -> None:
+def test_a_checkpoint_holds_no_pickle(runner: Runners) -> None:
     run = runner()
     model, _ = run.attempt()
     files = sorted(run.newest().iterdir())
@@ -118,10 +116,8 @@ def change_a_shape(folder: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_falls_back_to_the_one_before_loudly(
-    runner: Callable[..., Runner], damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+    runner: Runners, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = runner("whole")
-    model, _ = whole.attempt()
     run = runner("damaged", checkpoint_minutes=EVERY_STEP)
     run.attempt(stop_after=7)
     assert run.commits() == [7, 6]
@@ -132,12 +128,10 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_loudly(
     assert "DAMAGED checkpoint" in (output := capsys.readouterr().out) and "step-00000007" in output
     assert [e.step for e in run.events_of(Started)] == [0, 6]
     assert [e.checkpoint for e in run.events_of(Damaged)] == ["run/checkpoints/step-00000007-a0001"]
-    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+    assert run.ended(resumed) == runner.undisturbed()
 
 
-def test_damaged_checkpoints_do_not_displace_sound_ones(runner: Callable[..., Runner]) -> None:
-    whole = runner("whole")
-    model, _ = whole.attempt()
+def test_damaged_checkpoints_do_not_displace_sound_ones(runner: Runners) -> None:
     run = runner("damaged", checkpoint_minutes=EVERY_STEP)
     run.attempt(stop_after=7)
     for folder in (run.out / "run/checkpoints").iterdir():
@@ -146,7 +140,7 @@ def test_damaged_checkpoints_do_not_displace_sound_ones(runner: Callable[..., Ru
     assert run.commits() == [2, 1]
     resumed, _ = run.attempt()
     assert [e.step for e in run.events_of(Started)] == [0, 0, 2]
-    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+    assert run.ended(resumed) == runner.undisturbed()
 
 
 # --- interrupted saves and deletions
@@ -155,10 +149,8 @@ def test_damaged_checkpoints_do_not_displace_sound_ones(runner: Callable[..., Ru
 # Of a save: the file is written, the receipt put, the rows put, the commit created.
 @pytest.mark.parametrize(("method", "calls", "failed"), [("write", 4, 4), ("put", 5, 3), ("create", 4, 4)])
 def test_an_interrupted_save_leaves_nothing_that_looks_committed_and_stops_no_step(
-    runner: Callable[..., Runner], method: str, calls: int, failed: int
+    runner: Runners, method: str, calls: int, failed: int
 ) -> None:
-    whole = runner("whole")
-    model, _ = whole.attempt()
     run, called = runner("cut", checkpoint_minutes=EVERY_STEP), []
 
     def die(key: str) -> None:
@@ -175,12 +167,12 @@ def test_an_interrupted_save_leaves_nothing_that_looks_committed_and_stops_no_st
         files = {f.name for f in Commit.decode((folder / "COMMIT.json").read_bytes(), str(folder)).files}
         assert files | {"COMMIT.json", "receipt-00000.json"} == {path.name for path in folder.iterdir()}
     resumed, _ = run.attempt()
-    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+    assert run.ended(resumed) == runner.undisturbed()
 
 
 @pytest.mark.parametrize("error", [KeyError("an answer without a field"), RecursionError(), SystemExit(3)])
 def test_no_exception_in_the_thread_of_a_save_passes_for_a_commit_or_ends_the_run(
-    runner: Callable[..., Runner], error: BaseException
+    runner: Runners, error: BaseException
 ) -> None:
     def fail(key: str) -> None:
         if "step-00000005" in key:
@@ -194,7 +186,7 @@ def test_no_exception_in_the_thread_of_a_save_passes_for_a_commit_or_ends_the_ru
     assert len(run.rows()) == 13
 
 
-def test_a_superseded_attempt_commits_nothing_and_deletes_nothing(runner: Callable[..., Runner]) -> None:
+def test_a_superseded_attempt_commits_nothing_and_deletes_nothing(runner: Runners) -> None:
     run = runner(checkpoint_minutes=EVERY_STEP)
     answers = iter([False] * 6 + [True])  # asked before the rows are put, and before and after the commit
     with pytest.raises(StaleAttempt, match="attempt 1 of run was superseded: step 3 not committed"):
@@ -222,10 +214,8 @@ class LateCopy(HostCopy):
 
 
 def test_a_copy_that_is_still_being_taken_while_the_next_step_runs_is_that_of_its_own_step(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+    runner: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = runner("whole")
-    model, _ = whole.attempt()
     run = runner("late", checkpoint_minutes=EVERY_STEP)
     with monkeypatch.context() as late:
         late.setattr("trainer.checkpoint.checkpointer.HostCopy", LateCopy)
@@ -233,4 +223,4 @@ def test_a_copy_that_is_still_being_taken_while_the_next_step_runs_is_that_of_it
     shutil.rmtree(run.newest())  # the last one: after it there was no update
     resumed, _ = run.attempt()
     assert [e.step for e in run.events_of(Started)] == [0, 6]
-    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+    assert run.ended(resumed) == runner.undisturbed()

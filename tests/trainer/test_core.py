@@ -68,10 +68,10 @@ def naive_answers(theirs: Any, task: CoreTask, encode: Encode, end_of_text: int)
         for ids, start in zip(sequences, starts, strict=True):
             lost = max(0, len(ids) - limit)
             ids, start = ids[lost:], max(1, start - lost)
-            logits = theirs(torch.tensor([ids])).logits[0]
-            losses = [-logits[t - 1].double().log_softmax(-1)[ids[t]].item() for t in range(start, len(ids))]
+            logits = theirs(torch.tensor([ids])).logits[0, start - 1 : -1].double().log_softmax(-1)
+            losses = [-float(row[target]) for row, target in zip(logits, ids[start:], strict=True)]
             means.append(sum(losses) / len(losses) if losses else float("inf"))
-            greedy.append(all(int(logits[t - 1].argmax()) == ids[t] for t in range(start, len(ids))))
+            greedy.append(logits.argmax(-1).tolist() == ids[start:])
         rights.append(greedy[0] if task.kind == "language_modeling" else means.index(min(means)) == row["gold"])
     return rights
 

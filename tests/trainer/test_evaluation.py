@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import model_of
 from torch import Tensor
-from trainer_runs import ALONE, Runner, weights
+from trainer_runs import ALONE, Runner, Runners, weights
 
 from trainer.checkpoint.commits import committed_state, series
 from trainer.data.batches import TokenData
@@ -56,7 +56,7 @@ class Score:
         return {SCORE: self.measured[-1]}
 
 
-def evaluated(make: Callable[..., Runner], name: str, score: Score, every: int = 5, **changes: Any) -> Runner:
+def evaluated(make: Runners, name: str, score: Score, every: int = 5, **changes: Any) -> Runner:
     run = make(name, **changes)
     run.evaluation = Evaluation(every, (score,), TextSampler(0, str, seed=1, texts=2, tokens=3))
     return run
@@ -68,14 +68,10 @@ def scores_of(run: Runner) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_evaluation_leaves_losses_and_weights_as_they_are_without_it(
-    runner: Callable[..., Runner], precision: str
-) -> None:
-    plain = runner("plain", precision=precision)
-    model, _ = plain.attempt()
+def test_evaluation_leaves_losses_and_weights_as_they_are_without_it(runner: Runners, precision: str) -> None:
     run = evaluated(runner, "evaluated", Score(), precision=precision)
     same, state = run.attempt()
-    assert run.rows() == plain.rows() and weights(same) == weights(model)
+    assert run.ended(same) == runner.undisturbed(precision=precision)
     assert list(scores_of(run)) == [5, 10, 12]  # every five steps and after the last one, not at the start
     assert (state.evaluated_step, state.scores) == (12, {SCORE: scores_of(run)[12]})
     texts = [event.texts for event in run.events_of(Sampled)]
@@ -84,7 +80,7 @@ def test_evaluation_leaves_losses_and_weights_as_they_are_without_it(
 
 
 @pytest.mark.parametrize("batch", [1, 9])  # in the first batch at step 5, and at 12, the end
-def test_a_kill_in_an_evaluation_repeats_that_evaluation_and_no_step(runner: Callable[..., Runner], batch: int) -> None:
+def test_a_kill_in_an_evaluation_repeats_that_evaluation_and_no_step(runner: Runners, batch: int) -> None:
     whole = evaluated(runner, "whole", Score())
     model, _ = whole.attempt()
     score = Score(die_in_batch=batch)
@@ -104,7 +100,7 @@ def test_a_kill_in_an_evaluation_repeats_that_evaluation_and_no_step(runner: Cal
 
 @pytest.mark.parametrize("batch", [3, 4])  # of the score, and of a token of the first text
 def test_a_stop_in_an_evaluation_is_heard_before_its_next_batch_and_the_next_attempt_evaluates(
-    runner: Callable[..., Runner], batch: int
+    runner: Runners, batch: int
 ) -> None:
     whole = evaluated(runner, "whole", Score(), val_every=None)
     model, _ = whole.attempt()
@@ -124,7 +120,7 @@ def target_between(run: Runner, low: int, high: int) -> float:
     return (scores[low] + scores[high]) / 2
 
 
-def test_a_passed_target_ends_the_run_committed_and_complete(runner: Callable[..., Runner]) -> None:
+def test_a_passed_target_ends_the_run_committed_and_complete(runner: Runners) -> None:
     whole = evaluated(runner, "whole", Score(), every=3)
     whole.attempt()
     target = target_between(whole, 3, 6)
@@ -138,7 +134,7 @@ def test_a_passed_target_ends_the_run_committed_and_complete(runner: Callable[..
     assert state_again == state and weights(again) == weights(model)
 
 
-def test_a_validation_loss_ends_the_run_at_most_at_its_target(runner: Callable[..., Runner]) -> None:
+def test_a_validation_loss_ends_the_run_at_most_at_its_target(runner: Runners) -> None:
     whole = runner("whole", val_every=2)
     whole.attempt()
     losses = {row["step"]: row["val/loss"] for row in whole.rows() if "val/loss" in row}

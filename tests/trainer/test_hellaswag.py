@@ -39,16 +39,16 @@ def score(items: list[HellaSwagItem], model: Any, encode: Callable[[str], list[i
 
 @torch.no_grad()
 def naive_hellaswag(theirs: Any, items: list[HellaSwagItem], encode: Callable[[str], list[int]]) -> dict[str, float]:
-    """One ending at a time by transformers, all logits, probabilities looked up one by one."""
+    """One ending at a time by transformers, probabilities looked up one by one."""
     right = {"eval/hellaswag_acc_norm": 0, "eval/hellaswag_acc": 0}
     for item in items:
         sums, means = [], []
         for ending in item.endings:
             end = encode(" " + ending)
             tokens = (encode(item.context) + end)[-(theirs.config.n_positions + 1) :]
-            logits = theirs(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
             scored = range(max(1, len(tokens) - len(end)), len(tokens))
-            sums.append(-sum(logits[t - 1, tokens[t]].item() for t in scored))
+            logits = theirs(torch.tensor([tokens[:-1]])).logits[0, scored.start - 1 :].double().log_softmax(-1)
+            sums.append(-sum(logits[t - scored.start, tokens[t]].item() for t in scored))
             means.append(sums[-1] / len(scored))
         right["eval/hellaswag_acc_norm"] += means.index(min(means)) == item.label
         right["eval/hellaswag_acc"] += sums.index(min(sums)) == item.label

@@ -2,12 +2,11 @@
 
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_runs import ALONE, Runner, weights
+from trainer_runs import ALONE, Runners, weights
 
 from trainer.checkpoint.commits import committed_state
 from trainer.data.batches import TokenData
@@ -17,7 +16,7 @@ from trainer.errors import StoreUnavailable
 from trainer.eval.evaluation import validation_loss
 
 
-def test_a_run_learns_and_logs_every_step(runner: Callable[..., Runner]) -> None:
+def test_a_run_learns_and_logs_every_step(runner: Runners) -> None:
     run = runner(max_steps=60)
     model, state = run.attempt()
     rows = run.rows()
@@ -32,7 +31,7 @@ def test_a_run_learns_and_logs_every_step(runner: Callable[..., Runner]) -> None
     assert validation_loss(model, val, 400, 7, ALONE) == pytest.approx(state.val_loss, rel=1e-5)
 
 
-def test_a_batch_ramp_resumes_where_it_was_interrupted(runner: Callable[..., Runner]) -> None:
+def test_a_batch_ramp_resumes_where_it_was_interrupted(runner: Runners) -> None:
     ramp = {"batch_tokens": 256, "batch_ramp_from": 64, "batch_ramp_tokens": 600, "max_steps": 10}
     whole, parts = runner("whole", **ramp), runner("parts", **ramp)
     model, state = whole.attempt()
@@ -42,7 +41,7 @@ def test_a_batch_ramp_resumes_where_it_was_interrupted(runner: Callable[..., Run
     assert weights(parts.attempt()[0]) == weights(model) and parts.rows() == whole.rows()
 
 
-def test_the_accumulated_gradient_is_that_of_the_whole_batch(runner: Callable[..., Runner]) -> None:
+def test_the_accumulated_gradient_is_that_of_the_whole_batch(runner: Runners) -> None:
     runs = [runner(f"micro-{size}", micro_batch_size=size) for size in (1, 2, 3, 8)]  # 3: 2, 3 and 3
     for run in runs:
         run.attempt()
@@ -54,7 +53,7 @@ def test_the_accumulated_gradient_is_that_of_the_whole_batch(runner: Callable[..
 
 
 @pytest.mark.slow
-def test_a_compiled_model_learns_the_same(runner: Callable[..., Runner]) -> None:
+def test_a_compiled_model_learns_the_same(runner: Runners) -> None:
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("needs a C++ compiler")
     if " " in torch.__file__:
@@ -70,22 +69,17 @@ def test_a_compiled_model_learns_the_same(runner: Callable[..., Runner]) -> None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_stopped_in_any_step_ends_with_the_same_losses_and_weights(
-    runner: Callable[..., Runner], precision: str
-) -> None:
-    whole = runner("whole", precision=precision)
-    model, _ = whole.attempt()
+def test_a_run_stopped_in_any_step_ends_with_the_same_losses_and_weights(runner: Runners, precision: str) -> None:
     for stop_after in (1, 5, 11, 12):  # 5 and 12: a validation is due where it stops
         run = runner(f"stopped-{stop_after}", precision=precision)
         _, state = run.attempt(stop_after)
         assert state.step == stop_after and run.commits() == [stop_after]
         resumed, state = run.attempt()
         assert state.step == 12 and state.is_complete(run.config.train) and committed_state(run.store, "run") == state
-        assert run.rows() == whole.rows()
-        assert weights(resumed) == weights(model)
+        assert run.ended(resumed) == runner.undisturbed(precision=precision)
 
 
-def test_a_resumed_run_takes_the_number_of_threads_of_its_first_attempt(runner: Callable[..., Runner]) -> None:
+def test_a_resumed_run_takes_the_number_of_threads_of_its_first_attempt(runner: Runners) -> None:
     run = runner("threads")
     for own, stop_after in ((3, 4), (1, 4), (2, None)):
         torch.set_num_threads(own)
@@ -93,10 +87,8 @@ def test_a_resumed_run_takes_the_number_of_threads_of_its_first_attempt(runner: 
         assert torch.get_num_threads() == state.threads == 3
 
 
-def test_a_run_that_cannot_fetch_its_next_shard_leaves_with_its_last_state(runner: Callable[..., Runner]) -> None:
-    whole, run = runner("whole"), runner("cut")
-    model, _ = whole.attempt()
-    fetched: list[str] = []
+def test_a_run_that_cannot_fetch_its_next_shard_leaves_with_its_last_state(runner: Runners) -> None:
+    run, fetched = runner("cut"), list[str]()
 
     def fetch(name: str) -> Path:
         fetched.append(name)
@@ -109,16 +101,17 @@ def test_a_run_that_cannot_fetch_its_next_shard_leaves_with_its_last_state(runne
     (step,) = run.commits()
     assert 0 < step < 12
     resumed, _ = run.attempt()
-    assert weights(resumed) == weights(model)
+    assert run.ended(resumed) == runner.undisturbed()
 
 
 # A validation has 6 batches.
 @pytest.mark.parametrize(("batch", "step"), [(2, 0), (8, 5), (13, 10), (20, 12)])
 def test_a_stop_in_a_validation_ends_the_attempt_there_and_the_next_one_validates_again(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, batch: int, step: int
+    runner: Runners,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+    step: int,
 ) -> None:
-    whole = runner("whole")
-    model, _ = whole.attempt()
     validated: list[int] = []
     loss = PlainEngine.loss
 
@@ -133,7 +126,7 @@ def test_a_stop_in_a_validation_ends_the_attempt_there_and_the_next_one_validate
     assert validated == [2] * (batch - 1) + [1] * bool(step)  # and the probe of the weights that it commits
     assert state.step == step and run.commits() == [step] * bool(step)  # no step after the stop
     resumed, _ = run.attempt()
-    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+    assert run.ended(resumed) == runner.undisturbed()
 
 
 # --- when a save is due

@@ -2,14 +2,13 @@
 it, its state in checkpoints."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from trainer_runs import EVERY_STEP, Runner, weights
+from trainer_runs import EVERY_STEP, Runner, Runners, weights
 
 from trainer.amounts import batch_tokens_at, state_bytes, tokens_before
 from trainer.config import TrainConfig
@@ -184,7 +183,7 @@ def tensors_in(run: Runner) -> dict[str, int]:
 
 
 def test_a_muon_run_stopped_and_resumed_ends_bit_for_bit_and_stores_no_second_moment_of_matrices(
-    runner: Callable[..., Runner],
+    runner: Runners,
 ) -> None:
     changes = {"optimizer": "muon", "checkpoint_minutes": EVERY_STEP}
     whole, stopped = runner("whole", **changes), runner("stopped", **changes)

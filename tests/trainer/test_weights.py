@@ -2,7 +2,6 @@
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from trainer_runs import ALONE, Runner, configured, weights
+from trainer_runs import ALONE, Runners, configured, weights
 
 from pipelines.formats.hf import hf_config
 from trainer.engine import make_engine
@@ -91,9 +90,7 @@ def test_the_file_that_ends_a_run_gives_the_same_weights(tmp_path: Path) -> None
     assert all(torch.equal(t, drawn().state_dict()[n]) for n, t in loaded(tmp_path / "model.safetensors").items())
 
 
-def test_a_run_begins_with_the_weights_and_resumes_without_their_source(
-    runner: Callable[..., Runner], tmp_path: Path
-) -> None:
+def test_a_run_begins_with_the_weights_and_resumes_without_their_source(runner: Runners, tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "hf", drawn())
     asked = []
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import in_process
 import pytest
-from run_records import RUN, TRAIN, attempted, done_run, finished, places, row, segment
+from run_records import RUN, TRAIN, attempted, committed, done_run, finished, places, row, segment
 
 from pipelines.artifacts.manifest import File, key_of
 from pipelines.cloud.request import LaunchRecord, LaunchRequest, write_launch
 from pipelines.tracking.records import Progress
 from pipelines.tracking.stop_request import request_stop
 from pipelines.verbs.run import reporting
-from trainer.checkpoint.commits import Commit, TrainState, _digest
+from trainer.checkpoint.commits import _digest
 from trainer.data.shards import shard_bytes
 from trainer.errors import Interrupted
 from trainer.store import LocalStore
@@ -81,8 +81,7 @@ def records(store: LocalStore) -> dict[str, bytes]:
     finished(store, "tokenize", files, shards=shards)
     done_run(store)
     attempted(store, "train", 2, state="running", progress=Progress(step=200, metrics={"train/loss": 2.5}))
-    commit = Commit(200, 2, 1, 1.0, TrainState(step=200), "", ())
-    store.put(f"{TRAIN}/checkpoints/step-00000200-a0002/COMMIT.json", commit.encode())
+    committed(store, 200, attempt=2)
     segment(store, 2, 1, [row(1, 5.0), row(2, 4.0) | {"samples": ["a text"], "data/checksum": 12}])
     write_launch(store, LaunchRecord(LaunchRequest(RUN, store.uri), ["train"], [3], [], 1.0))
     request_stop(store, RUN, "enough")

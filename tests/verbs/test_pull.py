@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from pipeline_runs import Project
+from run_records import PLANS, RUN, finished, recorded
 
-from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, upload
+from pipelines.artifacts.manifest import upload
 from pipelines.pull import pull_run
-from pipelines.tracking.runs import RunRecord, key_of
 from trainer.errors import UserError
 from trainer.store import LocalStore
 
@@ -18,20 +18,14 @@ CONTENTS = {"config.json": b"{}", "model.safetensors": b"weights", "gguf/a-f16.g
 @pytest.fixture
 def run(store: LocalStore, tmp_path: Path) -> str:
     """A run in the store with an export in two formats."""
-    plan = ArtifactPlan("export", "a", {"stage": "export"})
     files = []
     for name, content in CONTENTS.items():
         path = tmp_path / "made"
         path.write_bytes(content)
-        files.append(upload(store, plan.prefix, 1, path, name))
-    commit(
-        store,
-        Manifest("export", "a", plan.fingerprint, plan.identity, {}, tuple(files), {}, {}, "a-1", 1, 1.0),
-    )
-    others = {"tokenize": "tokens/t-0", "train": "train/a-0", "evaluate": "evaluate/a-0"}
-    record = RunRecord("a-1", {}, "export", others | {"export": plan.prefix}, 1.0)
-    store.put(key_of("a-1"), record.to_json())
-    return "a-1"
+        files.append(upload(store, PLANS["export"].prefix, 1, path, name))
+    finished(store, "export", tuple(files))
+    recorded(store)
+    return RUN
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -43,7 +37,7 @@ def test_pull_brings_all_files_or_those_of_a_format(store: LocalStore, run: str,
     assert files_in(tmp_path / "all") == CONTENTS
     list(pull_run(store, run, tmp_path / "one", "gguf"))
     assert files_in(tmp_path / "one") == {name: CONTENTS[name] for name in CONTENTS if name.startswith("gguf/")}
-    list(pull_run(store, "a", tmp_path / "one", "hf"))
+    list(pull_run(store, "smoke", tmp_path / "one", "hf"))
     assert files_in(tmp_path / "one") == CONTENTS
 
 
