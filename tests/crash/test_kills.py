@@ -10,8 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -140,40 +139,21 @@ def test_a_run_killed_in_every_stage_ends_like_an_undisturbed_one(
     assert [artifact["skipped"] for artifact in again["artifacts"].values()] == [True, True, True, False]
 
 
-@contextmanager
-def job(project: Project, stage: str) -> Iterator[subprocess.Popen[str]]:
-    """The script of a task in sky/ as a job runs it on its node."""
-    script = yaml.safe_load((REPOSITORY / "sky" / f"{stage}.yaml").read_text())["run"]
-    program = project.folder / ".local" / "bin" / "skytrain"
-    program.parent.mkdir(parents=True, exist_ok=True)
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -c "{SHIPPED_CLI}" "$@"\n')
-    program.chmod(0o755)
-    environment = project.whole_environment() | {
-        "HOME": str(project.folder),
-        "SKYTRAIN_HOME": str(project.home),
-        "SKYTRAIN_RECIPE": "tiny.yaml",
-        "SKYTRAIN_STORE": project.store.uri,
-    }
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        ["bash", "-c", script],
-        cwd=project.folder,
-        env=environment,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        project.kill_all(process)
-        process.communicate()
+def job(stage: str, home: Path, program: str) -> list[str]:
+    """The script of a task in sky/ as a job runs it on its node, with a `skytrain` in its home folder."""
+    path = home / ".local" / "bin" / "skytrain"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{program}\n")
+    path.chmod(0o755)
+    return ["bash", "-c", yaml.safe_load((REPOSITORY / "sky" / f"{stage}.yaml").read_text())["run"]]
 
 
 def test_a_job_whose_command_is_killed_exits_resumable_after_its_ranks_committed(project: Project) -> None:
     project.run("run", "tiny.yaml", "--stage", "tokenize")
-    with job(project, "train") as process:
+    project.environment |= {"HOME": str(project.folder), "SKYTRAIN_HOME": str(project.home)}
+    project.environment |= {"SKYTRAIN_RECIPE": "tiny.yaml", "SKYTRAIN_STORE": project.store.uri}
+    command = job("train", project.folder, f'exec "{sys.executable}" -P -c "{SHIPPED_CLI}" "$@"')
+    with project.started(command=command) as process:
         project.wait_until(committed(project, 10), process)
         processes(project, "run", "tiny.yaml")[0].kill()
         _, err = process.communicate()
@@ -186,14 +166,10 @@ def test_a_job_whose_command_is_killed_exits_resumable_after_its_ranks_committed
 
 @pytest.mark.parametrize("code", [0, 2, 75, 76])
 def test_a_job_exits_with_the_code_of_its_command(tmp_path: Path, code: int) -> None:
+    environment = os.environ | {"HOME": str(tmp_path), "SKYTRAIN_RECIPE": "run:a", "SKYTRAIN_STORE": "s3://a/b"}
     for stage in STAGES:
-        script = yaml.safe_load((REPOSITORY / "sky" / f"{stage}.yaml").read_text())["run"]
-        program = tmp_path / ".local" / "bin" / "skytrain"
-        program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text(f'#!/bin/sh\ncase "$*" in *--exited*) exit 9 ;; esac\nexit {code}\n')
-        program.chmod(0o755)
-        environment = os.environ | {"HOME": str(tmp_path), "SKYTRAIN_RECIPE": "run:a", "SKYTRAIN_STORE": "s3://a/b"}
-        assert subprocess.run(["bash", "-c", script], env=environment).returncode == code
+        command = job(stage, tmp_path, f'case "$*" in *--exited*) exit 9 ;; esac\nexit {code}')
+        assert subprocess.run(command, env=environment).returncode == code
 
 
 # --- asked to stop

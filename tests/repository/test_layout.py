@@ -34,6 +34,7 @@ UNKNOWN_TO_TRAINER = {
     "botocore",
     "docker",
     "datasets",
+    "transformers",
     "typer",
     "rich",
 }

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,12 @@ class Project:
     # --- the command
 
     @contextmanager
-    def started(self, *arguments: str, code: str = SHIPPED_CLI) -> Iterator[subprocess.Popen[str]]:
-        """The running command; the end of the block kills all its processes."""
+    def started(
+        self, *arguments: str, code: str = SHIPPED_CLI, command: Sequence[str] = ()
+    ) -> Iterator[subprocess.Popen[str]]:
+        """The running command, or another one; the end of the block kills all its processes."""
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, *arguments],
+            command or [sys.executable, "-P", "-c", code, *arguments],
             cwd=self.folder,
             env=self.whole_environment(),
             stdin=subprocess.DEVNULL,

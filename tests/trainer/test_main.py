@@ -1,17 +1,14 @@
 """`python -m trainer`, alone and under torchrun: killed, stopped, resumed with other ranks, and its messages."""
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from in_process import signals_unchanged
-from trainer_command import REPOSITORY, Command, kill_tree
+from trainer_command import Command, kill_tree
 from trainer_runs import CONFIG, LONG, STEPS, configured, flip_a_byte
 
 from trainer.__main__ import claim, main
@@ -57,26 +54,6 @@ def test_a_run_resumes_with_fewer_and_with_more_ranks(data: Path, tmp_path: Path
     assert [row.get("data/checksum") for row in rows] == [row.get("data/checksum") for row in expected]
     for a, b in zip(expected, rows, strict=True):
         assert b == pytest.approx(a, rel=2e-3)
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
-def test_the_trainer_stands_alone() -> None:
-    names = sorted(path.stem for path in (REPOSITORY / "trainer").glob("[!_]*.py"))
-    assert "loop" in names
-    code = f"""
-import importlib, sys
-for name in {names} + ["__main__"]:
-    importlib.import_module("trainer." + name)
-print(sorted({{m.partition(".")[0] for m in sys.modules}} & {{"pipelines", "boto3", "mlflow", "sky", "transformers"}}))
-"""
-    result = python("-c", code)
-    assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
 
 
 @pytest.mark.parametrize(
