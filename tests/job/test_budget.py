@@ -90,7 +90,7 @@ def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(
     assert budget.watch(mine.latest) is None
     assert bench.stop.heard.wait(20)
     assert bench.stop.ending is Stopped
-    assert (bench.stop.reason or "").startswith("budget: $100.")
+    assert bench.stop.reason == f"budget: $100 of ${budget.usd:g} are spent; raise --budget to continue"
     monkeypatch.setattr("pipelines.job.budget.steady_time", lambda: mine.latest.started + 0.2)
     reason = budget.watch(mine.latest)
     assert reason is not None and reason.endswith("are spent; raise --budget to continue")
