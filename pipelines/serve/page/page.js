@@ -56,7 +56,7 @@ async function say(signal) {
       for (const choice of event.choices) texts[1].append(choice.text ?? choice.delta.content);
       if (event.usage) {
         const tokens = event.usage.completion_tokens, seconds = (performance.now() - began) / 1000;
-        note(`${tokens} tokens, ${(tokens / seconds).toFixed(0)} a second`);
+        note(`${tokens} token${tokens === 1 ? "" : "s"}, ${(tokens / seconds).toFixed(0)} a second`);
       }
     }
   } finally {

@@ -1,4 +1,4 @@
-// --- attempts on the clock, and the bill
+// --- attempts, and the bill
 
 const STATES = {
   done: ["✓", "finished"],
@@ -45,33 +45,19 @@ function phaseBar(values, width, describe) {
   return bar;
 }
 
-// The begin and the length of each attempt in percent of all; a pause takes at most a twentieth of the billed time.
-function clock(attempts) {
-  const longest = attempts.reduce((sum, a) => sum + a.ended - a.started, 0) / 20;
-  let at = 0, end = attempts[0]?.started;
-  const spans = attempts.map(({ started, ended }) => {
-    if (started > end) [at, end] = [at + Math.min(started - end, longest), started];
-    const left = at + started - end;
-    if (ended > end) [at, end] = [at + ended - end, ended];
-    return [left, ended - started];
-  });
-  return spans.map((span) => span.map((length) => (100 * length) / (at || 1)));
-}
-
 function timeline(run) {
-  const spans = clock(run.attempts);
-  const heads = ["attempt", "on the clock", "ended", "started", "billed", "steps", "machine", "dollars"];
-  function row(a, i) {
-    const [left, width] = spans[i], bar = phaseBar(a.phases, width, (phase) => seconds(a.phases[phase]));
-    bar.style.marginLeft = `${left}%`;
+  const lasted = (a) => Object.values(a.phases).reduce((sum, s) => sum + s, 0);
+  const longest = Math.max(...run.attempts.map(lasted));
+  const heads = ["attempt", "phases", "ended", "started", "billed", "steps", "machine", "dollars"];
+  function row(a) {
     const [mark, text] = STATES[stateOf(a)] ?? ["", a.state];
     const price = has(a.price_per_hour) ? `${dollars(a.price_per_hour)} an hour` : "price unknown";
     return [
       `${a.stage} ${a.number}`,
-      bar,
+      phaseBar(a.phases, (100 * lasted(a)) / (longest || 1), (phase) => seconds(a.phases[phase])),
       [el("span", { class: `chip s-${stateOf(a)}` }, `${mark} ${text}`), a.notice && `: ${a.notice}`],
       dateTime(a.started),
-      seconds(Object.values(a.phases).reduce((sum, s) => sum + s, 0)),
+      seconds(lasted(a)),
       has(a.resumed_from) ? `${full(a.resumed_from)} → ${full(a.step ?? a.resumed_from)}` : "",
       [a.nodes > 1 && `${a.nodes} x `, a.machine, el("span", { class: "soft" }, ` ${price} (${a.price_source})`)],
       paid(a.bill),

@@ -8,12 +8,9 @@ const sources = [
   ...page.runs.map((run, i) => ({ ...run, key: `r${i % 8}`, dash: i < 8 ? null : "6 3" })),
   ...page.overlays.map((log, i) => ({ ...log, key: `o${i % 3}`, dash: i < 3 ? null : "6 3", overlay: true })),
 ];
-// On a linear axis, a short run beside a very long one would be a vertical line.
-const lengths = sources.map((source) => source.steps).filter((steps) => steps > 0);
-const unequal = Math.max(...lengths) > 8 * Math.min(...lengths);
 // With different batches, equal steps are different amounts of training.
 const batches = new Set(sources.map((source) => JSON.stringify(source.batches)));
-const view = { axis: batches.size > 1 ? "tokens" : "step", scale: unequal ? "log" : "linear" };
+const view = { axis: batches.size > 1 ? "tokens" : "step", scale: "linear" };
 const visible = () => sources.filter((source) => !source.hidden);
 const redraws = [];
 const redraw = () => redraws.forEach((draw) => draw());

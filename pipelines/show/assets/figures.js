@@ -197,7 +197,7 @@ function drawEnds(root, { X, Y, curves, kind, metrics }) {
     root.append(label(X(c.x.at(-1)) + 9, y + 4, (kind.end ?? kind.text)(value), { class: "end halo", color: c.source.key }));
 }
 
-// --- a figure: svg, a cursor for mouse, finger and arrow keys, a caption, and the numbers as a table
+// --- a figure: svg, a cursor for mouse, finger and arrow keys, and a caption
 
 let figures = 0;
 const NOTHING = "Nothing to show on this axis.";
@@ -207,8 +207,7 @@ function lineFigure({ metrics, tall, title, caption }) {
   const cursor = el("input", { type: "range", min: 0, max: 1000, step: 20, value: 1000 });
   const canvas = el("div");
   const plot = el("div", { class: "plot" }, canvas, cursor, tip);  // only the canvas is replaced
-  const captionBox = el("figcaption"), rows = el("div");
-  const details = el("details", {}, el("summary", {}, `Figure ${number} as a table`), rows);
+  const captionBox = el("figcaption");
   let at = null, hair = null;  // the present drawing
 
   function draw() {
@@ -224,7 +223,6 @@ function lineFigure({ metrics, tall, title, caption }) {
     cursor.setAttribute("aria-label", `Read values along figure ${number}: ${name}`);
     captionBox.replaceChildren();
     fill(captionBox, {}, [el("b", {}, `Figure ${number}. `), caption()]);
-    if (details.open) rows.replaceChildren(numbers());
     tip.hidden = true;
     at = null;
     if (!curves.length) return root.append(label(width / 2, height / 2, NOTHING, { class: "middle" }));
@@ -259,22 +257,10 @@ function lineFigure({ metrics, tall, title, caption }) {
     tip.style.left = `${Math.max(0, Math.min(plot.clientWidth - tip.offsetWidth, left))}px`;
   }
 
-  function numbers() {
-    const curves = curvesShown(metrics);
-    if (!curves.length) return soft(NOTHING);
-    const last = Math.max(...curves.map((c) => c.x.at(-1)));
-    const heads = curves.map(({ source, metric, raw, role }) =>
-      [source.name, el("br"), metric + (raw ? ", running mean" : role === "evaluate" ? ", final" : "")]);
-    const positions = Array.from({ length: 21 }, (_, i) => (last * i) / 20);
-    const row = (x) => [AXES[view.axis].text(x), ...allAt(curves, x).map(({ y }) => (has(y) ? kind.text(y) : "–"))];
-    return table([AXES[view.axis].name, ...heads], positions.map(row));
-  }
-
   const atPointer = (event) => show(event.clientX - plot.getBoundingClientRect().left);
   const atCursor = () => at && show(at.box.left + ((at.box.right - at.box.left) * cursor.value) / 1000);
   fill(plot, { onpointermove: atPointer, onpointerdown: atPointer, onpointerleave: () => show(null) }, []);
   fill(cursor, { oninput: atCursor, onfocus: atCursor, onblur: () => show(null) }, []);
-  fill(details, { ontoggle: () => details.open && rows.replaceChildren(numbers()) }, []);
   redraws.push(draw);
-  return el("figure", {}, plot, captionBox, details);
+  return el("figure", {}, plot, captionBox);
 }

@@ -144,7 +144,7 @@ const sampled = runs.filter((run) => run.sample || run.samples.length);
 const sections = () => [
   el("h2", {}, "Training"), training(),
   el("h2", {}, "Attempts"),
-  soft("Bars have the colors of the phases below, not in order of time. Long pauses are shortened."), each(timeline),
+  soft("Bars have the colors of the phases below, not in order of time."), each(timeline),
   el("h2", {}, runs.some(costs) ? "Cost by phase" : "Time by phase"), each(bill),
   sampled.length > 0 && [
     el("h2", {}, "Samples"), soft("Texts without a prompt, always with the same seeds."), each(samples, sampled),
