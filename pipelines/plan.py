@@ -51,13 +51,16 @@ class RunPlan:
     evaluation_tokens: int = 0  # of each, an estimate
     evaluation_share: float = 0.0  # of the time of the training
     first_weights: str | None = None  # None: drawn from the seed
+    growth: tuple[int, int, int] | None = None  # tokens of the first batch, of the full one, and until it is reached
     rates: Mapping[str, float] = field(default_factory=dict)  # with train.scale_rates: the largest ones, and the decay
 
 
 def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | None = None) -> RunPlan:
     """The plan of `run`: for each stage its artifact, and the reason if the store does not have it."""
     known = dict(plans or plans_of(recipe))
-    evaluations = recipe.evaluations(recipe.train.max_steps)
+    train, evaluations = recipe.train, recipe.evaluations(recipe.train.max_steps)
+    first, length = train.batch_ramp_from, train.batch_ramp_tokens
+    growth = (first, train.batch_tokens, length) if first and length else None
     made = find(store, known["tokenize"])
     sources, full = tuple(sources_planned(recipe, made)), val_tokens(recipe.model, recipe.train)
     for one in sources:
@@ -85,6 +88,7 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         evaluation_tokens=recipe.benchmark_tokens if evaluations else 0,
         evaluation_share=evaluations * recipe.benchmark_tokens / 3 / max(1, recipe.train_tokens),  # a forward pass
         first_weights=recipe.first_weights,
+        growth=growth,
         rates=scaled_rates(recipe),
     )
 

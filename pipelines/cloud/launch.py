@@ -128,7 +128,7 @@ def checked_job(
     else:
         seen = "not up, so it is unknown which clouds are enabled and which machines are free"
         report(Finding("SkyPilot's server", seen, "note", "sky api start"))
-    work = workload(launch.recipe, store, launch.plans, request.installs, request.until)
+    work = workload(launch.recipe, store, launch.plans, launch.stages, request.installs)
     job = priced_job(job, request, limits_of(request, store), work, report)
     dags = [dag_of(job, launch.secrets)]
     for dag in dags if ask and not wrong else []:

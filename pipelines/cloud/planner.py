@@ -32,9 +32,8 @@ from pipelines.cloud.tasks import ManagedJob, in_trial_order, managed_job
 from pipelines.job.deadline import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS, least_slack_seconds
 from pipelines.job.prices import price_of, prices_json
 from pipelines.recipe import Recipe
-from pipelines.stage import missing, plans_of, run_name
+from pipelines.stage import STAGES, missing, plans_of, run_name
 from pipelines.text.mixture import sources_planned
-from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
 from pipelines.tracking.runs import find_run
@@ -76,7 +75,8 @@ class Workload:
     own: Mapping[tuple[str, int], Throughput] = field(default_factory=dict)  # of its attempts, by GPUs and nodes
     installs: bool = False  # a node without an image installs the packages first
     place: Place | None = None  # of the store
-    held_out: int = sys.maxsize  # tokens, as far as the text is known
+    text: int = 0  # tokens to make, and those of them that are held out, as far as the text is known
+    held_out: int = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,10 @@ def cloud_plan(
     small training and for private clusters.
     """
     plans, places, small = plans or plans_of(recipe), list(places), trains_on_a_small_gpu(recipe)
-    work = workload(recipe, store, plans, installs)
-    if text_is_only_here(recipe, places) and "tokenize" in work.stages:  # `launch` tokenizes it on this machine
-        work.stages.remove("tokenize")
+    stages = missing(store, plans, STAGES[-1])
+    if text_is_only_here(recipe, places) and "tokenize" in stages:  # `launch` tokenizes it on this machine
+        stages.remove("tokenize")
+    work = workload(recipe, store, plans, stages, installs)
     name, infra = run_name(plans), ",".join(places)
     jobs = [
         managed_job(LaunchRequest(name, store.uri, infra=infra, spot=spot, gpus=gpus), work.stages, small)
@@ -168,10 +169,10 @@ def cloud_plan(
 
 
 def workload(
-    recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], installs: bool = False, until: str = "export"
+    recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], stages: list[str], installs: bool = False
 ) -> Workload:
-    """The work that is left of a run up to a stage, by the artifacts and commits in the store."""
-    stages, steps_left = missing(store, plans, until), recipe.train.max_steps - recipe.train.first_step
+    """The work that is left of a run that lacks `stages`, by the artifacts and commits in the store."""
+    steps_left = recipe.train.max_steps - recipe.train.first_step
     own = {
         (beat.machine.accelerators or "", beat.nodes): Throughput(
             speed, "measured", f"attempt {beat.attempt} of this run"
@@ -181,8 +182,10 @@ def workload(
     }
     if "train" in stages and (state := committed_state(store, plans["train"].prefix)):
         steps_left = 0 if state.has_ended(recipe.train) else recipe.train.max_steps - state.step
-    held_out = sum(one.val_tokens for one in sources_planned(recipe, find(store, plans["tokenize"])))
-    return Workload(recipe, stages, steps_left, own, installs, place_of(store), held_out or sys.maxsize)
+    sources = sources_planned(recipe, find(store, plans["tokenize"]))
+    trained, held_out = sum(one.train_tokens for one in sources), sum(one.val_tokens for one in sources)
+    text = trained + held_out or recipe.train_tokens + recipe.tokens.held_out(recipe.train_tokens)
+    return Workload(recipe, stages, steps_left, own, installs, place_of(store), text, held_out or sys.maxsize)
 
 
 def offers_of(jobs: Iterable[ManagedJob], work: Workload) -> tuple[Offered, list[str]]:
@@ -274,9 +277,9 @@ def estimate_stage(
     if stage == "tokenize":
         cores = (machine.vcpus or 2.0) / 2  # two threads of a core are hardly faster than one
         per_hour = 3600 * min(cores * TOKENS_PER_CORE_SECOND, BYTES_PER_SECOND / BYTES_PER_TOKEN)
-        hours = tokens_of(recipe) / per_hour
+        hours = work.text / per_hour
         segment = recipe.tokens.shard_tokens / per_hour  # a shard is uploaded while the next one is made
-        sent, received = 2.0 * tokens_of(recipe), 0.0
+        sent, received = 2.0 * work.text, 0.0
     elif stage == "train":
         if speed is None:
             return StageEstimate(machine, nodes)
@@ -315,14 +318,6 @@ def billed_per_useful_hour(between: float, segment: float, restart: float, stall
     return between * math.exp(restart / between) * math.expm1((segment + stall) / between) / segment
 
 
-def tokens_of(recipe: Recipe) -> int:
-    """Tokens to make: the recipe's limit, the number in the subset's name (sample-10BT), or all that training reads."""
-    declared = [declared_tokens(one) for one in recipe.tokens.each()]
-    if all(count is not None for count in declared):
-        return sum(count or 0 for count in declared)
-    return recipe.train_tokens + recipe.tokens.held_out(recipe.train_tokens)
-
-
 def training_tokens(work: Workload) -> float:
     """The tokens that are left to train on, and a third of those to measure on, the share of the forward pass."""
     train, steps = work.recipe.train, work.steps_left
@@ -352,15 +347,10 @@ def priced_job(job: ManagedJob, request: LaunchRequest, limits: Limits, work: Wo
     a task without a machine, or for a budget if a price is unknown.
     """
     offered, failed = offers_of([job], work)
-    unpriced = [
-        f"{stage} on {one.infra}: SkyPilot's config has no price of it"
-        for stage, sold in offered.items()
-        for one in sold
-        if sold[one].usd_per_hour is None
-    ]
+    unpriced = [one.infra for sold in offered.values() for one in sold if sold[one].usd_per_hour is None]
     if unpriced and request.budget is not None:
-        raise UserError(f"--budget: can't be promised where a price is unknown: {unpriced[0]}")
-    for reason in (*failed, *unpriced):
+        raise UserError(f"--budget: can't be promised where SkyPilot's config has no price: {unpriced[0]}")
+    for reason in failed:
         report(Finding("machines", reason, "note"))
     plan = plan_run(work, offered, {task.name: task.num_nodes for task in job.tasks}, limits)
     report(plan)

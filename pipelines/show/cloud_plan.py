@@ -51,7 +51,7 @@ def machines_table(plan: CloudPlan) -> Table:
             best.setdefault((machine.cloud, machine.instance, machine.accelerators, machine.spot), one)
     chosen = None if plan.chosen is None else plan.candidates[plan.chosen]
     table = Table("place", "machine", box=None, pad_edge=False)
-    for head in ("$/h", "tokens/s", "traffic $", "all h", "all $"):
+    for head in ("$/h", "tokens/s", "all h", "all $"):
         table.add_column(head, justify="right", no_wrap=True)
     for one in best.values():
         train = one.stages["train"]
@@ -61,7 +61,6 @@ def machines_table(plan: CloudPlan) -> Table:
             f"{nodes}{machine.accelerators}{' spot' if machine.spot else ''}",
             number_text(train.nodes * price_of(machine)),
             f"{MARKS.get(one.speed.kind, '?')}{one.speed.tokens_per_second:,.0f}" if one.speed else "?",
-            number_text(train.traffic_usd),
             number_text(one.hours),
             number_text(one.usd),
             style="bold" if one is chosen else None,

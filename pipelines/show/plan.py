@@ -12,6 +12,9 @@ def print_plan(plan: RunPlan) -> None:
     out.print(
         wrapped(f"{plan.parameters:,} parameters, {plan.steps:,} steps, {plan.tokens:,} tokens, {plan.flops:.2e} FLOPs")
     )
+    if plan.growth:
+        first, full, length = plan.growth
+        out.print(wrapped(f"the batch grows from {first:,} to {full:,} tokens over the first {length:,} tokens"))
     if plan.first_weights:
         out.print(wrapped(f"begins with {plan.first_weights}"))
     if plan.rates:

@@ -103,5 +103,7 @@ def check_package() -> None:
 
 def checked_rows(recipe: Recipe, store: Store, tokens: ArtifactPlan) -> dict[str, Rows]:
     """The rows of every step by its name, checked before anything is spent. UserError names the first wrong row."""
+    if not recipe.tune:
+        return {}  # without the tokenizer, which may be a download
     chat = ChatTokens(tokenizer_of(recipe.tokens, store, tokens.prefix))
     return {step.name: rows_of(step, chat, recipe.model.block_size) for step in recipe.tune}

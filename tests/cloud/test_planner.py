@@ -213,7 +213,7 @@ def test_the_prices_of_a_task_with_many_places_fit_one_variable(
 
     monkeypatch.setattr(planner, "offers", everywhere)
     store, request = LocalStore(tmp_path), LaunchRequest("a-12345678", "s3://bucket")
-    work = replace(workload(SMALL, store, plans_of(SMALL)), place=Place("aws", "us-east-1"))
+    work = replace(workload(SMALL, store, plans_of(SMALL), [*STAGES]), place=Place("aws", "us-east-1"))
     job = priced_job(managed_job(request, STAGES), request, Limits(), work, lambda _: None)
     assert max(len(task.envs["SKYTRAIN_PRICES"] or "") for task in job.tasks) < 16_384
     assert max(len(task.machines) for task in job.tasks) == 40
@@ -236,7 +236,7 @@ def test_an_evaluation_reads_no_more_than_the_text_that_is_held_out(tmp_path: Pa
     (tmp_path / "mine.txt").write_text("a word " * 3000)
     own = [f"tokens.source={tmp_path}/*.txt", "tokens.val_tokens=3772", "tokens.val_shards=null"]
     recipe = load_recipe("smoke", [*own, "evaluate.val_tokens=10_485_760", "tokens.max_tokens=null"])
-    work = workload(recipe, LocalStore(tmp_path / "store"), plans_of(recipe))
+    work = workload(recipe, LocalStore(tmp_path / "store"), plans_of(recipe), [*STAGES])
     machine = Machine(usd_per_hour=1.0)
     assert evaluate_hours(work, machine) < 0.001 < evaluate_hours(replace(work, held_out=sys.maxsize), machine)
 

@@ -95,7 +95,7 @@ def priced(options, stages, spent=0.0, enabled=()):
             raise UserError(finding.seen)
     recipe, store = load_recipe("gpt2-124m", ["evaluate.hellaswag=null"]), LocalStore("store")
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        work = planner.workload(recipe, store, plans_of(recipe), request.installs)
+        work = planner.workload(recipe, store, plans_of(recipe), list(stages), request.installs)
         job = planner.priced_job(job, request, planner.limits_of(request, store), work, print_launch_report)
     tasks = {
         task.name: [[m.to_yaml() for m in task.machines], json.loads(task.envs["SKYTRAIN_PRICES"])]

@@ -47,3 +47,12 @@ def test_a_runs_own_speed_is_used_on_such_machines_only() -> None:
     assert there == mine
     assert elsewhere == speed_on(COMPILED, "H100:8", 2)
     assert speed_on(COMPILED, "RTX 4090:1", own=own).kind == "measured"
+
+
+def test_fp8_gains_in_the_sharded_engine_what_it_gains_in_the_fused_one() -> None:
+    def speed(engine: str, precision: str) -> float:
+        recipe = load_recipe("gpt2-1558m", [f"runtime.engine={engine}", f"train.precision={precision}"])
+        return speed_on(recipe, "H200:1").tokens_per_second
+
+    fused = speed("fused", "fp8") / speed("fused", "bf16")
+    assert speed("sharded", "fp8") / speed("sharded", "bf16") == pytest.approx(fused, rel=0.01)

@@ -60,14 +60,16 @@ def test_the_plan_of_a_text_of_ones_own_has_tokens_in_both_splits_or_says_why_no
         plan_of(load_recipe("smoke", [f"tokens.source={tmp_path}/mine.txt"]), store)
 
 
-def test_a_plan_shows_what_scale_rates_makes_of_the_rates(
+def test_a_plan_shows_the_growth_of_the_batch_and_what_scale_rates_makes_of_the_rates(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = load_recipe("smoke-modern", ["train.scale_rates=true", "train.batch_tokens=8192"])
+    ramp = ["train.batch_ramp_from=2048", "train.batch_ramp_tokens=100_000"]
+    recipe = load_recipe("smoke-modern", ["train.scale_rates=true", "train.batch_tokens=8192", *ramp])
     print_plan(plan_of(recipe, store))
     out = " ".join(capsys.readouterr().out.split())
     assert "scaled rates at their peak: matrix 0.0025, embedding 0.0306, values 0.0153, head 0.00122," in out
     assert "gate 0.2, weight decay 1.28" in out
+    assert "the batch grows from 2,048 to 8,192 tokens over the first 100,000 tokens" in out
     assert plan_of(load_recipe("smoke-modern"), store).rates == {}
 
 
