@@ -15,12 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import requests
 
 from pipelines.artifacts.manifest import scratch
 from pipelines.artifacts.s3_store import open_store
@@ -31,7 +29,6 @@ from trainer.events import EVENTS_FILE, Row, Sampled, events_after
 MODULE = "pipelines.verbs.mirror"
 POLL_SECONDS, RETRY_SECONDS, REFRESH_SECONDS, RESTART_SECONDS = 1.0, 5.0, 30.0, 30.0
 MEMORY_BYTES = 2 << 30
-ANSWER_BYTES = 16 << 20  # the answers to our requests have kilobytes
 # One thread for numpy and one arena for malloc: on a machine of 100 cores, theirs alone would reach the limit.
 SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONUTF8": "1"}
 
@@ -91,7 +88,6 @@ def mirror_until_end(code_tags: Mapping[str, str]) -> int:
     os.nice(10)  # the cores are for the training; importing mlflow alone is 5 s of one
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the run, whose end is still to come
-    limit_answers()
     ending = threading.Event()
     threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
 
@@ -108,21 +104,6 @@ def mirror_until_end(code_tags: Mapping[str, str]) -> int:
             log(f"will try again: {type(error).__name__}: {error}")
         time.sleep(POLL_SECONDS)
         ending.wait(RETRY_SECONDS)
-
-
-def limit_answers() -> None:
-    """Let requests, and so MLflow, refuse an answer of more than ANSWER_BYTES, such as one without an end."""
-    read = requests.Response.iter_content
-
-    def read_some(self: requests.Response, *arguments: Any, **options: Any) -> Iterator[bytes]:
-        size = 0
-        for chunk in read(self, *arguments, **options):
-            size += len(chunk)
-            if size > ANSWER_BYTES:
-                raise ConnectionError(f"{self.url}: an answer of more than {ANSWER_BYTES:,} bytes")
-            yield chunk
-
-    requests.Response.iter_content = read_some  # type: ignore[method-assign]
 
 
 def _await_end(ending: threading.Event) -> None:
