@@ -182,19 +182,9 @@ def make_app(
     # The pages of FastAPI's own documentation load scripts from elsewhere.
     app = FastAPI(title="skytrain", docs_url=None, redoc_url=None, openapi_url=None)
     queue = Queue(waiting, wait_seconds)
+    writer = Writer(model, queue, seconds)
     about = {"id": model.run, "object": "model", "created": int(time.time()), "owned_by": "skytrain"}
     about["chat"] = model.chat is not None  # for the page
-
-    async def refusal(_: Request, error: Exception) -> Response:
-        if isinstance(error, RequestValidationError):
-            error = refused(error)
-        elif isinstance(error, HTTPException):
-            error = Refused(error.status_code, f"{error.detail}; see /v1/models, /v1/completions and /health")
-        elif not isinstance(error, Refused):
-            message = str(error) if isinstance(error, UserError) else "an internal error; the server's terminal has it"
-            error = Refused(500, message)
-        return Answer(error.body, error.status)
-
     for kind in (Exception, UserError, Refused, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, refusal)
     for path, (name, media_type) in PAGE.items():
@@ -221,65 +211,26 @@ def make_app(
         prompt = model.chat.prompt([message.model_dump() for message in asked.messages])
         given = asked.max_completion_tokens or ("max_tokens" in asked.model_fields_set and asked.max_tokens)
         room = asked.model_copy(update={"max_tokens": given or max(1, model.context - len(prompt))})
-        return await answer(room, checked_prompts(model, room, [prompt], "messages"), CHAT, request)
+        return await writer.answer(room, checked_prompts(model, room, [prompt], "messages"), CHAT, request)
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         prompts = checked_prompts(model, asked, [model.ids_of(prompt) for prompt in asked.prompts], "prompt")
-        return await answer(asked, prompts, TEXT, request)
-
-    async def answer(asked: TextRequest, prompts: list[list[int]], shape: Shape, request: Request) -> Response:
-        """The texts, or a stream of them."""
-        queue.check()
-        base = {"id": f"{shape.id}-{uuid.uuid4().hex}", "object": shape.object, "created": int(time.time())}
-        base["model"] = model.run
-        if asked.stream:
-            stream = events(asked, prompts, base | {"object": shape.streamed}, shape)
-            return StreamingResponse(stream, media_type="text/event-stream")
-        texts, ends = [""] * len(prompts) * asked.n, [Fragment(0, "")] * len(prompts) * asked.n
-        async for one in fragments(asked, prompts):
-            texts[one.number] += one.text
-            ends[one.number] = one
-            if await request.is_disconnected():
-                return Response(status_code=499)
-        choices = [choice(n, shape.whole(text), end) for n, (text, end) in enumerate(zip(texts, ends, strict=True))]
-        usage = usage_of(prompts, [end.tokens for end in ends])
-        return Answer(base | {"choices": choices, "usage": usage})
-
-    async def fragments(asked: TextRequest, prompts: list[list[int]]) -> AsyncIterator[Fragment]:
-        """Wait for the turn, and generate: n texts for each prompt, one prompt after the other, in a thread."""
-        from trainer.models.decoder import Sampling
-
-        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
-        seed = random.SystemRandom().randrange(1 << 62) if asked.seed is None else asked.seed
-        seeds = [seed + n for n in range(asked.n)]
-        async with queue.wait():
-            late = time.monotonic() + seconds
-            for first, prompt in enumerate(prompts):
-                steps = model.continue_prompt(prompt, asked.max_tokens, seeds, sampling, asked.stop)
-                async for step in iterate_in_threadpool(steps):
-                    if time.monotonic() > late:
-                        raise Refused(503, f"the generation took more than {seconds:g} s", code="timeout")
-                    for one in step:
-                        yield Fragment(first * asked.n + one.number, one.text, one.finish, one.tokens)
-
-    async def events(
-        asked: TextRequest, prompts: list[list[int]], base: dict[str, Any], shape: Shape
-    ) -> AsyncIterator[str]:
-        """Server-sent events, to the last one, "[DONE]"."""
-        usage = asked.stream_options is not None and asked.stream_options.include_usage
-        more, tokens = ({"usage": None} if usage else {}), [0] * len(prompts) * asked.n
-        try:
-            async for one in fragments(asked, prompts):
-                tokens[one.number] = one.tokens
-                yield event(base | {"choices": [choice(one.number, shape.part(one.text), one)]} | more)
-            if usage:
-                yield event(base | {"choices": [], "usage": usage_of(prompts, tokens)})
-        except (Refused, UserError) as error:
-            yield event((error if isinstance(error, Refused) else Refused(500, str(error))).body)
-        yield "data: [DONE]\n\n"
+        return await writer.answer(asked, prompts, TEXT, request)
 
     return Guard(app, hosts)
+
+
+async def refusal(_: Request, error: Exception) -> Response:
+    """The answer to a request that ended with an error."""
+    if isinstance(error, RequestValidationError):
+        error = refused(error)
+    elif isinstance(error, HTTPException):
+        error = Refused(error.status_code, f"{error.detail}; see /v1/models, /v1/completions and /health")
+    elif not isinstance(error, Refused):
+        message = str(error) if isinstance(error, UserError) else "an internal error; the server's terminal has it"
+        error = Refused(500, message)
+    return Answer(error.body, error.status)
 
 
 @dataclass(frozen=True)
@@ -301,6 +252,65 @@ CHAT = Shape(
     lambda text: {"message": {"role": "assistant", "content": text}},
     lambda text: {"delta": {"role": "assistant", "content": text}},
 )
+
+
+class Writer:
+    """Writes the texts of requests, one request at a time."""
+
+    def __init__(self, model: TextModel, queue: Queue, seconds: float) -> None:
+        """`seconds` bounds the generation of one request."""
+        self.model, self.queue, self.seconds = model, queue, seconds
+
+    async def answer(self, asked: TextRequest, prompts: list[list[int]], shape: Shape, request: Request) -> Response:
+        """The texts, or a stream of them."""
+        self.queue.check()
+        base = {"id": f"{shape.id}-{uuid.uuid4().hex}", "object": shape.object, "created": int(time.time())}
+        base["model"] = self.model.run
+        if asked.stream:
+            stream = self.events(asked, prompts, base | {"object": shape.streamed}, shape)
+            return StreamingResponse(stream, media_type="text/event-stream")
+        texts, ends = [""] * len(prompts) * asked.n, [Fragment(0, "")] * len(prompts) * asked.n
+        async for one in self.fragments(asked, prompts):
+            texts[one.number] += one.text
+            ends[one.number] = one
+            if await request.is_disconnected():
+                return Response(status_code=499)
+        choices = [choice(n, shape.whole(text), end) for n, (text, end) in enumerate(zip(texts, ends, strict=True))]
+        usage = usage_of(prompts, [end.tokens for end in ends])
+        return Answer(base | {"choices": choices, "usage": usage})
+
+    async def fragments(self, asked: TextRequest, prompts: list[list[int]]) -> AsyncIterator[Fragment]:
+        """Wait for the turn, and generate: n texts for each prompt, one prompt after the other, in a thread."""
+        from trainer.models.decoder import Sampling
+
+        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
+        seed = random.SystemRandom().randrange(1 << 62) if asked.seed is None else asked.seed
+        seeds = [seed + n for n in range(asked.n)]
+        async with self.queue.wait():
+            late = time.monotonic() + self.seconds
+            for first, prompt in enumerate(prompts):
+                steps = self.model.continue_prompt(prompt, asked.max_tokens, seeds, sampling, asked.stop)
+                async for step in iterate_in_threadpool(steps):
+                    if time.monotonic() > late:
+                        raise Refused(503, f"the generation took more than {self.seconds:g} s", code="timeout")
+                    for one in step:
+                        yield Fragment(first * asked.n + one.number, one.text, one.finish, one.tokens)
+
+    async def events(
+        self, asked: TextRequest, prompts: list[list[int]], base: dict[str, Any], shape: Shape
+    ) -> AsyncIterator[str]:
+        """Server-sent events, to the last one, "[DONE]"."""
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        more, tokens = ({"usage": None} if usage else {}), [0] * len(prompts) * asked.n
+        try:
+            async for one in self.fragments(asked, prompts):
+                tokens[one.number] = one.tokens
+                yield event(base | {"choices": [choice(one.number, shape.part(one.text), one)]} | more)
+            if usage:
+                yield event(base | {"choices": [], "usage": usage_of(prompts, tokens)})
+        except (Refused, UserError) as error:
+            yield event((error if isinstance(error, Refused) else Refused(500, str(error))).body)
+        yield "data: [DONE]\n\n"
 
 
 def choice(number: int, text: dict[str, Any], end: Fragment) -> dict[str, Any]:
