@@ -4,7 +4,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,7 +81,6 @@ def run(
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
     from pipelines.stage import STAGES, TUNE, missing, planned, run_name, stages_until
-    from pipelines.stages.tune import check_package, checked_rows
     from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
     from trainer.process import StopSignal
 
@@ -102,10 +101,8 @@ def run(
     if exited:
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     check_home()
-    refuse_what_ends_late(loaded, lambda: missing(opened, plans, stage), launched=unless_stopped or bool(node.rank))
-    if any(one.startswith(TUNE) for one in missing(opened, plans, stage)):
-        check_package()
-        checked_rows(loaded, opened, plans["tokenize"])
+    todo = missing(opened, plans, stage)
+    refuse_what_ends_late(loaded, opened, plans, todo, launched=unless_stopped or bool(node.rank))
     if not unless_stopped:
         if longer := stage_plan(opened, plans["train"]).longer:
             screen.note(f"{run_name(plans)}: {longer}")
@@ -122,7 +119,7 @@ def run(
     limit = Budget(budget, pipeline.billing, opened, pipeline.run, batch, stop) if budget else None
     try:
         with counted_together(), watching(stop, screen):
-            if limit and missing(opened, plans, until=stage):
+            if limit and todo:
                 limit.begin()
                 pipeline.watches.append(limit.watch)
             pipeline.execute(until=stage)
@@ -152,19 +149,23 @@ def reporting() -> Iterator[None]:
         say(f"the run has ended; its report failed: {type(error).__name__}: {error}", on_stderr=True)
 
 
-def refuse_what_ends_late(recipe: "Recipe", missing: Callable[[], list[str]], launched: bool) -> None:
-    """UserError, before hours of training, for an input or a package that evaluate or export would refuse after it.
-    `launch` has checked the inputs before it rented a machine."""
+def refuse_what_ends_late(
+    recipe: "Recipe", store: "Store", plans: "dict[str, ArtifactPlan]", todo: list[str], launched: bool
+) -> None:
+    """UserError, before hours of training, for an input or a package that a stage `todo` would refuse after it.
+    `launch` has checked the inputs of evaluate before it rented a machine."""
+    from pipelines.stage import TUNE
     from pipelines.stages.evaluate import check_inputs
     from pipelines.stages.export import check_packages
+    from pipelines.stages.tune import check_package, checked_rows
 
-    formats, of = recipe.export.other_formats, recipe.evaluate
-    inputs = not launched and bool(of.hellaswag or of.core or of.lm_eval)
-    todo = missing() if formats or inputs else []
     if "export" in todo:
-        check_packages(formats)
-    if inputs and {"train", "evaluate"} <= set(todo):
+        check_packages(recipe.export.other_formats)
+    if not launched and {"train", "evaluate"} <= set(todo):
         check_inputs(recipe, home() / "cache")
+    if any(one.startswith(TUNE) for one in todo):
+        check_package()
+        checked_rows(recipe, store, plans["tokenize"])
 
 
 def after_signal(

@@ -9,9 +9,10 @@ from core_bundle import make_bundle
 from pipeline_runs import Project
 
 from pipelines.recipe import load_recipe
-from pipelines.stage import STAGES
+from pipelines.stage import STAGES, plans_of
 from pipelines.verbs.run import refuse_what_ends_late
 from trainer.errors import UserError
+from trainer.store import LocalStore
 
 HEAVY = (
     "torch",
@@ -53,12 +54,13 @@ def test_inputs_that_evaluate_cannot_read_are_refused_before_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path / "home"))
+    store = LocalStore(tmp_path / "store")
     bundle, items = make_bundle(tmp_path / "core"), tmp_path / "hellaswag.jsonl"
     for path in (bundle / "eval_data" / "all" / "copa.jsonl", items):
         path.write_text("no item\n")
     for field, path in (("core", bundle), ("hellaswag", items)):
         recipe = load_recipe("smoke", [f"evaluate.{field}={path}"])
         with pytest.raises(UserError, match=r"(copa|hellaswag).jsonl: line 1"):
-            refuse_what_ends_late(recipe, lambda: list(STAGES), launched=False)
-        refuse_what_ends_late(recipe, lambda: list(STAGES), launched=True)
-        refuse_what_ends_late(recipe, lambda: ["evaluate", "export"], launched=False)
+            refuse_what_ends_late(recipe, store, plans_of(recipe), [*STAGES], launched=False)
+        refuse_what_ends_late(recipe, store, plans_of(recipe), [*STAGES], launched=True)
+        refuse_what_ends_late(recipe, store, plans_of(recipe), ["evaluate", "export"], launched=False)
