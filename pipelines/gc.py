@@ -33,7 +33,7 @@ from pipelines.tracking.ledger import (
     working_attempt,
 )
 from pipelines.tracking.records import Billing
-from pipelines.tracking.runs import full_names, key_of, read_record, read_records
+from pipelines.tracking.run_record import full_names, key_of, read_record, read_records
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import StaleAttempt, UserError

@@ -30,7 +30,8 @@ from pipelines.tracking.ledger import (
 )
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
-from pipelines.tracking.runs import Run, RunRecord, read_run, record, store_summary
+from pipelines.tracking.run_record import RunRecord, record
+from pipelines.tracking.runs import Run, read_run, store_summary
 from trainer.errors import Crashed, Interrupted, StaleAttempt, Stopped, StoreUnavailable, UnfitMachine, UserError
 from trainer.process import StopSignal, failpoint
 from trainer.store import Store

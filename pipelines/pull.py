@@ -9,7 +9,8 @@ from pathlib import Path
 from pipelines.artifacts.manifest import File, Manifest, download_verified, read_manifest
 from pipelines.formats.hf import COMPONENTS
 from pipelines.recipe import HF, OTHER_FORMATS
-from pipelines.tracking.runs import read_records, tuned_model
+from pipelines.tracking.run_record import read_records
+from pipelines.tracking.runs import tuned_model
 from trainer.errors import UserError, cut, is_full
 from trainer.store import Store, sha256_of
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import Manifest, fetch, fetch_folder, read_manifest
 from pipelines.text.chat import ChatTokens
 from pipelines.text.tokenizer import tokenizer_of
-from pipelines.tracking.runs import Run, key_of, read_run, tuned_model
+from pipelines.tracking.run_record import key_of
+from pipelines.tracking.runs import Run, read_run, tuned_model
 from trainer.checkpoint.commits import Commit, DamagedCommit, committed_folders, step_of
 from trainer.errors import NotAFile, UserError
 from trainer.models.model_config import ModelConfig

@@ -18,7 +18,8 @@ from pipelines.artifacts.manifest import ArtifactPlan, File, fetch, read_manifes
 from pipelines.recipe import Recipe, TokenizerFile
 from pipelines.text.hub import asked
 from pipelines.text.tokenizer import TOKENIZER_FILE, ids_in, tokenizer_file_bytes, tokenizer_files, tokenizer_of
-from pipelines.tracking.runs import Run, find_run, full_names
+from pipelines.tracking.run_record import full_names
+from pipelines.tracking.runs import Run, find_run
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import UserError

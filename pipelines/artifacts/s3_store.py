@@ -8,9 +8,6 @@ success without its body. Permanent errors raise UserError at once, with the req
 A refusal (wrong or expired credentials, no rights, no such bucket) is permanent at the first request of its kind. Once
 the server has accepted such a request, a refusal is transient: credentials are renewed, policies corrected, buckets
 restored. So a wrong key ends a command at its start, and a long run survives a refusal as it survives an outage.
-
-Endpoint, region and credentials are those of every AWS tool (AWS_ENDPOINT_URL(_S3), AWS_REGION, AWS_ACCESS_KEY_ID,
-AWS_PROFILE, ~/.aws, the instance's role), unless SKYTRAIN_S3_* names others: those of AWS then stay for AWS.
 """
 
 import base64
@@ -29,16 +26,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from pipelines.artifacts.s3_answers import (
-    brief,
-    code_of,
-    explained,
-    is_refusal,
-    is_transient,
-    refuse_odd_answer,
-    understood,
-)
-from pipelines.artifacts.traffic import count_answer, count_request
+from pipelines.artifacts.s3_answers import brief, code_of, explained, is_refusal, is_transient, understood
+from pipelines.artifacts.s3_client import CONNECTIONS_OF_NODE, SENT, clients_from_environment
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import (
@@ -59,21 +48,8 @@ from trainer.store import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# One connection to S3 gives about 100 MB/s, so those of a node fill a link of 50 Gbit/s. A transfer holds a part in
-# memory for each.
-CONNECTIONS_OF_NODE = 64
 PART_ATTEMPTS = 5  # then the whole transfer begins again, until the time limit
 CONTENT_TYPES = {".json": "application/json", ".jsonl": "application/x-ndjson", ".md": "text/markdown; charset=utf-8"}
-# The settings of a bucket that is not on AWS, as variables SKYTRAIN_S3_<name> and as boto3 calls them.
-OWN_SETTINGS = {
-    "ENDPOINT_URL": "endpoint_url",
-    "REGION": "region_name",
-    "ACCESS_KEY_ID": "aws_access_key_id",
-    "SECRET_ACCESS_KEY": "aws_secret_access_key",
-    "SESSION_TOKEN": "aws_session_token",
-}
-_sent = threading.local()  # the sha256 of the last part that a thread sent
-SILENCE_SECONDS = 60.0  # of a server, in the middle of an answer too
 
 
 @dataclass(frozen=True)
@@ -204,7 +180,7 @@ class S3Store:
             def send(start: int) -> tuple[dict[str, Any], str]:
                 number, body = start // length + 1, filled_part(start)
                 answer = client.upload_part(**where, PartNumber=number, Body=body)
-                signed = getattr(_sent, "sha256", None) or hashlib.sha256(body).hexdigest()
+                signed = getattr(SENT, "sha256", None) or hashlib.sha256(body).hexdigest()
                 return {"PartNumber": number, "ETag": answer["ETag"]}, signed
 
             try:
@@ -408,12 +384,6 @@ def filled(buffer: memoryview, answer: Mapping[str, Any]) -> int:
     return done
 
 
-def keep_sha256(request: Any, **_: Any) -> None:
-    """Keep the sha256 of the body that this thread sends: botocore has computed it for the signature, and calls this
-    before each request."""
-    _sent.sha256 = request.headers["X-Amz-Content-SHA256"].decode()
-
-
 def write_at(file: int, body: memoryview, start: int) -> None:
     """Write a body into a file, from byte `start` on."""
     while body:
@@ -453,42 +423,6 @@ def _local(uri: str, root: Path) -> LocalStore:
     if not nearest.is_dir():
         raise UserError(f"store {uri!r}: {nearest} is a file; a store is a folder")
     return store
-
-
-def clients_from_environment(uri: str, time_limit_s: float, *attempts: int) -> list[Any]:
-    """Boto3 clients for S3 with so many attempts a request. UserError for a wrong environment."""
-    import boto3
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError
-
-    own = {option: os.environ.get(f"SKYTRAIN_S3_{name}") or None for name, option in OWN_SETTINGS.items()}
-    configs = [
-        Config(
-            retries={"total_max_attempts": total, "mode": "standard"},
-            connect_timeout=min(10, time_limit_s),
-            read_timeout=min(SILENCE_SECONDS / total, time_limit_s),  # of silence, not of the whole answer
-            max_pool_connections=2 * CONNECTIONS_OF_NODE,
-            # S3's newer checksums may use a chunked encoding that older servers (Ceph 16) store as data. We send
-            # Content-MD5 or sign the body instead, which all servers check.
-            s3={"payload_signing_enabled": True},  # over TLS it is not the default
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-        )
-        for total in attempts
-    ]
-    try:
-        # A session of our own: two threads must not build boto3's default session at once. Its first client takes
-        # 0.1 s of processor time, the next ones nothing.
-        session = boto3.session.Session()
-        clients = [session.client("s3", config=config, **own) for config in configs]
-    except (BotoCoreError, ValueError) as error:
-        raise UserError(f"{uri}: {error}; correct SKYTRAIN_S3_*, AWS_* or ~/.aws/config") from error
-    for client in clients:
-        client.meta.events.register("before-send.s3", count_request)
-        client.meta.events.register("before-send.s3.UploadPart", keep_sha256)
-        client.meta.events.register("after-call.s3", refuse_odd_answer)
-        client.meta.events.register("after-call.s3", count_answer)
-    return clients
 
 
 def _content_type(key: str) -> dict[str, str]:

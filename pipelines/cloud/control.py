@@ -30,7 +30,8 @@ from pipelines.tracking.account import Forecast, forecast, location
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.releases import Release, write_releases
-from pipelines.tracking.runs import Run, RunRecord, Summary, store_summary, usable_runs
+from pipelines.tracking.run_record import RunRecord
+from pipelines.tracking.runs import Run, Summary, store_summary, usable_runs
 from pipelines.tracking.stop_request import StopRequest, request_stop
 from trainer.amounts import steps_to_come
 from trainer.config import TrainConfig

@@ -36,7 +36,8 @@ from pipelines.stage import missing
 from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.ledger import Attempt, Meter, claim, latest_number, working_attempt
 from pipelines.tracking.records import Billing
-from pipelines.tracking.runs import find_run, record
+from pipelines.tracking.run_record import record
+from pipelines.tracking.runs import find_run
 from pipelines.tracking.stop_request import clear_stop_request
 from trainer.errors import UserError
 from trainer.store import Store

@@ -1,98 +1,29 @@
-"""A run as the store has it: its record, attempts, artifacts and series. A report needs no tracking server.
-
-Every start and resumption of a run rewrites `runs/<run>.json`. The record names the artifacts; their attempts and
-manifests hold everything else.
-"""
+"""A run as the store has it: its record, attempts, artifacts and series. A report needs no tracking server."""
 
 import json
-import re
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any
 
 from pydantic import ValidationError
 
-from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, DamagedArtifact, Manifest, read_manifest
-from pipelines.artifacts.store_id import StoreIdText, settled_store_id
-from pipelines.recipe import REMOVED_FORMATS, REWARD, Recipe
+from pipelines.artifacts.manifest import DamagedArtifact, Manifest, read_manifest
+from pipelines.recipe import REWARD, Recipe
 from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, account, cost_until
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
-from pipelines.tracking.mlflow.settings import experiment_name, own_tags
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.releases import Release, read_releases, until_release
+from pipelines.tracking.run_record import RunRecord, full_names, key_of, read_record, read_records
 from pipelines.tracking.stop_request import StopRequest, read_stop_request
 from trainer.amounts import tokens_before, tokens_of_steps
 from trainer.checkpoint.commits import series
-from trainer.config import ADAMW_FIELDS, MUON_FIELDS, TARGETS
+from trainer.config import TARGETS
 from trainer.config_errors import explain
-from trainer.errors import NotAFile, UserError, shown
-from trainer.models.model_config import REMOVED_FIELDS
-from trainer.record import DamagedRecord, Key, NewerRecord, StoredRecord, UnixSeconds, reading, record_in
+from trainer.errors import NotAFile, UserError
+from trainer.record import DamagedRecord, NewerRecord, StoredRecord, reading, record_in
 from trainer.store import Entry, Store, side_by_side
-
-MOST_NAMES = 20  # in a message
-
-
-@dataclass(frozen=True)
-class RunRecord(StoredRecord):
-    """A run as it was last started: its recipe, and the artifacts of its stages."""
-
-    run: Key
-    recipe: dict[str, Any]
-    until: str  # the last stage that any start asked for
-    prefixes: dict[str, Key]  # by stage, up to `until`
-    updated: UnixSeconds
-    # Artifacts before the evaluation or export changed: the run still pays for them.
-    earlier: dict[str, list[Key]] = field(default_factory=dict)
-    experiment: str = "skytrain"  # in MLflow
-    tags: dict[str, str] = field(default_factory=dict)  # the user's own, in MLflow
-    store_id: StoreIdText = ""  # unknown in records before 0.2
-
-    def all_prefixes(self, stage: str) -> list[str]:
-        """Every artifact of a stage that the run ever worked on, the present one last."""
-        return [*self.earlier.get(stage, ()), *filter(None, [self.prefixes.get(stage)])]
-
-    @property
-    def tunings(self) -> dict[str, str]:
-        """The artifacts of the steps of tuning, in order."""
-        return {stage: prefix for stage, prefix in self.prefixes.items() if stage.startswith("tune.")}
-
-    @property
-    def stages(self) -> list[str]:
-        """The stages, and the steps of tuning that the recipe no longer has."""
-        return list(dict.fromkeys([*self.prefixes, *self.earlier]))
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1).encode()
-
-    @classmethod
-    def from_json(cls, body: bytes, where: str = "a run's record") -> Self:
-        """Leaves out fields and formats of the recipe that this version has no more, and fields of the other
-        optimizer: earlier versions had other defaults. DamagedRecord, or NewerRecord."""
-        found = record_in(cls, body, where)
-        for section, _, name in (path.partition(".") for path in REMOVED_FIELDS):
-            if isinstance(values := found.recipe.get(section), dict):
-                values.pop(name, None)
-        with reading(where), suppress(KeyError):
-            train = found.recipe["train"]
-            for name in ADAMW_FIELDS if train.get("optimizer") == "muon" else MUON_FIELDS:
-                train.pop(name, None)
-            export = found.recipe["export"]
-            export["formats"] = [name for name in export.get("formats", ()) if name not in REMOVED_FORMATS]
-        folders = {stage: FOLDERS.get(stage.partition(".")[0]) for stage in {*found.stages, found.until}}
-        if unknown := sorted(stage for stage, folder in folders.items() if folder is None):
-            raise NewerRecord(f"{where}: written by a newer skytrain (stage {shown(unknown[0])}); upgrade skytrain")
-        for stage, folder in folders.items():
-            for prefix in found.all_prefixes(stage):
-                if not re.fullmatch(f"{folder}/[^/]+", prefix):
-                    raise DamagedRecord(where, f"{shown(prefix)} is not an artifact of {stage}")
-        asked = [*list(FOLDERS)[: list(FOLDERS).index(found.until.partition(".")[0])], found.until]
-        if missing := [stage for stage in asked if stage not in found.prefixes]:
-            raise DamagedRecord(where, f"it names no artifact of {missing[0]}")
-        return found
 
 
 def tuned_model(store: Store, record: RunRecord) -> Manifest | None:
@@ -377,48 +308,11 @@ def state_of(attempts: Iterable[list[StoredHeartbeat]], clock: Callable[[], floa
     return {"running": "lost", "done": "interrupted"}.get(state, state)
 
 
-def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan], until: str) -> RunRecord:
-    """Record that a run starts or resumes. Stages of earlier starts stay in the record."""
-    prefixes = {stage: plans[stage].prefix for stage in list(plans)[: list(plans).index(until) + 1]}
-    earlier: dict[str, list[str]] = {}
-    try:
-        before = read_record(store, run)
-    except DamagedRecord:  # this start writes it again, as the message advises
-        before = None
-    if before:
-        earlier = dict(before.earlier)
-        for stage in before.stages:
-            now = prefixes.get(stage) if stage in plans else None
-            if stage not in plans or now:
-                earlier[stage] = [prefix for prefix in before.all_prefixes(stage) if prefix != now]
-        prefixes = {stage: before.prefixes[stage] for stage in plans if stage in before.prefixes} | prefixes
-    about = recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier
-    made = RunRecord(run, *about, experiment_name(), own_tags(), settled_store_id(store))
-    store.put(key_of(run), made.to_json())
-    return made
-
-
 def store_summary(run: Run) -> None:
     """Store the summary of a run that has ended and whose bill is complete: lists of many runs read this one object of
     each."""
     if run.state != "running" and not run.unreleased:
         run.store.put(summary_key(run.name), json.dumps(asdict(run.summary)).encode())
-
-
-def read_record(store: Store, run: str) -> RunRecord | None:
-    """The record of the run with this full name; None if the store has none."""
-    body, where = store.get(key_of(run)), f"{store.uri}/{key_of(run)}"
-    try:
-        found = RunRecord.from_json(body, where) if body is not None else None
-        if found and found.run != run:
-            raise DamagedRecord(where, f"it is that of {shown(found.run)}")
-    except DamagedRecord as error:
-        raise DamagedRecord(where, error.reason, "run its recipe to write it again") from error
-    return found
-
-
-def key_of(run: str) -> str:
-    return f"runs/{run}.json"
 
 
 def summary_key(run: str) -> str:
@@ -434,12 +328,6 @@ def without_failed_trials(runs: Iterable[Run], skip: Callable[[str], None]) -> l
     if len(shown) < len(known):
         skip(f"{len(known) - len(shown)} failed runs with a newer one of their recipe are not shown; name them")
     return shown
-
-
-def read_records(store: Store, names: Iterable[str] = ()) -> list[RunRecord]:
-    """The records of the runs with these names or beginnings of names (all runs by default), oldest first."""
-    found = (read_record(store, run) for run in full_names(store, names))
-    return sorted((one for one in found if one), key=lambda one: one.updated)
 
 
 def read_runs(store: Store, names: Iterable[str] = ()) -> list[Run]:
@@ -493,23 +381,3 @@ def find_run(store: Store, run: str) -> Run | None:
     """A snapshot of the run with this full name; None if the store has none."""
     found = read_record(store, run)
     return Run(store, found) if found else None
-
-
-def full_names(store: Store, names: Iterable[str] = ()) -> list[str]:
-    """The full names of runs, by names or beginnings of names; of all runs by default, the newest last.
-
-    The name of a recipe is that of its newest run. UserError if a name fits no run, or several.
-    """
-    entries = sorted(store.entries("runs/"), key=lambda entry: entry.modified)
-    runs = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in entries]
-    return [_full_name(runs, name, store.uri) for name in names] or runs
-
-
-def _full_name(runs: list[str], name: str, where: str) -> str:
-    found = [name] if name in runs else [run for run in runs if run.startswith(name)]
-    of_recipe = [run for run in found if run.rpartition("-")[0] == name]
-    if len(found) == 1 or of_recipe:
-        return (of_recipe or found)[-1]
-    known = ", ".join((found or runs)[-MOST_NAMES:]) or "none yet; `skytrain run RECIPE` makes one"
-    reason = "the beginning of more than one run" if found else "no such run"
-    raise UserError(f"{name}: {reason} in {where}; known runs: {known}")

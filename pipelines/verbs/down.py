@@ -11,7 +11,8 @@ def down(run: RunName, store: StoreUri = None) -> None:
     from pipelines.cloud.skypilot import reach_api_server
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
-    from pipelines.tracking.runs import Run, read_records
+    from pipelines.tracking.run_record import read_records
+    from pipelines.tracking.runs import Run
     from trainer.errors import UserError
 
     opened, launched, failure = open_store(store_uri(store)), None, None

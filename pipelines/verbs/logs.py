@@ -20,7 +20,7 @@ def logs(
     from pipelines.cloud.skypilot import managed_tasks, reach_api_server
     from pipelines.show.console import JobLog, say
     from pipelines.show.findings import print_note_on_stderr
-    from pipelines.tracking.runs import read_records
+    from pipelines.tracking.run_record import read_records
     from trainer.errors import StoreUnavailable, UserError
 
     opened, launched = open_store(store_uri(store)), None

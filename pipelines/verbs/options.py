@@ -12,7 +12,7 @@ from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.sample import TextModel
-    from pipelines.tracking.runs import RunRecord
+    from pipelines.tracking.run_record import RunRecord
     from trainer.store import Store
 
 
@@ -104,7 +104,7 @@ def set_tracking_options(experiment: str | None, tags: list[str] | None) -> None
 def named_run(run: str, store: str | None) -> "tuple[RunRecord, Store]":
     """The run with this name or beginning of a name, and its store. UserError if there is no such run, or several."""
     from pipelines.artifacts.s3_store import open_store
-    from pipelines.tracking.runs import read_records
+    from pipelines.tracking.run_record import read_records
 
     opened = open_store(store_uri(store))
     (record,) = read_records(opened, [run])

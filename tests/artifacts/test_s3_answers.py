@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from servers import free_ports
 
-from pipelines.artifacts.s3_store import S3Store, clients_from_environment
+from pipelines.artifacts.s3_client import clients_from_environment
+from pipelines.artifacts.s3_store import S3Store
 
 BODY = b"the body of the object"
 HEAD = b'HTTP/1.1 %s\r\nETag: "1"\r\nContent-Length: %d\r\nConnection: close\r\n%s\r\n'

@@ -19,7 +19,7 @@ from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.ledger import latest_number
 from pipelines.tracking.records import Heartbeat, ProcessId
-from pipelines.tracking.runs import record
+from pipelines.tracking.run_record import record
 from trainer.errors import UserError
 from trainer.store import LocalStore
 

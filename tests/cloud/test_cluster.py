@@ -24,12 +24,8 @@ from pipelines.artifacts.s3_store import S3Store
 from pipelines.tracking.account import Account
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, attempts
 from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.runs import (
-    Run,
-    RunRecord,
-    Summary,
-    read_records,
-)
+from pipelines.tracking.run_record import RunRecord, read_records
+from pipelines.tracking.runs import Run, Summary
 from trainer.process import FAILPOINTS
 
 pytestmark = pytest.mark.slow

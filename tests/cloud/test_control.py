@@ -19,7 +19,8 @@ from pipelines.tracking import ledger
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
 from pipelines.tracking.releases import Release, read_releases
-from pipelines.tracking.runs import Run, RunRecord, read_records, read_run
+from pipelines.tracking.run_record import RunRecord, read_records
+from pipelines.tracking.runs import Run, read_run
 from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, request_stop, watch_stop_request
 from pipelines.verbs.down import down
 from pipelines.verbs.logs import logs

@@ -17,7 +17,7 @@ from pipelines.cloud.launch import Launch, planned_launch
 from pipelines.cloud.planner import Candidate, CloudPlan
 from pipelines.cloud.request import LaunchRequest
 from pipelines.stage import STAGES, planned, run_name
-from pipelines.tracking.runs import record
+from pipelines.tracking.run_record import record
 from pipelines.verbs.launch import run_here
 from trainer.errors import UserError
 from trainer.store import LocalStore

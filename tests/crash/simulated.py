@@ -37,7 +37,7 @@ from pipelines.stages import tokenize
 from pipelines.tracking import ledger
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, ProcessId
-from pipelines.tracking.runs import record
+from pipelines.tracking.run_record import record
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import Commit, TrainState, committed_state
 from trainer.checkpoint.pieces import Piece

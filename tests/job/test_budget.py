@@ -24,7 +24,7 @@ from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Machine, Progress
 from pipelines.tracking.releases import Release, write_releases
-from pipelines.tracking.runs import record
+from pipelines.tracking.run_record import record
 from trainer.errors import Stopped, UserError
 from trainer.process import FAILPOINTS
 from trainer.store import LocalStore

@@ -23,7 +23,7 @@ from pipelines.recipe import load_recipe
 from pipelines.stage import Work
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
-from pipelines.tracking.runs import record
+from pipelines.tracking.run_record import record
 from trainer.errors import HandedOver
 from trainer.process import StopSignal
 

@@ -13,11 +13,7 @@ from run_records import PLANS, RUN, attempted, done_run, recorded, row, segment
 
 from pipelines.show.runs import print_series
 from pipelines.tracking.records import Machine, Progress
-from pipelines.tracking.runs import (
-    Run,
-    Summary,
-    read_run,
-)
+from pipelines.tracking.runs import Run, Summary, read_run
 from pipelines.verbs.report import report
 from trainer.errors import UserError
 from trainer.store import LocalStore

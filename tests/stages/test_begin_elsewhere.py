@@ -12,7 +12,8 @@ from pipeline_runs import FOLDER_NAME, PRICE, SERIES, STEPS, Project, sums
 from pipelines.artifacts.manifest import Manifest
 from pipelines.gc import collect
 from pipelines.recipe import Recipe, load_recipe
-from pipelines.tracking.runs import Run, key_of, read_run, read_runs
+from pipelines.tracking.run_record import key_of
+from pipelines.tracking.runs import Run, read_run, read_runs
 from pipelines.weight_sources import pinned
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.errors import UserError

@@ -11,7 +11,7 @@ from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import STAGES, plans_of, run_name
 from pipelines.tracking.ledger import claim, this_process
 from pipelines.tracking.records import Billing, Heartbeat, ProcessId
-from pipelines.tracking.runs import RunRecord, record
+from pipelines.tracking.run_record import RunRecord, record
 from trainer.checkpoint.commits import Commit, TrainState
 from trainer.store import Store
 

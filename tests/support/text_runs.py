@@ -8,7 +8,7 @@ from trainer_runs import ALONE
 from pipelines.artifacts.manifest import Manifest, key_of, upload
 from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.runs import record
+from pipelines.tracking.run_record import record
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece

@@ -12,7 +12,7 @@ from pipelines.artifacts.manifest import Manifest
 from pipelines.cloud.request import LaunchRecord
 from pipelines.text.receipts import ShardReceipt
 from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.runs import RunRecord
+from pipelines.tracking.run_record import RunRecord
 from pipelines.tracking.stop_request import StopRequest
 from trainer.checkpoint.commits import FileReceipt
 from trainer.record import DamagedRecord, NewerRecord, decoded, record_in

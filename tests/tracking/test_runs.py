@@ -28,7 +28,8 @@ from pipelines.artifacts.traffic import traffic_here
 from pipelines.stage import STAGES, missing, planned
 from pipelines.tracking.ledger import attempts, this_process
 from pipelines.tracking.records import Progress
-from pipelines.tracking.runs import Run, full_names, read_run, store_summary, usable_runs, without_failed_trials
+from pipelines.tracking.run_record import full_names
+from pipelines.tracking.runs import Run, read_run, store_summary, usable_runs, without_failed_trials
 from trainer.errors import UserError
 from trainer.models.model_config import REMOVED_FIELDS
 from trainer.store import LocalStore
