@@ -18,7 +18,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest, scratch
+from pipelines.artifacts.manifest import FOLDERS, Manifest, key_of, read_manifest, scratch
 from pipelines.artifacts.shard_cache import COMPLETE, SHARDS, is_leased, remove_unleased
 from pipelines.tracking.ledger import (
     GC,
@@ -33,12 +33,13 @@ from pipelines.tracking.ledger import (
     working_attempt,
 )
 from pipelines.tracking.records import Billing
-from pipelines.tracking.run_record import full_names, key_of, read_record, read_records
+from pipelines.tracking.run_record import full_names, read_record, read_records
+from pipelines.tracking.run_record import key_of as run_key
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import StaleAttempt, UserError
 from trainer.record import reading
-from trainer.store import PARTIAL, Entry, LocalStore, Store
+from trainer.store import PARTIAL, READERS, Entry, LocalStore, Store, side_by_side
 
 # A writer changes its file all the time: a file without changes for so long is left from a kill.
 PARTIAL_SECONDS = 3600.0
@@ -72,23 +73,26 @@ def collect(
     shards that a process reads stay in any case. An artifact with an unreadable manifest or heartbeat, damaged or of a
     newer format, stays as it is; `on_damage` gets the error. A dry run removes nothing.
     """
-    commits_to_keep = _commits_to_keep(store, on_damage)
+    commits_to_keep, listed = _commits_to_keep(store, on_damage), artifacts(store)
 
-    def look(prefix: str, own: int | None = None) -> list[Leftover]:
+    def look(prefix: str, entries: list[Entry], own: int | None = None) -> tuple[list[Leftover], int | None]:
         try:
             with reading(f"{store.uri}/{prefix}"):
-                found = _of_artifact(store, prefix, older_than_days, own)
+                found, number = _of_artifact(store, prefix, older_than_days, entries, own)
         except UserError as error:
             on_damage(f"{store.uri}/{prefix}: {error}")
-            return []
+            return [], None
         keep = commits_to_keep(prefix) if found else ()
-        return sorted((x for x in found if not x.key.startswith(keep)), key=_is_file)
+        return sorted((x for x in found if not x.key.startswith(keep)), key=_is_file), number
 
-    for prefix in artifacts(store):
-        try:
-            yield from look(prefix) if dry_run else _removed(store, prefix, look)
-        except StaleAttempt as error:
-            on_damage(f"{store.uri}/{prefix}: {error}")
+    prefixes = list(listed)
+    for some in (prefixes[first : first + READERS] for first in range(0, len(prefixes), READERS)):
+        looks = side_by_side(lambda prefix: look(prefix, listed.pop(prefix)), some)
+        for prefix, (found, number) in zip(some, looks, strict=True):
+            try:
+                yield from found if dry_run else _removed(store, prefix, found, number, look)
+            except StaleAttempt as error:
+                on_damage(f"{store.uri}/{prefix}: {error}")
     folders = [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]
     for leftover in (
         *(one for folder in folders for one in _half_written(folder)),
@@ -100,18 +104,25 @@ def collect(
         yield leftover
 
 
-def _removed(store: Store, prefix: str, look: Callable[..., list[Leftover]]) -> Iterator[Leftover]:
-    """Remove the leftovers of an artifact; of an unfinished one as its next attempt, which looks at it once more.
+def _removed(
+    store: Store,
+    prefix: str,
+    found: list[Leftover],
+    number: int | None,
+    look: Callable[[str, list[Entry], int], tuple[list[Leftover], int | None]],
+) -> Iterator[Leftover]:
+    """Remove the leftovers of an artifact; of an unfinished one as its attempt `number`, which looks at it once more.
     StaleAttempt once another process works on it."""
-    number, finished = latest_number(store, prefix) + 1, store.get(f"{prefix}/MANIFEST.json") is not None
-    found, attempt = look(prefix), None
-    if found and not finished:
+    attempt = None
+    if found and number is not None:
         attempt = claim(store, prefix, GC, GC, number, Billing(), meter=Meter(None))
         if attempt is None:
             raise StaleAttempt("another process has begun to work on it")
     with attempt or nullcontext():
         checked = -math.inf
-        for leftover in look(prefix, number) if attempt else found:
+        if attempt:
+            found, _ = look(prefix, store.entries(f"{prefix}/"), attempt.number)
+        for leftover in found:
             if attempt and time.monotonic() - checked > HEARTBEAT_SECONDS:  # so also after this process was frozen
                 attempt.check()
                 checked = time.monotonic()
@@ -173,32 +184,41 @@ def remove(store: Store, leftover: Leftover) -> None:
         leftover.path.unlink(missing_ok=True)
 
 
-def artifacts(store: Store) -> list[str]:
-    """The prefixes of all artifacts, finished or not."""
-    keys = (e.key.split("/") for folder in FOLDERS.values() for e in store.entries(f"{folder}/"))
-    return sorted({"/".join(parts[:2]) for parts in keys if len(parts) > 2})
+def artifacts(store: Store) -> dict[str, list[Entry]]:
+    """The objects of all artifacts, finished or not, by their prefixes."""
+    found: dict[str, list[Entry]] = {}
+    for entry in (entry for folder in FOLDERS.values() for entry in store.entries(f"{folder}/")):
+        parts = entry.key.split("/")
+        if len(parts) > 2:
+            found.setdefault("/".join(parts[:2]), []).append(entry)
+    return found
 
 
-def _of_artifact(store: Store, prefix: str, older_than_days: float, own: int | None) -> list[Leftover]:
-    """The leftovers of an artifact. `own`: the attempt of the caller, which does not count."""
-    # In this order: of an attempt that commits meanwhile, either its heartbeat is alive or its manifest exists.
+def _of_artifact(
+    store: Store, prefix: str, older_than_days: float, everything: list[Entry], own: int | None
+) -> tuple[list[Leftover], int | None]:
+    """The leftovers among the objects of an artifact, which were listed before, and the number of its next attempt;
+    None for a finished one. `own`: the attempt of the caller, which does not count."""
     fence = f"{prefix}/attempts/{own or 0:04d}/"
-    everything = [entry for entry in store.entries(f"{prefix}/") if not entry.key.startswith(fence)]
-    beats = [beat for beat in attempts(store, prefix) if beat.attempt != own]
-    manifest = read_manifest(store, prefix)
+    everything = [entry for entry in everything if not entry.key.startswith(fence)]
     entries = [e for e in everything if not e.key.startswith(f"{prefix}/attempts/")]
-    if manifest:
-        return list(_unnamed(manifest, entries))
+    if any(e.key == key_of(prefix) for e in entries) and (manifest := read_manifest(store, prefix)):
+        return list(_unnamed(manifest, entries)), None
+    # In this order: of an attempt that commits meanwhile, either its heartbeat is alive or its manifest exists.
+    beats = [beat for beat in attempts(store, prefix) if beat.attempt != own]
+    if manifest := read_manifest(store, prefix):
+        return list(_unnamed(manifest, entries)), None
+    number = beats[-1].attempt + 1 if beats else 1
     if beats and not is_dead(store, beats[-1], max((e.modified for e in everything), default=0.0)):
-        return []
+        return [], number
     of_gc = tuple(f"{prefix}/attempts/{beat.attempt:04d}/" for beat in beats if beat.run == GC)
     worked = max((e.modified for e in everything if not e.key.startswith(of_gc)), default=0.0)
     age_days = (store.clock() - worked) / 86_400
     finishing = any(beat.progress.finishing and is_alive(beat) is not False for beat in beats)
     if age_days < older_than_days or finishing:
-        return list(_uncommitted(entries))
+        return list(_uncommitted(entries)), number
     why = f"unfinished, and no attempt has worked on it for {age_days:.1f} days"
-    return [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")]
+    return [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")], number
 
 
 def _commits_to_keep(store: Store, on_damage: Callable[[str], None]) -> Callable[[str], tuple[str, ...]]:
@@ -208,24 +228,26 @@ def _commits_to_keep(store: Store, on_damage: Callable[[str], None]) -> Callable
     intervals: list[tuple[str, int]] = []  # artifact, and steps
     starts: list[tuple[str, int]] = []  # run, and step
     trainings: dict[str, str] = {}  # artifacts, by run
-    keep_all = False
-    for run in full_names(store):
-        where = f"{store.uri}/{key_of(run)}"
+
+    def add(run: str) -> UserError | None:
         try:
-            with reading(where):
+            with reading(where := f"{store.uri}/{run_key(run)}"):
                 record = read_record(store, run)
                 if record is None or "train" not in record.prefixes:
-                    continue
+                    return None
                 trainings[run] = record.prefixes["train"]
                 if steps := record.recipe["runtime"].get("keep_every_steps"):
-                    intervals += [(prefix, max(1, int(steps))) for prefix in record.all_prefixes("train")]
+                    intervals.extend((prefix, max(1, int(steps))) for prefix in record.all_prefixes("train"))
                 sources = (record.recipe["train"].get(field) or "" for field in ("branch_from", "init_from"))
-                if read_manifest(store, trainings[run]) is None:
-                    named = filter(None, map(RUN_COMMIT.fullmatch, sources))
-                    starts += [(match["run"], int(match["step"])) for match in named]
+                named = [(found["run"], int(found["step"])) for found in map(RUN_COMMIT.fullmatch, sources) if found]
+                if named and read_manifest(store, trainings[run]) is None:
+                    starts.extend(named)
+                return None
         except UserError as error:
-            keep_all = True
             on_damage(f"the commits of all runs, because {where} cannot be read: {error}")
+            return error
+
+    keep_all = any(side_by_side(add, full_names(store)))
 
     def stays(prefix: str, step: int) -> bool:
         begins = any(step == first and trainings.get(run) == prefix for run, first in starts)

@@ -21,8 +21,11 @@ from run_records import (
     recipe_with,
     recorded,
 )
+from servers import S3Account
 
-from pipelines.artifacts.manifest import File, scratch
+from pipelines.artifacts.manifest import FOLDERS, File, scratch
+from pipelines.artifacts.s3_store import S3Store
+from pipelines.artifacts.traffic import traffic_here
 from pipelines.gc import Leftover, collect
 from pipelines.tracking.ledger import attempts, is_alive, this_process
 from pipelines.tracking.records import ProcessId
@@ -128,6 +131,20 @@ def test_gc_deletes_nothing_of_an_attempt_that_may_be_alive(
     put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st", days_old=30)
     attempted(store, "train", state="running", process=process)
     assert found(store, tmp_path, days=0.0) == []
+
+
+def test_gc_asks_a_bucket_once_for_a_run_and_once_for_a_finished_artifact(
+    fresh_s3_store: Callable[[S3Account], S3Store], moto_server: S3Account, tmp_path: Path
+) -> None:
+    store = fresh_s3_store(moto_server)
+    made = done_run(store)
+    store.put("runs/other-12345678.json", replace(made, run="other-12345678").to_json())
+    surplus = f"{TRAIN}/a0001/surplus"
+    store.put(surplus, b"12345")
+    before = traffic_here()
+    assert [one.key for one in collect(store, tmp_path, 7.0, dry_run=True)] == [surplus]
+    asked = traffic_here() - before
+    assert (asked.reads, asked.writes) == (2 + 4, 1 + len(FOLDERS))  # records and manifests; listings
 
 
 def test_a_dry_run_lists_everything_and_deletes_nothing(
