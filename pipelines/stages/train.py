@@ -4,8 +4,7 @@
 (follow.py), and stores the result. Each rank runs rank.py.
 """
 
-import resource
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from pipelines.sample import load_weights
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import attempt_of, follow
 from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_identity
+from pipelines.text.machine import free_memory
 from pipelines.text.mixture import sources_planned
 from pipelines.tracking.ledger import (
     attempts,
@@ -136,16 +136,6 @@ def check_memory(recipe: Recipe, processes: int) -> None:
             what = f"weights, gradients and optimizer of {recipe.model.parameters:,} parameters"
             sizes = f"at least {needed / 1e9:.1f} GB of memory on this CPU, and {free / 1e9:.1f} GB are free"
             raise UserError(f"train: {what} need {sizes}; use a smaller model or a GPU")
-
-
-def free_memory() -> int:
-    """The bytes that processes of this command may still take: of the machine, its container and its ulimit."""
-    import psutil
-
-    limits = [psutil.virtual_memory().available, resource.getrlimit(resource.RLIMIT_AS)[0]]
-    with suppress(OSError, ValueError):  # no cgroup, or "max"
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
 
 
 def rank_spec(work: Work, address: NodeAddress, processes: int) -> RankSpec:

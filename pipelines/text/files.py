@@ -5,14 +5,15 @@ import glob
 import io
 import json
 import os
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Self
 
 from pipelines.text.documents import column_documents, utf8
 from pipelines.text.hub import reading, with_retries
+from pipelines.text.machine import free_memory
 from trainer.errors import UserError
 from trainer.store import Entry, sha256_of
 
@@ -22,6 +23,7 @@ PIECE_BYTES = 64 << 20  # of text
 COLUMN_BYTES = 8 << 20  # of text, decoded at once
 BUFFER_BYTES = 1 << 20  # of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of some editors
+COPIES = 4  # of a document, at most, between its file and its tokens: 944 MB of JSON took 2.9 GB
 BINARY_BYTES = 8000  # at the start of a file; as git does, a NUL in them means that it is not text
 
 
@@ -50,14 +52,16 @@ class Files:
     pinned: str | None = None  # the commit on the Hub; None: identified by contents
     objects: dict[str, Entry] = field(default_factory=dict)  # of paths in S3
 
-    def identity(self) -> dict[str, Any]:
-        """Its canonical identity, for the fingerprint: equal identities give equal documents."""
+    def identity(self, look: bool = True) -> dict[str, Any]:
+        """Its canonical identity, for the fingerprint: equal identities give equal documents. UserError for a text that
+        cannot be read, if its first document is to be looked at."""
         identity: dict[str, Any] = {"source": "files", "kind": self.kind}
         if self.kind != "txt":
             identity["text_column"] = self.column
         if self.pinned is not None:
             return identity | {"files": self.where, "revision": self.pinned}
-        self._look()
+        if look:
+            self._look()
         if self.objects:
             return identity | {"etag": [one.etag.strip('"') for one in self.objects.values()]}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -125,17 +129,13 @@ class Files:
         if self.kind == "parquet":
             yield from self._rows(piece)
         elif self.kind == "jsonl":
-            try:
-                for number, line in self._lines(piece):
-                    if not line.isspace():  # strip would copy a long one
-                        yield utf8(self._text_of(line, piece, number))
-            except MemoryError as error:
-                where = piece.names[0]
-                raise UserError(f"tokens.source: a line of '{where}' does not fit into memory; split it") from error
+            for number, line in self._lines(piece):
+                if not line.isspace():  # strip would copy a long one
+                    yield utf8(self._text_of(line, piece, number))
         else:
             for path in piece.names:
                 with reading(path), unpacked(path) as file:
-                    found = file.read().removeprefix(BYTE_ORDER_MARK)
+                    found = bounded(path, file.read).removeprefix(BYTE_ORDER_MARK)
                 if b"\0" in found[:BINARY_BYTES]:
                     raise UserError(f"tokens.source: '{path}' is binary (it contains NUL); name files of text")
                 yield found.decode(errors="replace").encode()
@@ -184,7 +184,7 @@ class Files:
                 at += len(file.readline()) - 1
             number = 0
             while piece.end is None or at < piece.end:
-                line = file.readline()
+                line = bounded(path, file.readline)
                 if not line:
                     return
                 yield number, line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
@@ -238,7 +238,8 @@ def opened(path: str) -> IO[bytes]:
         return opened_object(path)
     import fsspec
 
-    return cast(IO[bytes], with_retries(lambda: fsspec.open(path, "rb").open()))
+    file: Any = with_retries(lambda: fsspec.open(path, "rb").open())
+    return io.BufferedReader(file, BUFFER_BYTES)  # whose readline takes a limit
 
 
 @functools.lru_cache(maxsize=8)
@@ -283,6 +284,21 @@ def unpacked(path: str) -> IO[bytes]:
     import pyarrow as pa
 
     return io.BufferedReader(pa.input_stream(opened(path), compression=codec), BUFFER_BYTES)
+
+
+def bounded(path: str, read: Callable[[int], bytes]) -> bytes:
+    """The next line or the content of a file, as `read` gives it. UserError for one that is too long for the memory of
+    this machine, before it is read: a kernel that runs out of memory kills without a message."""
+    found = read(PIECE_BYTES)
+    if len(found) == PIECE_BYTES:
+        most = free_memory() // COPIES
+        found += read(max(0, most - PIECE_BYTES))
+        if len(found) >= most:
+            raise UserError(
+                f"tokens.source: a document of '{path}' has {most / 1e6:,.0f} MB or more, and needs {COPIES} times as "
+                "much memory, which is not free; split it"
+            )
+    return found
 
 
 def sha256_of_text(path: str) -> str:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.text.documents import batches_of, read_ahead
 from pipelines.text.encode import Encoder, TokenBatch
 from pipelines.text.files import Files, TextShare
+from pipelines.text.machine import cores
 from trainer.errors import Interrupted, UserError
 from trainer.process import die_with_parent
 
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 BATCHES_AHEAD = 128  # of one process, about 1 MB each
 CHECK_SECONDS = 0.5
-CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # of this container: microseconds in each period, or "max"
-POD_CORES = "SKYPILOT_POD_CPU_CORE_LIMIT"  # that SkyPilot requests on Kubernetes, without a limit of the container
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # a thread would not survive the fork
     "TOKENIZERS_PARALLELISM": "false",
@@ -43,18 +42,6 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
 }
 Task = tuple[TextShare, int]  # a piece, and its first document
-
-
-def cores() -> int:
-    """The processor cores that this process may use."""
-    known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if (requested := os.environ.get(POD_CORES, "")).isdecimal() and int(requested):
-        known = min(known, int(requested))
-    try:
-        quota, period = CPU_MAX.read_text().split()
-        return min(known, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):  # no container, or no limit
-        return known
 
 
 def tokens_of(

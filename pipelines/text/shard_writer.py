@@ -108,7 +108,7 @@ def make_shards(job: ShardsJob) -> Generator[list[ShardReceipt], None, None]:
 
 def check_unchanged(job: ShardsJob) -> None:
     """UserError unless the text is the one of the plan. A local file that was hashed before is only looked at."""
-    if text_of(job.config).identity() != job.plan.identity["text"]:
+    if text_of(job.config).identity(look=False) != job.plan.identity["text"]:
         raise UserError(
             f"tokens.source: '{job.config.source}' changed after its artifact was planned; run again, and do not "
             "change a text while it is read"

@@ -36,7 +36,7 @@ class StandardLibrary(Files):
     """Every module of the running Python that can be decoded, one document each, sorted by relative path: no download,
     no account."""
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, look: bool = True) -> dict[str, Any]:
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(f"{sha256_of_text(path)} {Path(path).relative_to(self.where).as_posix()}\n".encode())
@@ -72,7 +72,7 @@ class HubDataset:
     commit: str
     column: str
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, look: bool = True) -> dict[str, Any]:
         """Its canonical identity, for the fingerprint."""
         return {
             "source": HUB + self.repository,

@@ -19,9 +19,10 @@ from small_disk import small_disk
 from texts import ODD_TEXTS, FourFiles, made, shards_in
 
 from pipelines.text import files as text_files
-from pipelines.text import pool
+from pipelines.text import machine, pool
 from pipelines.text.encode import Encoder
-from pipelines.text.pool import cores, tokens_of
+from pipelines.text.machine import cores
+from pipelines.text.pool import tokens_of
 from pipelines.text.receipts import existing_receipts
 from pipelines.text.shard_writer import make_shards
 from pipelines.text.sources import open_source
@@ -122,7 +123,7 @@ def test_the_cores_are_those_of_the_process_and_of_its_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
-    monkeypatch.setattr(pool, "CPU_MAX", tmp_path / "cpu.max")
+    monkeypatch.setattr(machine, "CPU_MAX", tmp_path / "cpu.max")
     for content, number in (("max 100000", 8), ("350000 100000", 4), ("50000 100000", 1), ("9900000 100000", 8)):
         (tmp_path / "cpu.max").write_text(content)
         assert cores() == number

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -316,14 +317,21 @@ def test_transformers_gives_the_ids_of_tiktoken(name: str, shared_data: Path, tm
         assert loaded.decode(encoding.encode_ordinary(odd)) == odd
 
 
-def test_a_line_beyond_the_memory_of_the_machine_is_named(tmp_path: Path) -> None:
-    with gzip.open(tmp_path / "long.jsonl.gz", "wb", 1) as file:
-        file.write(b'{"text": "' + b"a word " * 20_000_000 + b'"}\n')
+@pytest.mark.parametrize(
+    ("name", "begin", "end"), [("long.jsonl.gz", b'{"text": "', b'"}\n'), ("long.txt.gz", b"", b"")]
+)
+def test_a_document_beyond_the_memory_of_the_machine_is_named_before_it_takes_it(
+    tmp_path: Path, name: str, begin: bytes, end: bytes
+) -> None:
+    with gzip.open(tmp_path / name, "wb", 1) as file:
+        file.write(begin + b"a word " * 40_000_000 + end)
     script = (
-        "import resource, sys; from pipelines.text.sources import open_source; "
+        "import resource, sys, pyarrow; from pipelines.text.sources import open_source; "
         "source = open_source(sys.argv[1], None, None, 'text'); "
-        "resource.setrlimit(resource.RLIMIT_DATA, (300 << 20, 300 << 20)); "
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
         "[list(source.read(piece)) for piece in source.pieces()]"
     )
-    done = subprocess.run([sys.executable, "-c", script, tmp_path / "long.jsonl.gz"], capture_output=True, text=True)
-    assert "UserError: tokens.source: a line of '" in done.stderr and "does not fit into memory" in done.stderr
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / name], capture_output=True, text=True)
+    assert re.search(
+        r"UserError: tokens.source: a document of '.*' has [0-9]+ MB or more, and needs 4 times", done.stderr
+    )
