@@ -184,7 +184,8 @@ def make_app(
     queue = Queue(waiting, wait_seconds)
     writer = Writer(model, queue, seconds)
     about = {"id": model.run, "object": "model", "created": int(time.time()), "owned_by": "skytrain"}
-    about["chat"] = model.chat is not None  # for the page
+    about |= {"chat": model.chat is not None, "context": model.context}  # for the page
+
     for kind in (Exception, UserError, Refused, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, refusal)
     for path, (name, media_type) in PAGE.items():

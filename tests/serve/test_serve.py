@@ -204,7 +204,7 @@ def test_only_the_paths_of_openais_completions_are_there(endpoint: Endpoint) -> 
 @pytest.fixture(scope="module")
 def chatty() -> Iterator[Endpoint]:
     """An endpoint of a model with the ids of ChatML."""
-    encoding, plain = tokenizer("bytes"), GPT(MODEL.model_copy(update={"vocab_size": 259}))
+    encoding, plain = tokenizer("bytes"), GPT(MODEL.model_copy(update={"vocab_size": 259, "block_size": 190}))
     plain.initialize(3)
     model = TextModel("speaker", None, Decoder(plain, "fp32", 259), encoding, ChatTokens(encoding))
     started = Endpoint(model=model)
@@ -413,6 +413,7 @@ def test_the_page_is_a_chat_for_a_model_that_was_tuned(chatty: Endpoint, browser
     browser.screen(900)
     browser.visit(f"http://{chatty.address}/")
     until(browser, "document.body.className === 'chat'")
+    assert browser.js("document.getElementById('max_tokens').value") == "95"  # half of its context
     turns: list[dict[str, str]] = []
     for question in ("3+4", "<b>5</b>"):
         turns.append({"role": "user", "content": question})

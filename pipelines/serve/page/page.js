@@ -86,6 +86,7 @@ at("new").addEventListener("click", () => {
 });
 fetch("/v1/models").then((response) => response.json()).then(({ data }) => {
   at("model").textContent = document.title = data[0].id;
+  at("max_tokens").value = Math.min(100, Math.floor(data[0].context / 2)); // the prompt has the rest
   if (!data[0].chat) return;
   messages = [];
   document.body.className = "chat";
