@@ -16,12 +16,16 @@ from servers import S3Account
 
 from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.artifacts.s3_store import S3Store
+from pipelines.artifacts.traffic import counted_together, traffic_here
 from pipelines.cloud.preflight import texts_reachable
 from pipelines.recipe import TokensConfig, load_recipe
 from pipelines.text import files
+from pipelines.text.encode import Encoder
 from pipelines.text.objects import store_of
+from pipelines.text.pool import tokens_of
 from pipelines.text.shard_writer import ShardsJob, make_shards
 from pipelines.text.sources import first_documents, open_source
+from pipelines.text.tokenizer import tokenizer
 from trainer.errors import UserError
 
 TEXTS = [f"row {n} größer 東京\nsecond line\r\n" for n in range(2500)]
@@ -91,6 +95,25 @@ def test_an_object_that_is_replaced_while_it_is_read_is_named(bucket: S3Store, t
     bucket.put("a.jsonl", b"{}")
     with pytest.raises(UserError, match=r"a.jsonl: changed while it was read; run again"):
         list(texts)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_the_processes_of_tokenize_read_is_in_the_traffic(
+    bucket: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    put_texts(bucket, tmp_path)
+    monkeypatch.setattr(files, "PIECE_BYTES", 20_000)
+    text, size = (
+        open_source(f"s3://{bucket.bucket}/lines.jsonl", None, None, "text"),
+        len(bucket.get("lines.jsonl") or b""),
+    )
+    with counted_together():
+        before = traffic_here()
+        documents = sum(
+            len(b.starts) for b in tokens_of(text, Encoder(tokenizer("bytes")), 0, tmp_path, processes=processes)
+        )
+        asked = traffic_here() - before
+    assert documents == len(TEXTS) and asked.received >= size and asked.reads >= 1
 
 
 def test_a_dry_run_opens_the_first_file_of_a_text_elsewhere(bucket: S3Store, tmp_path: Path) -> None:
