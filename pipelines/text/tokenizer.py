@@ -29,6 +29,7 @@ from trainer.store import Store
 
 if TYPE_CHECKING:
     import tiktoken
+    from tokenizers import Tokenizer
 
 Ranks = dict[bytes, int]
 
@@ -142,6 +143,8 @@ def own_tokenizer(body: bytes, where: str, end_of_text: str | None = None) -> "t
     tiktoken's, if `tokenizer_files` gives the same content; else one of `tokenizers`. UserError for any other file.
     """
     try:
+        from tokenizers import Tokenizer
+
         values = json.loads(body)
         if values["pre_tokenizer"] == BYTE_LEVEL and not end_of_text:
             bytes_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
@@ -149,7 +152,9 @@ def own_tokenizer(body: bytes, where: str, end_of_text: str | None = None) -> "t
             ranks = {bytes(bytes_of[symbol] for symbol in token): i for i, token in vocab}
             with suppress(AssertionError):  # its ids are not in the order of its merges
                 encoding = encoding_of(f"own-{sha256(body).hexdigest()[:12]}", ranks)
-                if values == json.loads(tokenizer_files(encoding, 0)[TOKENIZER_FILE]):
+                theirs, ours = Tokenizer.from_buffer(body), _fast_tokenizer(vocabulary(encoding))
+                theirs.decoder, theirs.post_processor = ours.decoder, ours.post_processor  # which decide no ids
+                if theirs.to_str() == ours.to_str():
                     return encoding
         from pipelines.text.hub_tokenizer import HubTokenizer
 
@@ -197,6 +202,10 @@ class Vocabulary:
     merges: list[str]  # "left right", by rank
     end_of_text: int
 
+    @property
+    def ids(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate(self.tokens)}
+
 
 def vocabulary(encoding: "tiktoken.Encoding") -> Vocabulary:
     """The tokens and merges of an encoding."""
@@ -230,11 +239,10 @@ def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dic
         return {TOKENIZER_FILE: body, "tokenizer_config.json": _json(config)}
     config |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
     found = vocabulary(encoding)
-    vocab = {token: i for i, token in enumerate(found.tokens)}
     return {
-        "tokenizer.json": _json(_fast_tokenizer(vocab, found.merges, end_of_text)),
+        TOKENIZER_FILE: _fast_tokenizer(found).to_str().encode(),
         "tokenizer_config.json": _json(config),
-        "vocab.json": _json(vocab),
+        "vocab.json": _json(found.ids),
         "merges.txt": "\n".join(["#version: 0.2", *found.merges, ""]).encode(),
     }
 
@@ -265,30 +273,16 @@ def byte_symbols() -> list[str]:
     return [chr(byte if byte in visible else next(spare)) for byte in range(256)]
 
 
-def _fast_tokenizer(vocab: dict[str, int], merges: list[str], end_of_text: str) -> dict[str, Any]:
-    """tokenizer.json: GPT-2's byte-level BPE in the format of the library `tokenizers`."""
-    verbatim = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": vocab[end_of_text], "content": end_of_text, "special": True} | verbatim],
-        "normalizer": None,
-        "pre_tokenizer": BYTE_LEVEL,
-        "post_processor": BYTE_LEVEL | {"trim_offsets": False},
-        "decoder": BYTE_LEVEL,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": vocab,
-            "merges": merges,
-        },
-    }
+def _fast_tokenizer(found: Vocabulary) -> "Tokenizer":
+    """GPT-2's byte-level BPE as a tokenizer of the library `tokenizers`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in found.merges)]
+    made = Tokenizer(models.BPE(found.ids, pairs, continuing_subword_prefix="", end_of_word_suffix=""))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder, made.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=False)
+    made.add_special_tokens([AddedToken(found.tokens[found.end_of_text], normalized=False)])
+    return made
 
 
 def _json(value: dict[str, Any]) -> bytes:
