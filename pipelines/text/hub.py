@@ -44,27 +44,16 @@ def asked(where: str, request: Any) -> Any:
 
 def is_transient(error: BaseException | None) -> bool:
     """Whether a retry may succeed: the error, or its cause, is a missing connection or a busy server."""
-    for one in causes(error):
-        names = {kind.__name__ for kind in type(one).__mro__}
+    while error is not None:
+        names = {kind.__name__ for kind in type(error).__mro__}
         if OFFLINE in names:
             return False
-        status = status_of(one) or 0
-        if names & TRANSIENT_ERRORS or CLOSED in str(one) or status in (408, 429) or status >= 500:
+        status = getattr(getattr(error, "response", error), "status_code", getattr(error, "status", None))
+        busy = isinstance(status, int) and (status in (408, 429) or status >= 500)
+        if busy or names & TRANSIENT_ERRORS or CLOSED in str(error):
             return True
-    return False
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, its cause, and so on."""
-    while error is not None:
-        yield error
         error = error.__cause__
-
-
-def status_of(error: BaseException) -> int | None:
-    """The HTTP status of an error."""
-    status = getattr(getattr(error, "response", error), "status_code", getattr(error, "status", None))
-    return status if isinstance(status, int) else None
+    return False
 
 
 @contextmanager

@@ -84,9 +84,8 @@ def identity_of_shards(config: TokensConfig) -> dict[str, Any]:
     if isinstance(store, LocalStore):
         with ThreadPoolExecutor() as pool:
             kind, contents = "sha256", list(pool.map(lambda one: sha256_of(store.root / one.key), found.values()))
-    splits: dict[str, list[str]] = {"train": [], "val": []}
-    for name, content in zip(found, contents, strict=True):
-        splits[name.partition("_")[0]].append(content)
+    named = list(zip(found, contents, strict=True))
+    splits = {split: [content for name, content in named if name.startswith(split)] for split in ("train", "val")}
     return {"source": "shards", **{split: {kind: several} for split, several in splits.items()}}
 
 
@@ -98,10 +97,8 @@ def label_of(config: TokensConfig) -> str:
 
 def tokens_by_split(config: TokensConfig) -> dict[str, int]:
     """About the tokens of both splits, by the sizes of the files: of uint16."""
-    counts = {"train": 0, "val": 0}
-    for name, one in shards_found(config).items():
-        counts[name.partition("_")[0]] += one.size // 2
-    return counts
+    sizes = {name: one.size for name, one in shards_found(config).items()}
+    return {split: sum(sizes[name] for name in sizes if name.startswith(split)) // 2 for split in ("train", "val")}
 
 
 def adopted_shards(

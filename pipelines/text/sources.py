@@ -145,10 +145,8 @@ def first_documents(source: Text) -> Generator[str, None, None]:
             yield document.decode()
 
 
-def open_source(
-    source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None = None
-) -> Text:
-    """The source that the fields of a recipe name; relative paths start at `base` (default: the current directory).
+def open_source(source: str, subset: str | None, revision: str | None, text_column: str) -> Text:
+    """The source that the fields of a recipe name.
 
     Its identity is the sha256 of local files' contents, in reading order, without their paths; of the standard library,
     one sha256 over paths and contents; of objects in S3, their ETags; of text on the Hub, its commit. Only S3 is asked.
@@ -173,9 +171,7 @@ def open_source(
         raise UserError(f"tokens.revision: '{source}' is local and identified by its contents; remove the revision")
     if source == STDLIB:
         return standard_library()
-    # Brackets in the name of the base folder are not a pattern, and a file may have any name.
-    pattern = os.path.join(glob.escape(str((base or Path()).absolute())), os.path.expanduser(source))
-    path = os.path.join((base or Path()).absolute(), os.path.expanduser(source))
+    path = os.path.expanduser(source)
     if os.path.isdir(path):
         endings = Counter(Path(name).suffix for name in os.listdir(path))
         kind = max(KINDS, key=lambda kind: endings[f".{kind}"])
@@ -183,10 +179,10 @@ def open_source(
             f"tokens.source: '{source}' is a folder; name its files: '{source}/*.{kind}'"
             f", or {LLMC}{source} for token shards"
         )
-    found = [path] if os.path.isfile(path) else sorted(glob.glob(pattern, recursive=True))
-    paths = tuple(name for name in found if not os.path.isdir(name))
+    found = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))  # a file may have any name
+    paths = tuple(os.path.abspath(name) for name in found if not os.path.isdir(name))
     if not paths:
-        raise UserError(f"tokens.source: no file matches '{source}' ({path}); use {SOURCES}")
+        raise UserError(f"tokens.source: no file matches '{source}' ({os.path.abspath(path)}); use {SOURCES}")
     return Files(common_kind(paths), paths, text_column, source)
 
 

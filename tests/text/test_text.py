@@ -47,9 +47,9 @@ def rows(tmp_path: Path) -> Path:
     return folder
 
 
-def read(source: str | Path, column: str = "text", **options: Any) -> list[str]:
+def read(source: str | Path, column: str = "text") -> list[str]:
     """All documents."""
-    files, found = open_source(str(source), None, None, column, **options).resolved(), list[str]()
+    files, found = open_source(str(source), None, None, column).resolved(), list[str]()
     for piece in files.pieces():
         documents = list(files.read(piece))
         assert files.count(piece) == len(documents)
@@ -57,8 +57,8 @@ def read(source: str | Path, column: str = "text", **options: Any) -> list[str]:
     return found
 
 
-def identity(source: str | Path, column: str = "text", **options: Any) -> dict[str, Any]:
-    return open_source(str(source), None, None, column, **options).identity()
+def identity(source: str | Path, column: str = "text") -> dict[str, Any]:
+    return open_source(str(source), None, None, column).identity()
 
 
 def write_lines(path: Path, *values: Any) -> Path:
@@ -139,16 +139,16 @@ def test_compressed_files_are_read_as_their_contents(tmp_path: Path) -> None:
 
 
 def test_the_identity_of_files_is_their_content_in_reading_order(rows: Path, tmp_path: Path) -> None:
-    monday = identity("part-*.parquet", base=rows.rename(tmp_path / "monday"))
+    monday = identity(rows.rename(tmp_path / "monday") / "part-*.parquet")
     moved = (tmp_path / "monday").rename(tmp_path / "tuesday")
-    assert identity("part-*.parquet", base=moved) == monday
+    assert identity(moved / "part-*.parquet") == monday
     assert len(monday["sha256"]) == 3
-    assert identity("part-*.parquet", base=moved, column="url") != monday
+    assert identity(moved / "part-*.parquet", column="url") != monday
     (moved / "part-0.parquet").rename(moved / "part-9.parquet")  # read last now: other tokens
-    reordered = identity("part-*.parquet", base=moved)
+    reordered = identity(moved / "part-*.parquet")
     assert reordered != monday and sorted(reordered["sha256"]) == sorted(monday["sha256"])
     pq.write_table(pa.table({"text": ["changed"]}), moved / "part-9.parquet")
-    assert identity("part-*.parquet", base=moved) != reordered
+    assert identity(moved / "part-*.parquet") != reordered
 
 
 def test_the_identity_of_text_on_the_hub_is_its_commit_and_needs_no_connection() -> None:
