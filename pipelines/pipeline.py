@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest, commit, find
+from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest, find
 from pipelines.provenance import provenance
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
@@ -200,7 +200,8 @@ class Pipeline:
             built = self._built(work)
             failpoint(f"manifest-{stage}")
             attempt.begin_to_finish()
-            manifest = commit(self.store, self._manifest(plan, attempt, built), built.scratch)
+            inputs = {stage: self.plans[stage].fingerprint for stage in self.made}
+            manifest = built.commit(work, plan, inputs, provenance())
         except BaseException as error:
             # A newer attempt removes the folder and the scratch of this one.
             if isinstance(error, FileNotFoundError | DamagedArtifact) and attempt.superseded():
@@ -226,21 +227,6 @@ class Pipeline:
             cause = f"{UNFIT}{error}"
             work.report(killed=cause)
             raise after_crash(self.store, work.plan.prefix, work.attempt.number, cause) from error
-
-    def _manifest(self, plan: ArtifactPlan, attempt: Attempt, built: Built) -> Manifest:
-        return Manifest(
-            stage=plan.stage,
-            label=plan.label,
-            fingerprint=plan.fingerprint,
-            identity=plan.identity,
-            inputs={stage: self.plans[stage].fingerprint for stage in self.made},
-            files=tuple(built.files),
-            provenance=provenance(),
-            facts=built.facts,
-            run=self.run,
-            attempt=attempt.number,
-            created=time.time(),
-        )
 
 
 def record_crash(store: Store, plans: dict[str, ArtifactPlan], until: str, billing: Billing, cause: str) -> Exception:

@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("skytrain", "torch", "numpy", "tiktoken", "datasets", "safetensors")
+PACKAGES = ("skytrain", "torch", "numpy", "gigatoken", "tiktoken", "tokenizers", "datasets", "safetensors")
 
 
 def provenance() -> dict[str, Any]:

@@ -5,6 +5,7 @@ and thus its fingerprint, without side effects; `build(work)` makes the files. p
 """
 
 import importlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from pipelines.artifacts.manifest import (
     ArtifactPlan,
     File,
     Manifest,
+    commit,
     fetch,
     find,
     read_manifest,
@@ -105,6 +107,15 @@ class Built:
     files: list[File]
     facts: dict[str, Any]
     scratch: tuple[str, ...] = ()  # keys in the artifact's folder that nothing needs once the artifact exists
+
+    def commit(
+        self, work: "Work", plan: ArtifactPlan, inputs: Mapping[str, str], provenance: Mapping[str, Any]
+    ) -> Manifest:
+        """Make the artifact exist; of several processes that build it, the first one's manifest."""
+        run, attempt, files = work.attempt.latest.run, work.attempt.number, tuple(self.files)
+        about = dict(inputs), files, dict(provenance), self.facts, run, attempt, time.time()
+        made = Manifest(plan.stage, plan.label, plan.fingerprint, plan.identity, *about)
+        return commit(work.store, made, self.scratch)
 
 
 class Stage(Protocol):

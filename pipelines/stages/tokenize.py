@@ -2,13 +2,12 @@
 
 import sys
 import time
-from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, fetch, find, upload
+from pipelines.artifacts.manifest import ArtifactPlan, Manifest, fetch, find, upload
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.text.llmc_shards import adopted_shards, identity_of_shards, shards_found
@@ -74,7 +73,6 @@ def finish(work: Work, receipts: list[ShardReceipt]) -> Built:
     # With the document that max_tokens cuts.
     documents = receipts[-1].document + bool(receipts[-1].offset) if receipts else 0
     facts = facts_of(shards, documents) | packing_facts(shards, eot, work.recipe.row_tokens)
-    facts["encoders"] = dict(Counter(receipt.encoder or "unknown" for receipt in receipts))
     undecided = (receipt.file.key for receipt in receipts[: config.undecided_shards])
     return Built(files, facts, tuple(undecided))
 
@@ -98,20 +96,7 @@ def tokens_of_source(work: Work) -> Manifest:
     work.screen.note(f"  {own.prefix}: {named}")
     built = adopt(work) if work.recipe.tokens.adopts else finish(work, make_all_shards(work))
     assert work.scratch_of
-    manifest = Manifest(
-        stage=own.stage,
-        label=own.label,
-        fingerprint=own.fingerprint,
-        identity=own.identity,
-        inputs={},
-        files=tuple(built.files),
-        provenance={"mixture": work.scratch_of.prefix},
-        facts=built.facts,
-        run=work.attempt.latest.run,
-        attempt=work.attempt.number,
-        created=time.time(),
-    )
-    made = commit(work.store, manifest, built.scratch)
+    made = built.commit(work, own, {}, {"mixture": work.scratch_of.prefix})
     forget_receipts(work.store, own, sys.maxsize)  # so a removed manifest means: make everything again
     return made
 

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,13 +67,6 @@ class TokenBatch:
             return len(self.starts), 0
         document = int(self.starts.searchsorted(at, side="right")) - 1
         return document, at - int(self.starts[document])
-
-
-def encoder_name(encoding: "tiktoken.Encoding") -> str:
-    """The library and version that encodes."""
-    other = "tokenizers" if encoding.name.startswith(HUB_NAME) else "tiktoken"
-    library = "gigatoken" if has_fast_encoder(encoding) else other
-    return f"{library} {version(library)}"
 
 
 def has_fast_encoder(encoding: "tiktoken.Encoding") -> bool:

@@ -4,8 +4,7 @@ So another mixture, other weights and a run of one source alone use the same sha
 tokens: training draws by them (trainer/data/shards.py).
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,28 +70,19 @@ def mixed_files(sources: Sequence[Manifest]) -> list[File]:
 
 def mixed_facts(sources: Sequence[Manifest], names: Sequence[str]) -> dict[str, Any]:
     """The facts of a mixture, whose sources have these names."""
-    facts: dict[str, Any] = {"encoders": Counter[str]()}
-    for n, made in enumerate(sources):
-        for name, value in made.facts.items():
-            if name in SUMS:
-                facts[name] = facts.get(name, 0) + value
-            elif name in BY_SHARD:
-                facts.setdefault(name, {}).update({mixed_name(n, shard): count for shard, count in value.items()})
-            elif name == "encoders":
-                facts[name].update(value)
-            elif name == "eot":
-                facts[name] = value
-    facts["sources"] = [
-        {"source": name, **{k: made.facts[k] for k in SUMS if k in made.facts}}
-        for name, made in zip(names, sources, strict=True)
-    ]
-    return facts | {"encoders": dict(facts["encoders"])}
-
-
-def sources_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The sources of a mixture by the facts of its tokens; none of a single text."""
-    found = facts.get("sources", [])
-    return found if isinstance(found, list) else []
+    known = {name for made in sources for name in made.facts}
+    facts: dict[str, Any] = {name: sum(made.facts.get(name, 0) for made in sources) for name in SUMS if name in known}
+    for name in known & {*BY_SHARD}:
+        by_source = [made.facts.get(name, {}) for made in sources]
+        facts[name] = {mixed_name(n, shard): count for n, of in enumerate(by_source) for shard, count in of.items()}
+    if "eot" in known:
+        (facts["eot"],) = {made.facts["eot"] for made in sources if "eot" in made.facts}
+    return facts | {
+        "sources": [
+            {"source": name, **{fact: made.facts[fact] for fact in SUMS if fact in made.facts}}
+            for name, made in zip(names, sources, strict=True)
+        ]
+    }
 
 
 @dataclass(frozen=True)
@@ -111,7 +101,7 @@ class SourcePlan:
 def sources_planned(recipe: Recipe, made: Manifest | None) -> list[SourcePlan]:
     """The sources of a recipe, one for a single text; none if only a server knows the size of one."""
     weights, planned = recipe.tokens.weights or (1.0,), []
-    of_sources = sources_of(made.facts) if made and recipe.tokens.sources else []
+    of_sources = made.facts.get("sources") if made and recipe.tokens.sources else None
     for number, alone in enumerate(recipes_of_sources(recipe)):
         share = weights[number] / sum(weights)
         facts = of_sources[number] if of_sources else None

@@ -23,7 +23,6 @@ class ShardReceipt(StoredRecord):
     offset: Count
     max_id: Count | None = None  # the largest token; None in the receipts of older versions
     rows: Count | None = None  # that the shard fills, if it is packed
-    encoder: str | None = None  # the library that made it; None in the receipts of older versions
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"file": self.file.to_json()}

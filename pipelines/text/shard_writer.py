@@ -15,14 +15,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import ArtifactPlan, File
 from pipelines.recipe import TokensConfig
-from pipelines.text.encode import Encoder, encoder_name
+from pipelines.text.encode import Encoder
 from pipelines.text.pool import tokens_of
 from pipelines.text.receipts import ShardReceipt, existing_receipts, receipt_key
 from pipelines.text.sources import text_of
@@ -54,35 +54,13 @@ class ShardsJob:
     processes: int | None = None  # None: one for each core
 
 
-class ShardFile:
-    """A new shard in scratch for `expected` tokens; it may end earlier."""
+@dataclass(frozen=True)
+class NewShard:
+    """The tokens of a shard, and the place in the text behind them."""
 
-    def __init__(self, path: Path, expected: int) -> None:
-        self.path, self.left, self.tokens, self.token_bytes = path, expected, 0, 0
-        self.document = self.offset = 0  # the place in the text behind it
-        self.file = path.open("wb")
-
-    def write(self, tokens: "np.ndarray") -> int:
-        """Write as many tokens as there is room for, and return their number."""
-        from trainer.data.shards import HEADER_BYTES
-
-        if not self.tokens:
-            self.token_bytes = tokens.itemsize
-            self.file.seek(HEADER_BYTES)
-        count = min(len(tokens), self.left)
-        self.file.write(tokens[:count].view("u1").data)
-        self.tokens, self.left = self.tokens + count, self.left - count
-        return count
-
-    def closed(self, document: int, offset: int) -> Self:
-        """Write the header, close the file, and note the place in the text behind it."""
-        from trainer.data.shards import shard_header
-
-        with self.file:
-            self.file.seek(0)
-            self.file.write(shard_header(self.tokens, self.token_bytes))
-        self.document, self.offset = document, offset
-        return self
+    tokens: "np.ndarray"  # (n,)
+    document: int
+    offset: int
 
 
 def make_shards(job: ShardsJob) -> Generator[list[ShardReceipt], None, None]:
@@ -115,53 +93,51 @@ def check_unchanged(job: ShardsJob) -> None:
         )
 
 
-def encoded_shards(job: ShardsJob, receipts: list[ShardReceipt]) -> Generator[ShardFile, None, None]:
-    """The shards behind the last receipt, as files."""
+def encoded_shards(job: ShardsJob, receipts: list[ShardReceipt]) -> Generator[NewShard, None, None]:
+    """The shards behind the last receipt."""
+    import numpy as np
+
     t = job.config
     encoder = Encoder(tokenizer_of(t, job.store, job.plan.prefix))
     document, offset = (receipts[-1].document, receipts[-1].offset) if receipts else (0, 0)
     left = sys.maxsize if t.max_tokens is None else t.max_tokens - sum(receipt.tokens for receipt in receipts)
-    numbers = itertools.count(len(receipts))
-    file: ShardFile | None = None
-    try:
-        with closing(tokens_of(text_of(t), encoder, document, job.folder, job.check, job.processes)) as stream:
-            for batch in stream if left else ():
-                job.check()
-                job.progress(len(batch.tokens))
-                first, at = document, offset  # the stream began with the document in which the last shard ended
-                while at < len(batch.tokens) and left:
-                    file = file or ShardFile(job.folder / f"{next(numbers):06d}.bin", min(left, t.shard_tokens))
-                    written = file.write(batch.tokens[at:])
-                    left, at = left - written, at + written
-                    behind, offset = batch.place(at)
-                    document = first + behind
-                    if not file.left:
-                        yield file.closed(document, offset)
-                        file = None
-                if not left:
-                    break
-        if file:
-            yield file.closed(document, offset)
-            file = None
-    finally:
-        if file:  # an incomplete one
-            with suppress(OSError):  # the disk is full
-                file.file.close()
-            file.path.unlink(missing_ok=True)
+    tokens, filled = np.empty(0, encoder.dtype), 0
+    with closing(tokens_of(text_of(t), encoder, document, job.folder, job.check, job.processes)) as stream:
+        for batch in stream if left else ():
+            job.check()
+            job.progress(len(batch.tokens))
+            first, at = document, offset  # the stream began with the document in which the last shard ended
+            while at < len(batch.tokens) and left:
+                if not filled:
+                    tokens = np.empty(min(left, t.shard_tokens), encoder.dtype)
+                count = min(len(tokens) - filled, len(batch.tokens) - at)
+                tokens[filled : filled + count] = batch.tokens[at : at + count]
+                left, at, filled = left - count, at + count, filled + count
+                behind, offset = batch.place(at)
+                document = first + behind
+                if filled == len(tokens):
+                    yield NewShard(tokens, document, offset)
+                    filled = 0
+            if not left:
+                break
+    if filled:
+        yield NewShard(tokens[:filled], document, offset)
 
 
-def store_shard(job: ShardsJob, index: int, shard: ShardFile, before: Future[ShardReceipt] | None) -> ShardReceipt:
+def store_shard(job: ShardsJob, index: int, shard: NewShard, before: Future[ShardReceipt] | None) -> ShardReceipt:
     """Write a shard to the store, then its receipt, after that of the shard before."""
-    from trainer.data.shards import read_shard
+    from trainer.data.shards import write_shard
 
-    encoding = tokenizer_of(job.config, job.store, job.plan.prefix)
-    tokens = read_shard(shard.path)
-    rows, largest = rows_in(encoding.eot_token, job.row_tokens, tokens), int(tokens.max(initial=0))
-    undecided, whole = job.config.undecided_shards, job.config.val_shards or 0
-    name = f"undecided/{index:06d}.tokens" if index < undecided else f"train_{index - whole:06d}.bin"
-    file = job.upload(shard.path, name)
-    shard.path.unlink()
-    receipt = ShardReceipt(file, shard.tokens, shard.document, shard.offset, largest, rows, encoder_name(encoding))
+    eot, undecided = tokenizer_of(job.config, job.store, job.plan.prefix).eot_token, job.config.undecided_shards
+    rows, largest = rows_in(eot, job.row_tokens, shard.tokens), int(shard.tokens.max())
+    whole, path = job.config.val_shards or 0, job.folder / f"{index:06d}.bin"
+    try:
+        write_shard(path, shard.tokens)
+        name = f"undecided/{index:06d}.tokens" if index < undecided else f"train_{index - whole:06d}.bin"
+        file = job.upload(path, name)
+    finally:
+        path.unlink(missing_ok=True)
+    receipt = ShardReceipt(file, len(shard.tokens), shard.document, shard.offset, largest, rows)
     if before:
         before.result()
     if not job.store.create(receipt_key(job.plan.prefix, index), json.dumps(receipt.to_json()).encode()):

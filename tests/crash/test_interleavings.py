@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from simulated import DAY, Process, World, final_weights, simulate
 
-from pipelines import pipeline
+from pipelines import stage
 from pipelines.artifacts.manifest import key_of, read_manifest
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.tracking import ledger
@@ -224,7 +224,7 @@ def a_commit_without_a_look_at_the_attempts(patch: pytest.MonkeyPatch) -> None:
 
 def a_manifest_without_any_look(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ledger.Attempt, "begin_to_finish", lambda attempt: None)
-    patch.setattr(pipeline, "commit", lambda store, made: store.create(key_of(made.prefix), made.to_json()) and made)
+    patch.setattr(stage, "commit", lambda store, made, _: store.create(key_of(made.prefix), made.to_json()) and made)
 
 
 def a_create_that_replaces(patch: pytest.MonkeyPatch) -> None:

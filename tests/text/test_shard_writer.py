@@ -189,13 +189,6 @@ def gone(path: Path) -> None:
     path.unlink()
 
 
-def test_a_text_that_changed_after_its_planning_is_named_and_leaves_no_shard(files: FourFiles, tmp_path: Path) -> None:
-    same_size(tmp_path / "3.txt")
-    with pytest.raises(UserError, match=r"'.*txt' changed after its artifact was planned; run again"):
-        list(make_shards(files.job(tmp_path / "store")))
-    assert shards_in(tmp_path / "store") == {}
-
-
 @pytest.mark.parametrize("change", [same_size, gone])
 def test_a_text_that_changes_while_it_is_read_is_named_and_its_return_gives_the_planned_shards(
     change: Callable[[Path], None], files: FourFiles, tmp_path: Path

@@ -93,7 +93,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     width = tokens.dtype.itemsize
     with path.open("wb") as file:
         file.write(shard_header(len(tokens), width))
-        file.write(tokens.astype(f"<u{width}", copy=False).tobytes())
+        file.write(np.ascontiguousarray(tokens, f"<u{width}").data)
 
 
 def shard_header(tokens: int, token_bytes: int = 2) -> bytes:
