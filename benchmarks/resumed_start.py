@@ -1,11 +1,11 @@
 """The downtime of a killed run, from its command to its first step.
 
 `python -m benchmarks.resumed_start FOLDER [RECIPE] [--kills N] [--own] [--place FOLDER] [--set …]` trains on
-llm.c's shards in FOLDER with `skytrain run --stage train`. After a commit it kills a rank with SIGKILL, and waits for
-the next step: of the same command, as on a rented machine, or with --own of the same command started again. It prints
-a line per start, in seconds: from the kill until the `others` are gone, and from the kill, at first from the command,
-to the `first step`; and of that step's attempt `setup` (torch, ranks, engine), `download` (the commit) and `compile`
-(kernels, allocations, the step).
+llm.c's shards in FOLDER with `skytrain run --stage train`. After a commit it kills a rank (or what --victim names) with
+SIGKILL, and waits for the next step: of the same command, as on a rented machine, or with --own of the same command
+started again. It prints a line per start, in seconds: from the kill until the `others` are gone, and from the kill, at
+first from the command, to the `first step`; and of that step's attempt `setup` (torch, ranks, engine), `download` (the
+commit) and `compile` (kernels, allocations, the step).
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Command:
                 raise SystemExit(f"the command ended by itself with exit code {self.process.returncode}")
             return bool(found)
 
-        if self.process is None or self.own:
+        if self.process is None or self.own or self.process.poll() is not None:
             self.started = time.time()
             self.process = subprocess.Popen(self.arguments, env=self.environment, start_new_session=True)
         until(stepped)
@@ -65,18 +65,26 @@ class Command:
     def commits(self) -> set[Path]:
         return set(self.home.glob("store/train/*/checkpoints/*/COMMIT.json"))
 
-    def kill_a_rank(self) -> float:
-        """Kill the last rank. Returns the seconds until the others are gone; with --own, the command has ended then."""
+    def kill(self, victim: str) -> float:
+        """Kill the last rank, the launcher or the command. Returns the seconds until the ranks are gone; with --own,
+        the command has ended then."""
         assert self.process
-        children = psutil.Process(self.process.pid).children()
-        (starter,) = (one for one in children if "pipelines.nodes" in str(one.cmdline()))
-        ranks, began = starter.children(), time.time()
-        ranks[-1].kill()
-        psutil.wait_procs(ranks, LIMIT_SECONDS)
+        command = psutil.Process(self.process.pid)
+        (launcher,) = (one for one in command.children() if "pipelines.nodes" in str(one.cmdline()))
+        ranks, began = launcher.children(), time.time()
+        {"rank": ranks[-1], "launcher": launcher, "command": command}[victim].kill()
+        until(lambda: all(map(has_ended, ranks)))
         seconds = time.time() - began
-        if self.own:
+        if self.own or victim == "command":
             self.process.wait(LIMIT_SECONDS)
         return seconds
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -92,6 +100,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="llm.c's shards, train_*.bin and val_*.bin")
     parser.add_argument("recipe", nargs="?", default="gpt2-124m")
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--victim", choices=["rank", "launcher", "command"], default="rank")
     parser.add_argument("--own", action="store_true", help="start the command again after each kill")
     parser.add_argument("--place", type=Path, help="folder for the checkpoints")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="section.field=value")
@@ -112,7 +121,7 @@ def main() -> None:
                 if number < options.kills:
                     until(lambda: bool(command.commits() - commits))  # noqa: B023
                     began = time.time()
-                    others = f"others gone {command.kill_a_rank():.2f}  "
+                    others = f"others gone {command.kill(options.victim):.2f}  "
         finally:
             if command.process:
                 command.process.terminate()

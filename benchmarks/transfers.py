@@ -1,10 +1,11 @@
 """GB/s of checkpoints and files to and from S3, whose connections are slow: 100 MB/s each, as those of real buckets.
 
-`python -m benchmarks.transfers [--gb GB] [--rounds N] [--connection MB] [--against CHECKOUT]` starts a server of its
-own, in several processes, that speaks as much of S3 as a transfer needs and keeps objects in --place. It saves a
-checkpoint, loads it, uploads a file and downloads it, verified, in rounds. The server takes cores, too: on
-a machine with few, they are the limit, and the client's own seconds of processor time a GB show more. With --against it
-times the code of another checkout first, and prints the ratios.
+`python -m benchmarks.transfers [--gb GB] [--rounds N] [--connection MB] [--cores N] [--against CHECKOUT]` starts a
+server of its own, in several processes, that speaks as much of S3 as a transfer needs and keeps objects in --place. It
+saves a checkpoint, loads it, uploads a file and downloads it, verified, in rounds. The server takes cores, too: on a
+machine with few, they are the limit, and the client's own seconds of processor time a GB show more; or slower
+connections, of as many as a machine with --cores opens. With --against the code of another checkout and this one take
+turns, each round in new processes, and the ratios are printed. It runs the code of f281e43 and later.
 """
 
 import argparse
@@ -26,15 +27,19 @@ from typing import TypeVar
 import torch
 
 from pipelines.artifacts.manifest import download_verified, upload
-from pipelines.artifacts.s3_store import S3Store
+
+try:
+    from pipelines.artifacts.s3_store import S3Store
+except ImportError:  # before 2026-11-26
+    from pipelines.artifacts.store import S3Store  # type: ignore[no-redef]
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
-from trainer.store import PART_BYTES
 
+PART_BYTES = 16 << 20  # of the uploads of all versions
 SERVERS = 8
 T = TypeVar("T")
 BLOCK = 1 << 20
@@ -142,11 +147,14 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connection", type=float, default=100.0, help="MB/s of each")
+    parser.add_argument("--cores", type=int, help="open as many connections as a machine with so many cores")
     parser.add_argument("--place", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--against", type=Path, help="a checkout of the code before")
     options = parser.parse_args()
     if options.against:
-        return print_ratios(options.against.resolve(), sys.argv[1:])
+        return print_ratios(options.against.resolve(), sys.argv[1:], options.rounds)
+    if options.cores:
+        os.cpu_count = lambda: options.cores
     place = Path(tempfile.mkdtemp(dir=options.place))
     objects = place / "objects"
     objects.mkdir()
@@ -169,16 +177,21 @@ def main() -> None:
         shutil.rmtree(place)
 
 
-def print_ratios(other: Path, arguments: list[str]) -> None:
-    """Time the code of another checkout and this one, and print this one's speed over the other's."""
+def print_ratios(other: Path, arguments: list[str], rounds: int) -> None:
+    """Time the code of another checkout and this one in turn, and print this one's speed over the other's."""
     at = arguments.index("--against")
-    command, medians = [sys.executable, __file__, *arguments[:at], *arguments[at + 2 :]], []
-    for tree in (other, Path(__file__).resolve().parents[1]):
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.PIPE, text=True)
-        print(done.stdout, flush=True)
-        medians.append({name: float(speed) for name, speed in re.findall(r"(\w+) +([\d.]+) GB/s", done.stdout)})
-    for name, speed in medians[1].items():
-        print(f"{name:9} {speed / medians[0][name]:.2f} x", flush=True)
+    command = [sys.executable, __file__, *arguments[:at], *arguments[at + 2 :], "--rounds", "1"]
+    trees = other, Path(__file__).resolve().parents[1]
+    speeds: list[dict[str, list[float]]] = [{}, {}]
+    for _ in range(rounds):
+        for tree, found in zip(trees, speeds, strict=True):
+            environment = os.environ | {"PYTHONPATH": str(tree)}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            print(done.stdout, flush=True)
+            for name, speed in re.findall(r"(\w+) +([\d.]+) GB/s", done.stdout):
+                found.setdefault(name, []).append(float(speed))
+    for name, each in speeds[1].items():
+        print(f"{name:9} {statistics.median(each) / statistics.median(speeds[0][name]):.2f} x", flush=True)
 
 
 def compare(store: S3Store, place: Path, gb: float, rounds: int) -> None:
@@ -210,9 +223,9 @@ def compare(store: S3Store, place: Path, gb: float, rounds: int) -> None:
         time_of("download", partial(download_verified, store, key, stored, place / "copy"))
         store.delete(key)
     for name, each in speeds.items():
-        rounded = ", ".join(f"{one:.2f}" for one in each)
+        rounded = ", ".join(f"{one:.3f}" for one in each)
         cost = f"{processor[name] / gb:.2f} s of processor time a GB"
-        print(f"{name:9} {statistics.median(each):6.2f} GB/s  [{rounded}], {cost}", flush=True)
+        print(f"{name:9} {statistics.median(each):6.3f} GB/s  [{rounded}], {cost}", flush=True)
 
 
 if __name__ == "__main__":

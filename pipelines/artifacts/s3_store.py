@@ -48,6 +48,7 @@ from trainer.store import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+FIRST_BYTES = 1 << 20  # of a download: their answer tells the size of the object, for which the other parts wait
 PART_ATTEMPTS = 5  # then the whole transfer begins again, until the time limit
 CONTENT_TYPES = {".json": "application/json", ".jsonl": "application/x-ndjson", ".md": "text/markdown; charset=utf-8"}
 
@@ -196,7 +197,7 @@ class S3Store:
         return self._until_answered(f"put {self._uri_of(key)}", attempt)
 
     def download(self, key: str, path: Path) -> str:
-        first = bytearray(PART_BYTES)
+        first = bytearray(FIRST_BYTES)
         count, size = self._read(key, 0, memoryview(first))
 
         digest, starts = hashlib.sha256(first[:count]), range(count, size, PART_BYTES)

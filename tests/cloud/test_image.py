@@ -51,6 +51,11 @@ def test_the_image_has_the_versions_that_were_tested_each_with_its_hash(name: st
     assert [r.splitlines()[0] for r in requirements if not r.startswith("#") and "--hash=sha256:" not in r] == []
 
 
+def test_the_published_images_have_layers_of_zstd() -> None:
+    outputs = re.findall("outputs: (.*)", (ROOT / ".github/workflows/image.yml").read_text())
+    assert outputs == ["type=image,push=true,compression=zstd,force-compression=true"] * 2
+
+
 def test_hadolint_finds_nothing() -> None:
     hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
     if not hadolint:

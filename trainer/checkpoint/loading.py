@@ -16,15 +16,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.commits import FileReceipt
+from trainer.checkpoint.commits import MOST_CHUNK_BYTES, FileReceipt
 from trainer.checkpoint.pieces import DTYPES, SHARDING, DamagedPieces, Piece, tensor_of
 from trainer.errors import NotAFile
 from trainer.parallel import World
 from trainer.places import Place
 from trainer.process import failpoint
 from trainer.record import MOST_COUNT
-from trainer.store import Store
+from trainer.store import Store, side_by_side
 
+RANGE_BYTES = 1 << 20  # of a file's first chunk, for which all else waits: its ranges come side by side
 MOST_DIMENSIONS = 8  # of a tensor: the product of a million huge numbers would take minutes
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -109,6 +110,7 @@ class Source:
 
     def __init__(self, store: Store, folder: str, files: Sequence[FileReceipt]) -> None:
         self.store, self.folder, self.files = store, folder, files
+        self._first: dict[int, memoryview] = {}  # by file: the verified chunk with its header, until it is needed again
 
     def contents(self, file: int) -> Contents:
         """What a file holds, by its verified header."""
@@ -117,14 +119,22 @@ class Source:
         if not first:
             raise DamagedPieces(f"{receipt.name}: is empty")
         buffer = memoryview(bytearray(first[0].end))
-        self.fetch(first[0], buffer)
+        self.fetch(first[0], buffer, RANGE_BYTES)
+        self._first[file] = buffer
         return contents_of(receipt, buffer)
 
-    def fetch(self, chunk: Chunk, buffer: memoryview) -> None:
-        """Fill the buffer with a chunk from the store, verified."""
+    def fetch(self, chunk: Chunk, buffer: memoryview, at_once: int = MOST_CHUNK_BYTES) -> None:
+        """Fill the buffer with a chunk from the store, verified, in ranges of `at_once` bytes side by side."""
         receipt = self.files[chunk.file]
+        if not chunk.number and (known := self._first.pop(chunk.file, None)):
+            buffer[:] = known
+            return
+
+        def read(at: int) -> int:
+            return self.store.read_into(f"{self.folder}/{receipt.name}", chunk.start + at, buffer[at : at + at_once])
+
         try:
-            count = self.store.read_into(f"{self.folder}/{receipt.name}", chunk.start, buffer)
+            count = sum(side_by_side(read, range(0, len(buffer), at_once)))
         except (FileNotFoundError, NotAFile) as error:
             raise DamagedPieces(f"a file is missing: {error}") from error
         failpoint("download")
