@@ -14,6 +14,7 @@ read the numbers while the GPU is busy.
 import importlib.util
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -32,7 +33,7 @@ from trainer.models.model_config import ModelConfig
 from trainer.optim.adamw import optimizer_for
 from trainer.optim.rates import Rates
 from trainer.parallel import FlatGradients, World, autocast_on, precision_on
-from trainer.process import failpoint
+from trainer.process import Background, failpoint
 
 if TYPE_CHECKING:
     from trainer.fused.products import Products
@@ -240,6 +241,8 @@ class FusedEngine:
         step = step_of(config)
         self.products = self._products(step.layer_names(config), train, runtime)
         self.step = step(config, self.state, self.products, runtime.deterministic)
+        if world.device.type == "cuda":
+            Background("triton", hash_triton).start()  # while the state is loaded
 
     def _products(self, layers: list[list[str]], train: TrainConfig, runtime: RuntimeConfig) -> "Products[Any]":
         from trainer.fused.bf16 import Bf16Products
@@ -298,6 +301,14 @@ class FusedEngine:
         new = [line for line in slow if line not in self.warned]
         self.warned.update(new)
         return new
+
+
+def hash_triton() -> None:
+    """Let Triton hash its own files, 0.4 s before the first kernel that it looks up. It remembers the hash."""
+    with suppress(ImportError):  # a version that hashes elsewhere
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> Engine:

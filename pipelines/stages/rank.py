@@ -30,17 +30,11 @@ from trainer.events import EVENTS_FILE, EventLog, Measuring
 from trainer.health import STARTED, Watchdog
 from trainer.metrics import PhaseClock
 from trainer.models.weights import Origin
-from trainer.process import StopSignal, die_with_parent
+from trainer.process import StopSignal
 from trainer.store import Store
 
 if TYPE_CHECKING:
     from trainer.parallel import World
-
-
-def main(folder: Path, cache: Path) -> int:
-    """The process of a rank, which ends with its parent."""
-    die_with_parent()
-    return run(folder, cache, StopSignal())
 
 
 def run(folder: Path, cache: Path, stop: StopSignal) -> int:

@@ -65,11 +65,26 @@ def kill_rank(project: Project) -> None:
 # --- a rank, the launcher, the command
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+GPUS = """
+import sys
+if "pipelines.nodes.launcher" in sys.orig_argv:
+    from pipelines.nodes import address
+    address.nvidia_gpus = lambda: 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "on_node"),
+    [(1, ""), pytest.param(2, "", marks=pytest.mark.slow), pytest.param(2, GPUS, marks=pytest.mark.slow)],
+    ids=["one", "two", "two that a mock of three GPUs starts early"],
+)
 def test_a_run_whose_rank_is_killed_resumes_from_its_commit(
-    project: Project, undisturbed: Callable[[int], Project], count: int
+    project: Project, undisturbed: Callable[[int], Project], count: int, on_node: str
 ) -> None:
     project.environment["PET_NNODES"] = "2"  # torchrun's; nothing of ours may wait for a second node
+    project.home.mkdir(parents=True, exist_ok=True)
+    (project.home / "sitecustomize.py").write_text(on_node)
+    project.environment["PYTHONPATH"] += os.pathsep + str(project.home)
     with project.started("run", "tiny.yaml", *ranks(count)) as process:
         project.wait_until(committed(project, 10), process)
         kill_rank(project)
