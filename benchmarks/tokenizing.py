@@ -83,9 +83,9 @@ def stage(source: str, work: Path) -> int:
     """The shards of the tokenize stage, with receipts and checksums."""
     from pipelines.artifacts.manifest import ArtifactPlan, upload
     from pipelines.artifacts.s3_store import S3Store
-    from pipelines.recipe import TokensConfig
     from pipelines.text.shard_writer import ShardsJob, make_shards
     from pipelines.text.sources import text_of
+    from pipelines.tokens_config import TokensConfig
 
     config = TokensConfig(source=f"{source}/*.parquet", shard_tokens=SHARD_TOKENS, val_shards=1)
     plan = ArtifactPlan("tokenize", "bench", {"stage": "tokenize", "text": text_of(config).identity()})

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, File, fetch, read_manifest
-from pipelines.recipe import Recipe, TokenizerFile
+from pipelines.recipe import Recipe
 from pipelines.text.hub import asked
 from pipelines.text.tokenizer import TOKENIZER_FILE, ids_in, tokenizer_file_bytes, tokenizer_files, tokenizer_of
+from pipelines.tokens_config import TokenizerFile
 from pipelines.tracking.run_record import full_names
 from pipelines.tracking.runs import Run, find_run
 from trainer.checkpoint.commits import committed_folders, step_of

@@ -12,11 +12,12 @@ from pipelines.cloud.catalog import CLUSTERS, INSTALL, is_cluster
 from pipelines.cloud.checks import Finding, broken, check_image_name, mlflow_answers, store_commits
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import ManagedJob
-from pipelines.recipe import LLMC, Recipe, TokensConfig
+from pipelines.recipe import Recipe
 from pipelines.stages.measures import read_source, verify_items
 from pipelines.text.hub import HUB
 from pipelines.text.llmc_shards import is_remote, shards_found
 from pipelines.text.sources import STDLIB, first_documents, text_of
+from pipelines.tokens_config import LLMC, TokensConfig
 from pipelines.weight_sources import Local, first_source
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store

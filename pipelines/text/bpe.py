@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from pipelines.recipe import TokensConfig
 from pipelines.text.sources import first_documents, text_of
 from pipelines.text.tokenizer import TOKENIZER_FILE, byte_symbols, encoding_of, tokenizer_files
+from pipelines.tokens_config import TokensConfig
 from trainer.errors import UserError
 
 DOCUMENT_CHARACTERS = 10_000  # of each document at most: a long one must not outweigh many others

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from pipelines.artifacts.manifest import File
 from pipelines.artifacts.s3_store import S3Store, open_store
-from pipelines.recipe import LLMC, TokensConfig
 from pipelines.text.shard_writer import SplitShard, rows_in
+from pipelines.tokens_config import LLMC, TokensConfig
 from trainer.errors import UserError
 from trainer.process import failpoint
 from trainer.store import Entry, LocalStore, Store, sha256_of

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import ArtifactPlan, File
-from pipelines.recipe import TokensConfig
 from pipelines.text.encode import Encoder
 from pipelines.text.pool import tokens_of
 from pipelines.text.receipts import ShardReceipt, existing_receipts, receipt_key
 from pipelines.text.sources import text_of
 from pipelines.text.tokenizer import tokenizer_of
+from pipelines.tokens_config import TokensConfig
 from trainer.errors import UserError
 from trainer.process import failpoint
 from trainer.store import Store

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipelines.recipe import LLMC, TokensConfig
 from pipelines.text.files import KINDS, Files, TextShare, common_kind, sha256_of_text
 from pipelines.text.hub import HUB, datasets_library, pinned_commit, reason_of, with_retries
+from pipelines.tokens_config import LLMC, TokensConfig
 from trainer.errors import UserError
 
 # A rule of thumb: GPT-2's tokens are a little longer in English, and shorter in code and in other languages.

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, File
-from pipelines.recipe import HUB_FILE, Recipe, TokenizerFile, TokensConfig
+from pipelines.recipe import Recipe
 from pipelines.text.hub import asked, reason_of
+from pipelines.tokens_config import HUB_FILE, TokenizerFile, TokensConfig
 from trainer.errors import UserError
 from trainer.store import Store
 

@@ -39,6 +39,7 @@ LAYERS = (
     ("pipelines.artifacts",),
     ("pipelines.project",),
     ("pipelines.recipe", "pipelines.screen"),
+    ("pipelines.tokens_config",),
     ("pipelines",),  # its __init__.py
     ("trainer.__main__",),
     ("trainer.rank",),

@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from stage_work import SMALL
 from pipelines.recipe import load_recipe
-from pipelines.recipe import TokenizerFile
+from pipelines.tokens_config import TokenizerFile
 from pipelines.text.tokenizer import own_tokenizer, tokenizer_file_bytes
 from pipelines.weight_sources import Hub, fetched_from_hub, hub_weights, tokenizer_beside
 from trainer.errors import UserError

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, upload
-from pipelines.recipe import TokensConfig
 from pipelines.text.shard_writer import ShardsJob, make_shards
 from pipelines.text.sources import open_source
+from pipelines.tokens_config import TokensConfig
 from trainer.data.shards import read_shard
 from trainer.store import LocalStore
 

@@ -14,7 +14,7 @@ from pipeline_runs import REPOSITORY, Project
 from texts import ODD_TEXTS
 
 from pipelines.artifacts.manifest import fetch
-from pipelines.recipe import Recipe, TokensConfig, load_recipe
+from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import Work, plans_of
 from pipelines.stages import tokenize
 from pipelines.text.bpe import TextSample, train_bpe
@@ -27,6 +27,7 @@ from pipelines.text.tokenizer import (
     own_tokenizer,
     tokenizer_files,
 )
+from pipelines.tokens_config import TokensConfig
 from trainer.data.shards import read_shard
 from trainer.errors import UserError
 from trainer.store import LocalStore
@@ -61,7 +62,7 @@ def recipe_with(file: Path, digest: str, text: Path, vocab_size: int = IDS) -> R
 def test_the_same_text_gives_the_same_tokenizer_in_another_process(trained: bytes, text: Path) -> None:
     code = f"""
 import sys
-from pipelines.recipe import TokensConfig
+from pipelines.tokens_config import TokensConfig
 from pipelines.text.bpe import TextSample, train_bpe
 sys.stdout.buffer.write(train_bpe(TextSample(TokensConfig(source={f"{text}/*.txt"!r}), 10**6), {IDS}))
 """

@@ -14,12 +14,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from pipelines.formats import hf
 from pipelines.formats.export_weights import Weights
-from pipelines.recipe import Recipe, TokenizerFile, load_recipe
+from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import Work, plans_of
 from pipelines.stages import tokenize
 from pipelines.text import encode
 from pipelines.text.encode import Encoder
 from pipelines.text.tokenizer import check_tokenizer, keep_tokenizer, own_tokenizer, tokenizer, tokenizer_files
+from pipelines.tokens_config import TokenizerFile
 from pipelines.weight_sources import check_sources, pinned
 from trainer.errors import UserError
 from trainer.models.family import ANY_MODEL, plain_model, to_hf

@@ -18,7 +18,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.artifacts.traffic import counted_together, traffic_here
 from pipelines.cloud.preflight import texts_reachable
-from pipelines.recipe import TokensConfig, load_recipe
+from pipelines.recipe import load_recipe
 from pipelines.text import files
 from pipelines.text.encode import Encoder
 from pipelines.text.objects import store_of
@@ -26,6 +26,7 @@ from pipelines.text.pool import tokens_of
 from pipelines.text.shard_writer import ShardsJob, make_shards
 from pipelines.text.sources import first_documents, open_source
 from pipelines.text.tokenizer import tokenizer
+from pipelines.tokens_config import TokensConfig
 from trainer.errors import UserError
 
 TEXTS = [f"row {n} größer 東京\nsecond line\r\n" for n in range(2500)]

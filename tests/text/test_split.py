@@ -8,8 +8,9 @@ import pytest
 from texts import FourFiles
 
 from pipelines.artifacts.manifest import fetch, upload
-from pipelines.recipe import TokensConfig, load_recipe
+from pipelines.recipe import load_recipe
 from pipelines.text.shard_writer import SplitShard, make_shards, split_text
+from pipelines.tokens_config import TokensConfig
 from trainer.data.shards import read_shard
 from trainer.errors import UserError
 from trainer.store import LocalStore

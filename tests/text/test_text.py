@@ -19,12 +19,12 @@ from answers import Hub, answering
 from servers import free_ports
 from texts import ODD_TEXTS
 
-from pipelines.recipe import VOCAB_SIZES
 from pipelines.text.sources import open_source
 from pipelines.text.tokenizer import (
     tokenizer,
     tokenizer_files,
 )
+from pipelines.tokens_config import VOCAB_SIZES
 from trainer.errors import UserError
 
 COMMIT = "0123456789" * 4
