@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloud_support import Signal
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_runs import FOLDER_NAME, STEPS, Project
+from stage_work import NoSignals
 
 from pipelines.job.budget import (
     RELEASE_SECONDS,
@@ -56,7 +56,7 @@ class Bench:
         recipe = load_recipe("smoke")
         self.plans = plans_of(recipe)
         self.run = run_name(self.plans)
-        self.stop = Signal()
+        self.stop = NoSignals()
         record(self.store, self.run, recipe, self.plans, "export")
 
     def attempt(self, stage: str, number: int, seconds: float, price: float | None, nodes: int = 1) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cloud_support import Signal
 from pipeline_runs import FOLDER_NAME, Project
+from stage_work import NoSignals
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.job.deadline import (
@@ -41,7 +41,7 @@ def _image(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked(done: float, spare_seconds: float, stage: str = "train", steps_done: int = 100) -> StopSignal:
     """The end of a run with 100 steps done, whose deadline leaves the given slack."""
-    stop, now = Signal(), time.time()
+    stop, now = NoSignals(), time.time()
     steps = round(done * RECIPE.train.max_steps)
     left = SECONDS_PER_STEP * (RECIPE.train.max_steps - steps)
     last_step = {"perf/tokens_per_second": 1.0}  # it was slow
@@ -78,7 +78,7 @@ def test_the_speed_comes_from_the_same_machines_once_they_ran_long_enough() -> N
 def test_a_spot_machine_that_comes_too_late_hands_over_before_it_trains(
     left: float, work: Callable[[str], Work]
 ) -> None:
-    late = replace(work("train"), recipe=RECIPE, stop=Signal())
+    late = replace(work("train"), recipe=RECIPE, stop=NoSignals())
     plans = {"tokenize": ArtifactPlan("tokenize", "tiny", {"stage": "tokenize"}), "train": late.plan}
     record(late.store, late.attempt.latest.run, RECIPE, plans, "train")
     late.attempt.update(machine=Machine(cloud="aws", spot=True, accelerators="H100:8"))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, put_heartbeat
+from stage_work import NoSignals
 
 from pipelines.artifacts.manifest import File
 from pipelines.pipeline import Pipeline
@@ -14,7 +15,6 @@ from pipelines.stage import STAGES
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing
 from pipelines.verbs.run import next_commands
-from trainer.process import StopSignal
 from trainer.store import LocalStore
 
 
@@ -23,9 +23,7 @@ def finished_pipeline(store: LocalStore, tmp_path: Path, monkeypatch: pytest.Mon
     done_run(store)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     mirror = MirrorProcess(store.uri, RUN, tmp_path, default_uri="sqlite:///some folder/mlflow.db")
-    stop = StopSignal.__new__(StopSignal)  # pytest keeps its signals
-    stop.asked = False
-    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), mirror, TerminalScreen(quiet=True), stop, PLANS)
+    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), mirror, TerminalScreen(quiet=True), NoSignals(), PLANS)
     file = File("config.json", "a0001/config.json", 0, "")
     pipeline.made = {stage: finished(store, stage) for stage in STAGES}
     pipeline.made["export"] = replace(pipeline.made["export"], files=(file,))

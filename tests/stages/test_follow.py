@@ -4,10 +4,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from stage_work import Recorder
 
 from pipelines.nodes.results import FAULT, KILLED, PEER, NodeResult
 from pipelines.pipeline import state_after
@@ -29,15 +29,16 @@ from trainer.events import (
 
 def test_a_failed_checkpoint_is_a_warning_and_a_stopped_run_names_its_last_commit(work: Callable[[str], Work]) -> None:
     train_work = work("train")
-    train_work.screen = cast(TerminalScreen, recorder := Recorder())
+    warnings, notes = list[str](), list[str]()
+    train_work.screen = cast(TerminalScreen, SimpleNamespace(warn=warnings.append, note=notes.append))
     with TerminalScreen(quiet=True).bar("train", 10) as bar:
         Follower(train_work).handle(CheckpointFailed(1200, "OSError(28)"), bar)
         assert train_work.attempt.latest.progress.checkpoint_failed == 1200
         Follower(train_work).handle(Checkpointed(5, 0.1, 7), bar)
         train_work.stop.ask("SIGINT")
         Follower(train_work).handle(Checkpointed(1300, 0.1, 7), bar)
-    assert recorder.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
-    assert recorder.notes == ["  step 1,300 is committed"]
+    assert warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
+    assert notes == ["  step 1,300 is committed"]
 
 
 def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:

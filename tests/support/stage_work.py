@@ -1,5 +1,6 @@
 """The `Work` of a stage, for tests of single stages: with the real attempt and store of a tiny recipe."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from pipelines.stages import tokenize
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
 from trainer.data.shards import write_shard
+from trainer.errors import Interrupted
 from trainer.models.family import plain_model
 from trainer.process import StopSignal
 from trainer.store import LocalStore
@@ -28,21 +30,11 @@ class NoSignals(StopSignal):
     """A stop signal that leaves the signals of this process to pytest."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked, self.heard = False, threading.Event()
 
-
-class Recorder:
-    """A screen that keeps all lines."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-        self.notes: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+    def ask(self, reason: str, ending: type[Interrupted] = Interrupted) -> None:
+        super().ask(reason, ending)
+        self.heard.set()
 
 
 def tokenized(work: Work, recipe: Recipe) -> Manifest:
