@@ -11,7 +11,7 @@ import pytest
 import torch
 import trainer_runs
 from torch import Tensor
-from trainer_runs import Runners, weights
+from trainer_runs import ALONE, Runners, weights
 
 from trainer.amounts import micro_batch_count
 from trainer.config import RuntimeConfig, TrainConfig
@@ -38,7 +38,6 @@ from trainer.fused.steps import step_of  # noqa: E402
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: here is a GPU, TRITON_INTERPRET=1 does without", allow_module_level=True)
 data, endings, runner = trainer_runs.data, trainer_runs.endings, trainer_runs.runner  # fixtures
-ALONE = World(0, 0, 1, torch.device("cpu"))
 TRAIN = TrainConfig(batch_tokens=64, max_steps=10, learning_rate=1e-3, weight_decay=0.1)
 SHORT: dict[str, Any] = {"max_steps": 6, "val_every": 3, "val_tokens": 64, "batch_tokens": 64}
 OPTIONS: dict[str, Any] = {

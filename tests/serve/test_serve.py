@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import http.client
 import json
-import os
 import re
 import signal
 import socket
@@ -21,6 +20,7 @@ import text_runs
 import torch
 import uvicorn
 from browser import COMPLAINTS, Browser, open_browser
+from in_process import clean_environment
 from tiny_models import model_of
 
 from pipelines.sample import GrowingText, TextModel
@@ -39,7 +39,6 @@ browser = open_browser
 CONTEXT = 8192
 MODEL = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT, vocab_size=257)
 END = 256
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def endless(model: GPT) -> GPT:
@@ -356,12 +355,7 @@ def test_waits_and_generations_have_limits_of_time() -> None:
 def test_ctrl_c_ends_the_server_with_0_even_while_it_answers(store: LocalStore, tmp_path: Path) -> None:
     text_runs.finish(store, tmp_path, model_of(text_runs.RECIPE.model))
     command = [sys.executable, "-m", "pipelines.cli", "serve", text_runs.RUN, "--store", store.uri, "--port", "0"]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SKYTRAIN_")}
-    environment = kept | {
-        "PYTHONPATH": str(REPOSITORY),
-        "SKYTRAIN_HOME": str(tmp_path / "home"),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = clean_environment(SKYTRAIN_HOME=str(tmp_path / "home"), OMP_NUM_THREADS="1")
     with subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as server:

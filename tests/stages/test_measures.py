@@ -5,9 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from core_bundle import make_bundle
 from tiny_models import model_of
+from trainer_runs import ALONE
 
 from pipelines.recipe import load_recipe
 from pipelines.stages import measures
@@ -15,9 +15,6 @@ from pipelines.stages.measures import core_identity, core_tasks, evaluation_in_t
 from pipelines.text.tokenizer import token_bytes, tokenizer
 from trainer.errors import UserError
 from trainer.eval.core import TASKS
-from trainer.parallel import World
-
-ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
 def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 NO_PROCESS = 1 << 23  # more than any process id
 
@@ -85,6 +86,12 @@ def start_ranks_here(spec: Any, folder: Path, home: Path, grace: int, address: A
         return ranks.start_ranks(spec, folder, home, grace, address)
     (folder / ranks.SPEC_FILE).write_text(json.dumps(spec.to_json()))
     return RanksInThread(folder, home / "cache")
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """The variables of this process, without settings of ours, SkyPilot's, AWS's and MLflow's; and more."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_", "MLFLOW_"))}
+    return kept | {"PYTHONPATH": str(REPOSITORY), "SKYTRAIN_NOTICE": "off"} | more
 
 
 def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":

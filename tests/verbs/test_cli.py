@@ -18,7 +18,6 @@ from pipelines.cli import BRIEF, app
 from trainer.errors import Interrupted, Stopped, StoreUnavailable, UserError
 from trainer.store import Store
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SKYTRAIN = [sys.executable, "-c", "from pipelines.cli import main; main()"]
 # Runs several commands in one process and prints their exit codes at the end.
 SEVERAL = """
@@ -51,10 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "MLFLOW_", "AWS_"))}
-    ours = {"SKYTRAIN_TRACKING": "off", "SKYTRAIN_NOTICE": "off", "AWS_SECRET_ACCESS_KEY": SECRET}
-    ours |= {"PYTHONPATH": str(REPOSITORY)}
-    return kept | ours | more
+    return in_process.clean_environment(SKYTRAIN_TRACKING="off", AWS_SECRET_ACCESS_KEY=SECRET) | more
 
 
 def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":

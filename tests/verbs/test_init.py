@@ -1,6 +1,5 @@
 """`skytrain init`, and `skytrain.yaml`, which every command reads."""
 
-import os
 import subprocess
 import sys
 import uuid
@@ -9,28 +8,23 @@ from pathlib import Path
 import in_process
 import pytest
 import yaml
+from in_process import clean_environment
 from servers import S3Account
 from sky_catalog import sky_environment, write_catalog
 
 from pipelines.project import Project
 from trainer.errors import UserError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_", "MLFLOW_"))}
-    return kept | {"PYTHONPATH": str(REPOSITORY), "HOME": str(folder), "SKYTRAIN_NOTICE": "off"} | more
-
 
 def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
-    return in_process.skytrain(folder, environment(folder, **more), *arguments)
+    return in_process.skytrain(folder, clean_environment(HOME=str(folder), **more), *arguments)
 
 
 def in_a_process(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
     """SkyPilot keeps what it finds at its first import."""
     command = [sys.executable, "-c", "from pipelines.cli import main; main()", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment(folder, **more), capture_output=True, text=True)
+    environment = clean_environment(HOME=str(folder), **more)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def written(folder: Path, text: str) -> Path:
