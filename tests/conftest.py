@@ -1,6 +1,5 @@
 """Fixtures of many tests: sample data, a finished run, and S3 servers that start once a session."""
 
-import fcntl
 import os
 import sys
 import uuid
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from once import once
 from pipeline_runs import FOLDER_NAME, PRICE, Project, ranks
 from servers import (
     FOREIGN_AWS_VARIABLES,
@@ -108,14 +108,11 @@ def undisturbed(shared_folder: Path) -> Callable[[int], Project]:
     """
 
     def finished(processes: int) -> Project:
-        folder, made = shared_folder / f"undisturbed-{processes}", shared_folder / f"undisturbed-{processes}.made"
-        with made.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            project = Project(folder / FOLDER_NAME)
-            if not made.exists():
-                project.run("run", "tiny.yaml", "--price-per-hour", str(PRICE), *ranks(processes))
-                made.touch()
-        return project
+        def run(folder: Path) -> None:
+            command = ("run", "tiny.yaml", "--price-per-hour", str(PRICE))
+            Project(folder / FOLDER_NAME).run(*command, *ranks(processes))
+
+        return Project(once(shared_folder / f"undisturbed-{processes}", run) / FOLDER_NAME)
 
     return finished
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from once import once
 from torch import Tensor
 
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -276,20 +277,24 @@ def do_jobs(rank: int, folder: Path, kind: str, worlds: tuple[int, ...] = (2, 3)
             dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=["cpu", "cuda"])
-def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Runs all jobs; returns an assertion that no rank of a world of this size failed in some jobs."""
+@pytest.fixture(params=["cpu", "cuda"])
+def ranks(shared_folder: Path, request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Runs all jobs, once a session; returns an assertion that no rank of a world of this size failed in some jobs."""
     kind: str = request.param
     if kind == "cuda" and torch.cuda.device_count() < 3:
         pytest.skip("needs three GPUs")
-    folder = tmp_path_factory.mktemp("flat")
-    processes = [multiprocessing.get_context("spawn").Process(target=do_jobs, args=(r, folder, kind)) for r in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(150)
-        process.kill()
-    do_jobs(0, folder, kind, worlds=(1,))
+
+    def run(folder: Path) -> None:
+        start = multiprocessing.get_context("spawn").Process
+        processes = [start(target=do_jobs, args=(rank, folder, kind)) for rank in range(3)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(150)
+            process.kill()
+        do_jobs(0, folder, kind, worlds=(1,))
+
+    folder = once(shared_folder / f"flat-{kind}", run)
 
     def assert_done(world_size: int, *jobs: Job) -> None:
         for job, rank in itertools.product(jobs, range(world_size)):

@@ -4,7 +4,6 @@ Each server is a class: `start` returns when the server answers, `stop` when its
 """
 
 import contextlib
-import fcntl
 import os
 import pickle
 import random
@@ -21,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from once import once
 
 LOOPBACK = "127.0.0.1"
 
@@ -131,17 +132,15 @@ AnyServer = TypeVar("AnyServer", bound=Server)
 
 def started_once(folder: Path, name: str, make: Callable[[Path], AnyServer]) -> AnyServer:
     """The server `name` of all processes of a test session, which the first of them starts. `stop_all` stops it."""
-    made = folder / f"{name}.server"
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            (folder / name).mkdir()
-            server = make(folder / name)
-            server.start()
-            (folder / f"{name}.pids").write_text(" ".join(str(daemon.pid) for daemon in server.daemons))
-            server.daemons = []
-            made.write_bytes(pickle.dumps(server))
-        return pickle.loads(made.read_bytes())
+
+    def start(place: Path) -> None:
+        server = make(place)
+        server.start()
+        (folder / f"{name}.pids").write_text(" ".join(str(daemon.pid) for daemon in server.daemons))
+        server.daemons = []
+        (place / "server").write_bytes(pickle.dumps(server))
+
+    return pickle.loads((once(folder / name, start) / "server").read_bytes())
 
 
 def stop_all(folder: Path) -> None:
