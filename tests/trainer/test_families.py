@@ -1,7 +1,6 @@
 """Every family: its plain module against transformers' class, its counts, its scores, its sampling, its bad input."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -302,38 +301,30 @@ def test_weights_with_gates_of_version_0_1_are_refused_with_its_name() -> None:
 # --- bad input
 
 
-@dataclass(frozen=True)
-class Mistake:
-    model: dict[str, Any]
-    message: str
-
-
-MISTAKES = [
-    Mistake({"family": "lama"}, "model.family: unknown family 'lama'; did you mean 'llama'?"),
-    Mistake({"family": 3}, "model.family: unknown family '3'; there are gpt2, llama, modern"),
-    Mistake({"n_kv_head": 2}, "model.n_kv_head: unknown field; did you mean 'n_head'?"),
-    Mistake({"family": "llama", "n_kv_heads": 2}, "model.n_kv_heads: unknown field; did you mean 'n_kv_head'?"),
-    Mistake({"family": "llama", "n_kv_head": 4}, "model: n_kv_head 4 does not divide n_head 6; 3 would"),
-    Mistake({"family": "llama", "n_kv_head": 12}, "model: n_kv_head 12 does not divide n_head 6; 6 would"),
-    Mistake(
-        {"family": "modern", "n_head": 12}, "model: n_head 12 gives heads of the odd width 3, and rotary positions"
-    ),
-    Mistake({"family": "modern", "n_head": 5}, "model: n_embd 36 is not divisible by n_head 5; 35 would be"),
-    Mistake({"family": "modern", "window": 41}, "model: window 41 is longer than block_size 40; use at most that"),
-    Mistake(
-        {"family": "modern", "window_pattern": "SL"}, "model: window_pattern SL needs a window, and window is null"
-    ),
-    Mistake({"family": "modern", "window_pattern": "SM"}, "model.window_pattern: must be: Short (S)"),
-    Mistake({"family": "llama", "rope_base": "x"}, "model.rope_base: input should be a valid number (got 'x')"),
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"family": "lama"}, "model.family: unknown family 'lama'; did you mean 'llama'?"),
+    ({"family": 3}, "model.family: unknown family '3'; there are gpt2, llama, modern"),
+    ({"n_kv_head": 2}, "model.n_kv_head: unknown field; did you mean 'n_head'?"),
+    ({"family": "llama", "n_kv_heads": 2}, "model.n_kv_heads: unknown field; did you mean 'n_kv_head'?"),
+    ({"family": "llama", "n_kv_head": 4}, "model: n_kv_head 4 does not divide n_head 6; 3 would"),
+    ({"family": "llama", "n_kv_head": 12}, "model: n_kv_head 12 does not divide n_head 6; 6 would"),
+    ({"family": "modern", "n_head": 12}, "model: n_head 12 gives heads of the odd width 3, and rotary positions"),
+    ({"family": "modern", "n_head": 5}, "model: n_embd 36 is not divisible by n_head 5; 35 would be"),
+    ({"family": "modern", "window": 41}, "model: window 41 is longer than block_size 40; use at most that"),
+    ({"family": "modern", "window_pattern": "SL"}, "model: window_pattern SL needs a window, and window is null"),
+    ({"family": "modern", "window_pattern": "SM"}, "model.window_pattern: must be: Short (S)"),
+    ({"family": "llama", "rope_base": "x"}, "model.rope_base: input should be a valid number (got 'x')"),
 ]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: str(m.model))
-def test_a_wrong_field_of_a_family_is_one_line_that_names_it(mistake: Mistake, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("model", "message"), MISTAKES)
+def test_a_wrong_field_of_a_family_is_one_line_that_names_it(
+    model: dict[str, Any], message: str, tmp_path: Any
+) -> None:
     path = tmp_path / "recipe.yaml"
     train = {"batch_tokens": 80, "max_steps": 1, "learning_rate": 1e-3}
-    path.write_text(yaml.safe_dump({"model": SIZES | mistake.model, "train": train}))
+    path.write_text(yaml.safe_dump({"model": SIZES | model, "train": train}))
     with pytest.raises(UserError) as error:
         read_config(path)
     assert "\n" not in str(error.value)
-    assert str(error.value).startswith(f"{path}: {mistake.message}")
+    assert str(error.value).startswith(f"{path}: {message}")
