@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_command import Command, kill_tree
 from trainer_runs import ALONE, LONG, configured
@@ -24,7 +25,7 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data.shards import slices
-from trainer.engine import Engine, make_engine
+from trainer.engine import Engine, PlainEngine, make_engine
 from trainer.errors import UserError
 from trainer.eval.evaluation import TextSampler
 from trainer.eval.scoring import ScoredRow, score_items
@@ -43,6 +44,7 @@ TRAIN = TrainConfig(batch_tokens=10 * 32, max_steps=STEPS, learning_rate=1e-3, g
 MUON = TRAIN.model_copy(update={"optimizer": "muon", "muon_learning_rate": 1e-3})
 DIVIDED: dict[str, Any] = {"engine": "sharded", "tensor_parallel": 2}
 SIZES = {"n_layer": 3, "n_head": 6, "n_embd": 36, "block_size": 32, "vocab_size": 70}
+MODERN: dict[str, Any] = {"family": "modern", "window": 6}
 WAYS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"family": "gpt2", "n_head": 2, "n_embd": 38}, {"tensor_parallel": 2}),
     (
@@ -50,17 +52,7 @@ WAYS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         {"recompute": True, "shard_size": 2, "tensor_parallel": 2},
     ),
     ({"family": "llama", "n_kv_head": 3}, {"recompute": "selective"}),
-    (
-        {
-            "family": "modern",
-            "residual_lambdas": True,
-            "value_embeddings": True,
-            "window": 6,
-            "smear": True,
-            "backout": True,
-        },
-        {"shard_size": 2},
-    ),
+    (dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), True) | MODERN, {"shard_size": 2}),
 )
 MODELS = [ANY_MODEL.validate_python(SIZES | section) for section, _ in WAYS]
 
@@ -95,10 +87,8 @@ def begun(config: ModelConfig, train: TrainConfig, world: World, **runtime: Any)
 
 
 def compare_with_eager(config: ModelConfig, train: TrainConfig, world: World, **runtime: Any) -> None:
-    plain, sharded = (
-        begun(config, train, ALONE, engine="eager"),
-        begun(config, train, world, engine="sharded", **runtime),
-    )
+    plain = begun(config, train, ALONE, engine="eager")
+    sharded = begun(config, train, world, engine="sharded", **runtime)
     drawn = dict(plain.weights())
     for name, weight in sharded.weights():
         assert torch.equal(weight, drawn[name]), f"{name} was drawn otherwise"
@@ -144,6 +134,34 @@ def resume_in_any_shape(config: ModelConfig, world: World, folder: Path) -> None
     assert resumed(world, **DIVIDED) == expected
     for others in (resumed(world, engine="sharded"), resumed(ALONE, engine="eager")):
         assert others == pytest.approx(expected, rel=2e-3)
+
+
+def first_gradient(config: ModelConfig, train: TrainConfig, world: World, **runtime: Any) -> Tensor:
+    """The whole gradient of a first step with eight sequences in micro-batches of one, flattened."""
+    engine = begun(config, train, world, **runtime)
+    tokens = torch.randint(0, 70, (8, 33), generator=torch.Generator().manual_seed(1))
+    share = tokens[world.rank :: world.world_size]
+    batches = [(part[:, :-1], part[:, 1:]) for part in share.split(1)]
+    numbers = engine.accumulate(iter(batches), len(batches), len(share), 1)
+    if isinstance(engine, PlainEngine):
+        return engine.gradients.flat
+    assert isinstance(engine, sharded.ShardedEngine)
+    gradients = [p.grad for p in engine.shards.whole.values()]
+    flat = torch.cat([g.full_tensor().flatten() for g in gradients if isinstance(g, DTensor)])
+    assert float(numbers[1]) == pytest.approx(float(flat.norm()), rel=1e-4)
+    return flat
+
+
+def check_gradients(world: World) -> None:
+    """Each division of the work has the exact gradient; in bf16 all are as near to it: they add up in float32."""
+    exact = first_gradient(MODELS[1], TRAIN, ALONE, engine="eager")
+    for precision, error in (("fp32", 0.0), ("bf16", 0.007)):
+        train = TRAIN.model_copy(update={"precision": precision})
+        for once in (False, True):
+            sharded.gathers_once = lambda *_, once=once: once
+            for runtime in ({}, {"tensor_parallel": 2}, {"shard_size": 2}, {"shard_size": 2, "tensor_parallel": 2}):
+                found = first_gradient(MODELS[1], train, world, engine="sharded", **runtime)
+                assert float((found - exact).norm() / exact.norm()) == pytest.approx(error, rel=0.1, abs=1e-5)
 
 
 def saved_in_two_files(folder: Path) -> None:
@@ -209,6 +227,7 @@ def on_rank(rank: int, folder: Path) -> None:
                 compare_with_eager(model, train, world, **runtime)
         resume_in_any_shape(MODELS[0], world, folder)
         begins_with_the_files(MODELS[1], world, folder)
+        check_gradients(world)
         check_memory(world, folder)
         (folder / f"done-{rank}").touch()
     except BaseException:
@@ -236,17 +255,9 @@ def test_gradients_in_float8_point_where_the_exact_ones_do() -> None:
     """torchao emulates fp8 on a CPU."""
     pytest.importorskip("torchao", reason="the extra float8 is not installed")
     model = ANY_MODEL.validate_python(SIZES | {"family": "llama", "n_head": 4, "n_embd": 64})
-    tokens = torch.randint(0, 70, (4, 33), generator=torch.Generator().manual_seed(1))
-
-    def gradient(precision: str) -> Tensor:
-        engine = begun(model, TRAIN.model_copy(update={"precision": precision}), ALONE, engine="sharded")
-        assert isinstance(engine, sharded.ShardedEngine)
-        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, 4.0, 1)
-        grads = [p.grad for p in engine.shards.whole.values() if p.grad is not None]
-        return torch.cat([sharded.shard_of(grad).flatten() for grad in grads])
-
+    trains = (TRAIN.model_copy(update={"precision": precision}) for precision in ("fp32", "bf16", "fp8"))
     try:
-        exact, bf16, fp8 = (gradient(precision) for precision in ("fp32", "bf16", "fp8"))
+        exact, bf16, fp8 = (first_gradient(model, train, ALONE, engine="sharded") for train in trains)
     finally:
         ALONE.close()
     assert F.cosine_similarity(bf16, exact, dim=0) > 0.9998
@@ -293,12 +304,7 @@ def test_a_run_killed_on_four_ranks_goes_on_with_two_and_ends_as_one_eager_rank(
     ("model", "train", "runtime", "message"),
     [
         (0, {"precision": "fp16"}, {}, "train.precision: fp16 does not work in the engine sharded"),
-        (
-            0,
-            {"precision": "fp8_head"},
-            {},
-            "train.precision: fp8_head needs the fused engine",
-        ),
+        (0, {"precision": "fp8_head"}, {}, "train.precision: fp8_head needs the fused engine"),
         (0, {}, {"tensor_parallel": 3}, "tensor_parallel: 3 does not divide the model's 2 heads; use a divisor"),
         (0, {}, {"tensor_parallel": 2}, "tensor_parallel: 2 does not divide the 1 ranks of a copy of the state"),
         (3, {}, {"tensor_parallel": 2}, "tensor_parallel: 2 works for gpt2 and llama, not for modern; remove it"),
