@@ -97,6 +97,12 @@ def test_rotary_positions_and_their_gradient_agree_with_float64(
     rotary.rotate_back(back, after, cos, sense * sin, rstd, norm)
     near(back, gradient(exact), absolute=2**-8 if norm else 1e-5)  # the norm's output was rounded
 
+    out8 = kernels.Fp8Out(torch.full((1,), 3.0, device=DEVICE), torch.zeros(1, device=DEVICE))
+    kept, dx8 = rotary.rotate_back(dy.clone(), after, cos, sense * sin, rstd, norm, out8)
+    assert dx8 is not None and torch.equal(kept, dy)
+    near(dx8.float() / 3, gradient(exact), 2**-3 + 2**-7, 2**-8)
+    assert float(out8.amax) == pytest.approx(float(gradient(exact).abs().max()), rel=0.01)
+
 
 @pytest.mark.parametrize(("M", "N"), SIZES)
 def test_swiglu_and_its_gradient_agree_with_float64(M: int, N: int) -> None:

@@ -93,9 +93,10 @@ class Products(ABC, Generic[Operand]):
 
     @abstractmethod
     def norm_backward(self, writer: Linear | None, kernel: NormBackwardKernel) -> ResidualGrad[Operand]:
-        """Run the backward pass of a norm; return the gradient of its input.
+        """Run the backward pass of a norm, or of rotary positions; return the gradient of its input.
 
-        `writer` is the layer whose output was added to the residual stream just before the norm; None if there is none.
+        `writer` is the layer whose output that is, or was added to the residual stream just before the norm; None if
+        there is none.
         """
 
     @abstractmethod

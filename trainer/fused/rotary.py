@@ -3,7 +3,7 @@
 Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inner width I:
 
     rotate          4·M·(C + K) bytes   queries and keys (K columns) in place, with their norm
-    rotate_back     6·M·(C + K)         their gradient in place
+    rotate_back     6·M·(C + K)         their gradient in place; in fp8 5·M·(C + K) + 3·M·K, with the values' cast
     add_values      6·M·K               embedded values added to K columns in place; values_backward 6·M·K
     swiglu          6·M·I               forward; 12·M·I backward, which makes the activation again
 
@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from trainer.fused.kernels import _check
+from trainer.fused.kernels import Fp8Out, _check
 from trainer.fused.rotary_triton import (
     add_values_kernel,
     rotary_kernel,
@@ -34,21 +34,36 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, norm: bool, epsilo
     return rstd
 
 
-def rotate_back(gradient: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, norm: bool) -> None:
-    """From the gradient of `rotate`'s result (M, N), in place, to that of its input. `qkv`: the result."""
+def rotate_back(
+    gradient: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, norm: bool, fp8: Fp8Out | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """From the gradient of `rotate`'s result (M, N), in place, to that of its input. `qkv`: the result. With `fp8` the
+    gradient stays, and the second result is that of the input, the other heads' too, as (M, N) e5m2."""
     assert qkv.shape == gradient.shape
-    _rotate(gradient, cos, sin, rstd, qkv, norm, 0.0)
+    dx8 = None if fp8 is None else torch.empty_like(gradient, dtype=torch.float8_e5m2)
+    _rotate(gradient, cos, sin, rstd, qkv, norm, 0.0, dx8, fp8)
+    return gradient, dx8
 
 
 def _rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, saved: Tensor | None, norm: bool, epsilon: float
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rstd: Tensor,
+    saved: Tensor | None,
+    norm: bool,
+    epsilon: float,
+    x8: Tensor | None = None,
+    fp8: Fp8Out | None = None,
 ) -> None:
-    (M, N), (T, half), heads = x.shape, cos.shape, rstd.shape[1]
-    assert sin.shape == cos.shape and 2 * half * heads <= N and cos.dtype == sin.dtype == rstd.dtype == torch.float32
+    (M, N), (T, half), turning = x.shape, cos.shape, rstd.shape[1]
+    assert sin.shape == cos.shape and 2 * half * turning <= N and cos.dtype == sin.dtype == rstd.dtype == torch.float32
     _check(x, cos, sin, rstd, saved)
-    R, H, warps = _rotary_shape(heads, x.device)
-    rotary_kernel[(triton.cdiv(M, R), triton.cdiv(heads, H))](
-        x, cos, sin, rstd, saved, M, T, heads, N, epsilon,
+    heads, scale, amax = (N // (2 * half), fp8.scale, fp8.amax) if fp8 else (turning, None, None)
+    R, H, programs, warps = _rotary_shape(heads, fp8 is not None, x.device)
+    groups = triton.cdiv(M, R)
+    rotary_kernel[(min(groups, programs), triton.cdiv(heads, H))](
+        x, cos, sin, rstd, saved, x8, scale, amax, M, T, turning, heads, N, groups, epsilon,
         NORM=norm, BACKWARD=saved is not None, R=R, H=H, HALF=half, D2=triton.next_power_of_2(half), num_warps=warps,
     )  # fmt: skip
 
@@ -126,11 +141,11 @@ def _swiglu(pre: Tensor, act: Tensor, dact: Tensor | None, dpre: Tensor | None) 
 # ── launch shapes, as in `trainer/fused/kernels.py` ──────────────────────────────────────────────────────────────
 
 
-def _rotary_shape(heads: int, device: torch.device) -> tuple[int, int, int]:
-    """Rows and heads of a tile, warps."""
+def _rotary_shape(heads: int, fp8: bool, device: torch.device) -> tuple[int, int, int, int]:
+    """Rows and heads of a tile, programs for all rows at most, warps. In fp8 each program adds to one maximum."""
     if device.type != "cuda":
-        return 64, min(4, triton.next_power_of_2(heads)), 4
-    return 2, min(32, triton.next_power_of_2(heads)), 4
+        return 64, min(4, triton.next_power_of_2(heads)), 1, 4
+    return (16, 4, 264, 4) if fp8 else (2, min(32, triton.next_power_of_2(heads)), 1 << 30, 4)
 
 
 def _values_shape(device: torch.device) -> tuple[int, int, int]:

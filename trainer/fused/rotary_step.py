@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainer.fused import rotary
 from trainer.fused.flat import FlatState
+from trainer.fused.kernels import Fp8Out
 from trainer.fused.products import Normed, Operand, Products
 from trainer.fused.step import Block, FusedStep, Saved, SavedMlp
 from trainer.models.grouped import GroupedHeads
@@ -51,10 +52,14 @@ class RotaryStep(FusedStep[Operand]):
         cos, sin = self._waves(len(x) // B)
         return rotary.rotate(qkv, cos, sin, self.turning, self.norms_heads, self.epsilon)
 
-    def place_backward(self, i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> None:
+    def place_backward(self, p: Products[Operand], i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> Operand:
         cos, sin = self._waves(len(dqkv) // B)
-        assert saved.rstd is not None
-        rotary.rotate_back(dqkv, saved.qkv, cos, sin, saved.rstd, self.norms_heads)
+
+        def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor | None]:
+            assert saved.rstd is not None
+            return rotary.rotate_back(dqkv, saved.qkv, cos, sin, saved.rstd, self.norms_heads, out)
+
+        return p.norm_backward(self.blocks[i].qkv, kernel).dy
 
 
 class LlamaStep(RotaryStep[Operand]):

@@ -4,50 +4,66 @@ They follow `trainer/fused/triton_kernels.py`: the last rows first, whole rows i
 import triton
 import triton.language as tl
 
-from trainer.fused.triton_kernels import _bf16
+from trainer.fused.triton_kernels import _bf16, _fp8
 
 # ── rotary positions ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
 def rotary_kernel(
-    x_ptr, cos_ptr, sin_ptr, rstd_ptr, saved_ptr,
-    M, T, heads, width, epsilon,
+    x_ptr, cos_ptr, sin_ptr, rstd_ptr, saved_ptr, x8_ptr, scale_ptr, amax_ptr,
+    M, T, turning, heads, width, groups, epsilon,
     NORM: tl.constexpr, BACKWARD: tl.constexpr, R: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
-    """R rows and H heads of x, in place: pairs (i, i + HALF) turn by the angle of the row's position. NORM: then every
-    head is normed. BACKWARD: x is a gradient, saved_ptr the result of the forward pass; both steps are undone."""
-    rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    """Groups of R rows, and H heads, of x, in place: pairs (i, i + HALF) turn by the angle of the row's position. NORM:
+    then every head is normed. BACKWARD: x is a gradient, saved_ptr the result of the forward pass; both steps are
+    undone. With x8_ptr the result is e5m2 there, and heads from `turning` on are only cast."""
     head = tl.program_id(1) * H + tl.arange(0, H)
     pair = tl.arange(0, D2)
-    inside = (rows < M)[:, None] & (head < heads)[None, :]
-    mask = inside[:, :, None] & (pair < HALF)[None, None, :]
-    at = rows[:, None, None] * width + (head * 2 * HALF)[None, :, None] + pair[None, None, :]
-    wave = (rows % T)[:, None, None] * HALF + pair[None, None, :]
-    waves = (rows < M)[:, None, None] & (pair < HALF)[None, None, :]
-    cos = tl.load(cos_ptr + wave, mask=waves, other=1.0)
-    sin = tl.load(sin_ptr + wave, mask=waves, other=0.0)
-    a = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
-    scales = rows[:, None] * heads + head[None, :]
-    if BACKWARD:
-        if NORM:
-            y = tl.load(saved_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            z = tl.load(saved_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
-            rstd = tl.load(rstd_ptr + scales, mask=inside, other=0.0)[:, :, None]
-            mean = (tl.sum(a * y + b * z, 2) / (2 * HALF))[:, :, None]
-            a = rstd * (a - y * mean)
-            b = rstd * (b - z * mean)
-        sin = -sin
-    first = a * cos - b * sin
-    second = b * cos + a * sin
-    if NORM and not BACKWARD:
-        rstd = 1.0 / tl.sqrt(tl.sum(first * first + second * second, 2) / (2 * HALF) + epsilon)
-        tl.store(rstd_ptr + scales, rstd, mask=inside)
-        first *= rstd[:, :, None]
-        second *= rstd[:, :, None]
-    tl.store(x_ptr + at, _bf16(first), mask=mask)
-    tl.store(x_ptr + at + HALF, _bf16(second), mask=mask)
+    turns = head < turning
+    largest = tl.zeros([R, H], tl.float32)
+    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
+        rows = (group * R + tl.arange(0, R)).to(tl.int64)
+        inside = (rows < M)[:, None] & turns[None, :]
+        mask = ((rows < M)[:, None] & (head < heads)[None, :])[:, :, None] & (pair < HALF)[None, None, :]
+        at = rows[:, None, None] * width + (head * 2 * HALF)[None, :, None] + pair[None, None, :]
+        wave = (rows % T)[:, None, None] * HALF + pair[None, None, :]
+        waves = (rows < M)[:, None, None] & (pair < HALF)[None, None, :]
+        cos = tl.load(cos_ptr + wave, mask=waves, other=1.0)
+        sin = tl.load(sin_ptr + wave, mask=waves, other=0.0)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x_half = tl.load(x_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
+        a, b = x, x_half
+        scales = rows[:, None] * turning + head[None, :]
+        if BACKWARD:
+            if NORM:
+                normed = mask & turns[None, :, None]
+                y = tl.load(saved_ptr + at, mask=normed, other=0.0).to(tl.float32)
+                z = tl.load(saved_ptr + at + HALF, mask=normed, other=0.0).to(tl.float32)
+                rstd = tl.load(rstd_ptr + scales, mask=inside, other=0.0)[:, :, None]
+                mean = (tl.sum(a * y + b * z, 2) / (2 * HALF))[:, :, None]
+                a = rstd * (a - y * mean)
+                b = rstd * (b - z * mean)
+            sin = -sin
+        first = a * cos - b * sin
+        second = b * cos + a * sin
+        if NORM and not BACKWARD:
+            rstd = 1.0 / tl.sqrt(tl.sum(first * first + second * second, 2) / (2 * HALF) + epsilon)
+            tl.store(rstd_ptr + scales, rstd, mask=inside)
+            first *= rstd[:, :, None]
+            second *= rstd[:, :, None]
+        if x8_ptr is not None:
+            first = tl.where(turns[None, :, None], first, x)
+            second = tl.where(turns[None, :, None], second, x_half)
+            scale = tl.load(scale_ptr)
+            tl.store(x8_ptr + at, _fp8(first * scale, True), mask=mask)
+            tl.store(x8_ptr + at + HALF, _fp8(second * scale, True), mask=mask)
+            largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 2))
+        else:
+            tl.store(x_ptr + at, _bf16(first), mask=mask)
+            tl.store(x_ptr + at + HALF, _bf16(second), mask=mask)
+    if x8_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(tl.max(largest, 1), 0))
 
 
 # ── value embeddings ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -143,8 +143,10 @@ class FusedStep(Generic[Operand]):
         what the backward pass needs."""
         return None
 
-    def place_backward(self, i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> None:
-        """From the gradient of the result of `place`, in place, to that of its input."""
+    def place_backward(self, p: Products[Operand], i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> Operand:
+        """From the gradient of the result of `place` to that of its input, the output gradient of the product. May
+        change the columns of queries and keys in dqkv."""
+        return p.output_grad(self.blocks[i].qkv, dqkv)
 
     def values_backward(self, i: int, dqkv: Tensor, saved: Saved[Operand], dinput: Tensor) -> None:
         """Add the gradients of what `place` added to the values: of its parameters and, in place, the norm's output."""
@@ -270,8 +272,7 @@ class FusedStep(Generic[Operand]):
         p.weight_grad(block.out, grad.dy, s.attended, add)
         dinput = p.input_grad(block.out, grad.dy)
         packed = self.attention_of[i].backward(dinput, s.qkv, B, s.attention)
-        self.place_backward(i, packed, s, B)
-        dqkv = p.output_grad(block.qkv, packed)
+        dqkv = self.place_backward(p, i, packed, s, B)
         p.weight_grad(block.qkv, dqkv, self._normed(p, block.norm_1, s.x, s.norm1), add)
         dinput = p.input_grad(block.qkv, dqkv)
         self.values_backward(i, packed, s, dinput)
