@@ -142,7 +142,8 @@ def measure(
         recipe.model.vocab_size,
         recipe.tokens.weights,
     )
-    measures, sizes = measures_of(recipe, encoding, cache, world), torch.tensor(token_bytes(encoding))
+    measures = measures_of(recipe, encoding, cache, world, tuned=weights.is_dir())
+    sizes = torch.tensor(token_bytes(encoding))
 
     # As in training, but bf16 in place of fp8; and TF32, if the GPU has it, for products in fp32.
     precision = "bf16" if train.precision.startswith("fp8") else precision_on(world.device, train)
@@ -169,8 +170,7 @@ def measure(
         failpoint("evaluate")
         check()
         facts["precision"] = precision
-        names = {"HellaSwag": recipe.evaluate.hellaswag, "CORE": recipe.evaluate.core}
-        for name, measure_of in zip(filter(names.get, names), measures, strict=True):
+        for name, measure_of in measures.items():
             facts |= measure_of(model, world, partial(checked, name, None, count(1)))
         decode = lambda ids: encoding.decode([one for one in ids if one < encoding.n_vocab])  # noqa: E731
         sampling = TextSampler(encoding.eot_token, decode, train.seed, texts=1, tokens=SAMPLE_TOKENS)

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from pipelines.recipe import Recipe
+from pipelines.text.chat import ChatTokens
 from pipelines.text.encode import Encoder
 from pipelines.text.hub import HUB, LOOK_SECONDS, datasets_library, with_retries
 from trainer.errors import UserError
@@ -134,18 +135,24 @@ def verify_items(source: str) -> int:
     return sum(len(read_items(task)) for task in core_tasks(source))
 
 
-def measures_of(recipe: Recipe, encoding: "tiktoken.Encoding", cache: Path, world: "World") -> "tuple[Measure, ...]":
-    """HellaSwag and CORE, as far as the recipe has them."""
+def measures_of(
+    recipe: Recipe, encoding: "tiktoken.Encoding", cache: Path, world: "World", tuned: bool = False
+) -> "dict[str, Measure]":
+    """HellaSwag and CORE by name, as far as the recipe has them; of a `tuned` model HellaSwag in chat form, too."""
     from trainer.eval.core import core
     from trainer.eval.hellaswag import hellaswag
 
     encode = Encoder(encoding).rows
-    measures: list[Measure] = []
+    measures: dict[str, Measure] = {}
     if source := recipe.evaluate.hellaswag:
-        measures.append(partial(hellaswag, items=hellaswag_items(source, cache), encode=encode))
+        plain = measures["HellaSwag"] = partial(hellaswag, items=hellaswag_items(source, cache), encode=encode)
+        if tuned:
+            tokens = ChatTokens(encoding)
+            as_question = lambda text: tokens.prompt([{"role": "user", "content": text}])  # noqa: E731
+            measures["HellaSwag in chat form"] = partial(plain, chat=as_question)
     if source := recipe.evaluate.core:
-        measures.append(partial(core, tasks=core_tasks(source), encode=encode, end_of_text=encoding.eot_token))
-    return tuple(measures)
+        measures["CORE"] = partial(core, tasks=core_tasks(source), encode=encode, end_of_text=encoding.eot_token)
+    return measures
 
 
 def evaluation_in_training(
@@ -161,4 +168,5 @@ def evaluation_in_training(
     world.gather(None)
     encoding = tokenizer()
     sampling = TextSampler(encoding.eot_token, encoding.decode, recipe.train.seed)
-    return Evaluation(recipe.evaluate.every, measures_of(recipe, encoding, cache, world), sampling)
+    measures = tuple(measures_of(recipe, encoding, cache, world).values())
+    return Evaluation(recipe.evaluate.every, measures, sampling)

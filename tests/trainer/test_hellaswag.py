@@ -33,36 +33,43 @@ def real_items(shared_data: Path) -> list[HellaSwagItem]:
     return read_hellaswag(shared_data / "hellaswag_val.jsonl")[:40]
 
 
-def score(items: list[HellaSwagItem], model: Any, encode: Callable[[str], list[int]]) -> dict[str, float]:
-    return hellaswag(model, ALONE, lambda: None, items, each(encode))
+def score(
+    items: list[HellaSwagItem], model: Any, encode: Callable[[str], list[int]], chat: Any = None
+) -> dict[str, float]:
+    return hellaswag(model, ALONE, lambda: None, items, each(encode), chat)
 
 
 @torch.no_grad()
-def naive_hellaswag(theirs: Any, items: list[HellaSwagItem], encode: Callable[[str], list[int]]) -> dict[str, float]:
+def naive_hellaswag(
+    theirs: Any, items: list[HellaSwagItem], encode: Callable[[str], list[int]], chat: Any
+) -> dict[str, float]:
     """One ending at a time by transformers, probabilities looked up one by one."""
-    right = {"eval/hellaswag_acc_norm": 0, "eval/hellaswag_acc": 0}
+    by_mean, by_sum = (f"eval/hellaswag{'_chat' if chat else ''}_{name}" for name in ("acc_norm", "acc"))
+    right = {by_mean: 0, by_sum: 0}
     for item in items:
         sums, means = [], []
         for ending in item.endings:
-            end = encode(" " + ending)
-            tokens = (encode(item.context) + end)[-(theirs.config.n_positions + 1) :]
+            end = encode(ending if chat else " " + ending)
+            tokens = ((chat or encode)(item.context) + end)[-(theirs.config.n_positions + 1) :]
             scored = range(max(1, len(tokens) - len(end)), len(tokens))
             logits = theirs(torch.tensor([tokens[:-1]])).logits[0, scored.start - 1 :].double().log_softmax(-1)
             sums.append(-sum(logits[t - scored.start, tokens[t]].item() for t in scored))
             means.append(sums[-1] / len(scored))
-        right["eval/hellaswag_acc_norm"] += means.index(min(means)) == item.label
-        right["eval/hellaswag_acc"] += sums.index(min(sums)) == item.label
+        right[by_mean] += means.index(min(means)) == item.label
+        right[by_sum] += sums.index(min(sums)) == item.label
     return {name: count / len(items) for name, count in right.items()}
 
 
-@pytest.mark.parametrize("block_size", [128, 40])  # of 40 tokens: contexts lose their oldest tokens
+# Of 40 tokens: contexts lose their oldest tokens.
+@pytest.mark.parametrize("block_size, as_chat", [(128, False), (40, False), (128, True)])
 def test_every_item_agrees_with_a_plain_loop_over_transformers(
-    real_items: list[HellaSwagItem], gpt2_tokens: Callable[[str], list[int]], block_size: int
+    real_items: list[HellaSwagItem], gpt2_tokens: Callable[[str], list[int]], block_size: int, as_chat: bool
 ) -> None:
     model = model_of(GPT2.model_copy(update={"block_size": block_size}))
-    items = real_items[: 40 if block_size == 128 else 12]
-    expected = naive_hellaswag(transformers_copy(model), items, gpt2_tokens)
-    assert score(items, model, gpt2_tokens) == expected
+    items = real_items[: 40 if block_size == 128 and not as_chat else 12]
+    chat = (lambda text: [50_256, *gpt2_tokens(f"user\n{text}\n")]) if as_chat else None
+    expected = naive_hellaswag(transformers_copy(model), items, gpt2_tokens, chat)
+    assert score(items, model, gpt2_tokens, chat) == expected
 
 
 GOOD_ROW = {"ctx": "a", "endings": ["b", "c"], "label": "1", "ind": 4}  # a label may be text, as on the Hub

@@ -46,25 +46,26 @@ def hellaswag(
     before_batch: Callable[[], None],
     items: Sequence[HellaSwagItem],
     encode: Encode,
+    chat: Callable[[str], list[int]] | None = None,
 ) -> dict[str, float]:
-    """The accuracies over all items by metric; for `before_batch` see `score_items`. A collective call."""
+    """The accuracies over all items by metric; for `before_batch` see `score_items`. `chat` gives the tokens of a
+    conversation in which a context is the question: then the endings are answers to it. A collective call."""
 
     def rows_of(indices: Sequence[int]) -> list[list[ScoredRow]]:
         some = [items[i] for i in indices]
-        contexts = encode([item.context for item in some])
-        endings = iter(encode([" " + ending for item in some for ending in item.endings]))
+        contexts = [chat(item.context) for item in some] if chat else encode([item.context for item in some])
+        space = "" if chat else " "
+        endings = iter(encode([space + ending for item in some for ending in item.endings]))
         return [
             [_row(context, next(endings), model.config.block_size) for _ in item.endings]
             for item, context in zip(some, contexts, strict=True)
         ]
 
     scores = score_items(model, len(items), rows_of, world, before_batch)
-    pairs = list(zip(items, scores, strict=True))
+    pairs, name = list(zip(items, scores, strict=True)), "eval/hellaswag_chat" if chat else "eval/hellaswag"
     return {
-        "eval/hellaswag_acc_norm": float(
-            np.mean([np.argmin([s.mean for s in of]) == item.label for item, of in pairs])
-        ),
-        "eval/hellaswag_acc": float(np.mean([np.argmin([s.loss for s in of]) == item.label for item, of in pairs])),
+        f"{name}_acc_norm": float(np.mean([np.argmin([s.mean for s in of]) == item.label for item, of in pairs])),
+        f"{name}_acc": float(np.mean([np.argmin([s.loss for s in of]) == item.label for item, of in pairs])),
     }
 
 
