@@ -116,19 +116,29 @@ class ExportConfig(Section):
 class RewardConfig(Section):
     """A reward of generated answers: 0 to 1, unless a model gives it."""
 
-    kind: Literal["exact_match", "format", "length", "model"] = Field(
+    kind: Literal["exact_match", "format", "length", "model", "function"] = Field(
         description="exact_match: the final answer, what follows the last ####, is that of the row's `answer`; format: "
         "the whole answer matches `pattern`; length: it has at most `characters`, and falls to 0 at twice as many; "
-        "model: the score, without bounds, of the reward model that the earlier step `step` made"
+        "model: the score, without bounds, of the reward model that the earlier step `step` made; function: what "
+        "`function` returns, code that runs with --allow-code alone"
     )
     weight: float = Field(default=1.0, allow_inf_nan=False, description="Factor in the sum of all rewards")
     pattern: str | None = Field(default=None, max_length=1000, description="Regular expression of `format`")
     characters: int | None = Field(default=None, ge=1, description="Limit of `length`")
     step: str | None = Field(default=None, description="Step of method reward, for `model`")
+    function: str | None = Field(
+        default=None,
+        pattern=r"^[^:]+\.py:[A-Za-z_]\w*$",
+        description="FILE.py:NAME, in TRL's form: NAME(prompts, completions, **columns) returns a list of numbers",
+    )
+    sha256: str | None = Field(
+        default=None, pattern="^[0-9a-f]{64}$", description="Of the function's file; null: as it is found"
+    )
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
-        for kind, field in (("format", "pattern"), ("length", "characters"), ("model", "step")):
+        needed = {"format": "pattern", "length": "characters", "model": "step", "function": "function"}
+        for kind, field in needed.items():
             if (self.kind == kind) != (getattr(self, field) is not None):
                 raise ValueError(f"{field} belongs to kind {kind}, and {kind} needs it (kind is {self.kind})")
         try:
@@ -186,7 +196,7 @@ class TuneConfig(Section):
     rewards: list[RewardConfig] = Field(
         default=[],
         max_length=20,
-        description="grpo, rloo: a list of {kind, weight, …}; kinds: exact_match, format, length, model",
+        description="grpo, rloo: a list of {kind, weight, …}; kinds: exact_match, format, length, model, function",
     )
     held_out: int = Field(
         default=0,
@@ -211,6 +221,11 @@ class TuneConfig(Section):
                     f"{shown(name)}: " + (f"is the field {own[name]}" if name in own else f"unknown; {hint}")
                 )
         return options
+
+    @property
+    def at_once(self) -> int:
+        """The part of the batch that all ranks together hold in memory."""
+        return self.batch // int(self.options.get("gradient_accumulation_steps", 1))
 
     @model_validator(mode="after")
     def _fits_the_method(self) -> Self:

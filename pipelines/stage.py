@@ -26,6 +26,7 @@ from pipelines.artifacts.manifest import (
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.screen import Screen
 from pipelines.text.conversations import content_of
+from pipelines.text.reward_code import with_digests
 from pipelines.text.tokenizer import check_tokenizer
 from pipelines.tracking.ledger import Attempt
 from pipelines.tracking.records import Heartbeat
@@ -151,8 +152,10 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
     """
     if not recipe.startswith(RUN):
         loaded = pinned(load_recipe(recipe, changes), store)
-        contents = [step.model_copy(update={"content": content_of(step)}) for step in loaded.tune]
-        loaded = loaded.model_copy(update={"tune": contents})
+        steps = [
+            one.model_copy(update={"content": content_of(one), "rewards": with_digests(one)}) for one in loaded.tune
+        ]
+        loaded = loaded.model_copy(update={"tune": steps})
         plans = plans_of(loaded)
         check_tokenizer(loaded, plans["tokenize"], store)
         check_sources(loaded, plans, store)

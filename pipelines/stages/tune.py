@@ -1,8 +1,8 @@
 """tune: the export becomes a model that answers, by supervised tuning, preferences or rewards, in TRL (extra `tune`).
 
 Each step of the recipe's list is a stage of its own, `tune.NAME`: its artifact is a folder for transformers with a chat
-template. It begins with the artifact of the step before it, the first one with the export. One rank tunes
-(tune_rank.py) on one GPU, or on the CPU; checkpoints, stops and the bill are those of train.
+template. It begins with the artifact of the step before it, the first one with the export. The ranks of this node
+(tune_rank.py) divide each batch; checkpoints, stops and the bill are those of train.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipelines.artifacts.manifest import ArtifactPlan, fetch_folder
 from pipelines.formats.export_weights import Weights
-from pipelines.nodes.address import NodeAddress
+from pipelines.nodes.address import NodeAddress, processes_on_this_node
 from pipelines.recipe import REWARD, Recipe, TuneConfig
 from pipelines.stage import STAGES, TUNE, Built, Work
 from pipelines.stages.follow import facts_of_ranks
@@ -24,9 +24,9 @@ from trainer.errors import UserError
 from trainer.models.model_config import ModelConfig
 from trainer.store import Store
 
-# In the facts as at the start and at the end. exact: the share of exact answers to held-out prompts; accuracy: of pairs
-# of a batch that a reward model ranks right.
-TUNED_METRICS = ("exact", "reward", "accuracy", "loss")
+# In the facts as at the start and at the end. exact: the share of exact answers to held-out prompts; choice: of those
+# with choices, of which the likeliest is right; accuracy: of pairs of a batch that a reward model ranks right.
+TUNED_METRICS = ("exact", "choice", "reward", "accuracy", "loss")
 TUNED = "tuned"  # folder of the result, which the rank writes; its facts come last
 
 
@@ -35,6 +35,8 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     step = recipe.tune[len(plans) - len(STAGES)]
     own = step.model_dump(exclude={"name", "data", "revision", "content"}, exclude_defaults=True)
     before, content = plans[recipe.model_before(step)].fingerprint, step.content or content_of(step)
+    for reward in (reward for reward in own.get("rewards", []) if "function" in reward):
+        reward["function"] = reward["function"].rpartition(":")[2]  # its file has a sha256
     identity = {"stage": TUNE, "from": before, "data": content, "template": "chatml", **own}
     if "gguf" in recipe.export.formats:
         identity["formats"] = ["gguf"]
@@ -61,7 +63,13 @@ def build(work: Work) -> Built:
         fetch_folder(work.store, work.inputs[f"{TUNE}.{name}"], cache, work.folder / f"{REWARD}-{name}")
     weights = fetch_folder(work.store, before, cache, work.folder / "before")
     work.check()
-    made = facts_of_ranks(work, replace(rank_spec(work, NodeAddress(), 1), weights=str(weights), tune=step.name))
+    found = processes_on_this_node(recipe.runtime)
+    ranks = next(n for n in range(found, 0, -1) if step.at_once % n == 0)
+    if ranks < found:
+        work.screen.note(
+            f"  {ranks} of {found} GPUs tune: tune.{step.name}.batch {step.batch} must be divisible by them"
+        )
+    made = facts_of_ranks(work, replace(rank_spec(work, NodeAddress(), ranks), weights=str(weights), tune=step.name))
     folder = work.folder / TUNED
     work.clock.enter("upload")
     files = [work.upload(path) for path in sorted(folder.iterdir())]

@@ -21,8 +21,9 @@ from pipelines.nodes.ranks import RankSpec
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, RewardConfig, TuneConfig
 from pipelines.stages.follow import FACTS_FILE
 from pipelines.stages.tune import TUNED
-from pipelines.text.chat import END, TEMPLATE, ChatTokens
-from pipelines.text.conversations import answer_in, rows_of
+from pipelines.text.chat import END, TEMPLATE, ChatTokens, Message
+from pipelines.text.conversations import answer_in, question_and_answer, rows_of
+from pipelines.text.reward_code import RewardCode
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.ledger import latest_number
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -41,22 +42,25 @@ if TYPE_CHECKING:
 TRL_NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 LEFT_OUT = ("epoch", "num_tokens", "step_time")  # of TRL's logs: relative to the start of this process, or its speed
-GENERATED_AT_ONCE = 64  # answers to held-out prompts
+MEASURED_AT_ONCE = 64  # held-out rows of a rank
 
 
 def tune_rank(spec: RankSpec, folder: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
-    """Tune as the only rank of `spec`'s attempt; leaves the model and its facts in `folder` once the last step is done.
-    Returns the exit code of this process."""
-    # TRL would use every GPU that it sees, and join the ranks that these variables announce.
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
+    """Tune as one rank of `spec`'s attempt; rank 0 leaves the model and its facts in `folder` once the last step is
+    done. Returns the exit code of this process."""
+    if spec.processes == 1:  # TRL would use every GPU that it sees, and join the ranks that these variables announce
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
     from trainer.parallel import World
 
     step = next(one for one in spec.recipe.tune if one.name == spec.tune)
+    starting("rendezvous")
     world, clock, store = World.start(spec.recipe.runtime), PhaseClock(started=spec.started), open_store(spec.store)
-    log = EventLog(folder / EVENTS_FILE, clock, spec.reached)
+    starting("first exchange")
+    world.connect()
     starting(STARTED)
+    log = EventLog(folder / EVENTS_FILE if world.rank == 0 else None, clock, spec.reached)
     checkpointer = Checkpointer(
         store,
         spec.prefix,
@@ -67,14 +71,16 @@ def tune_rank(spec: RankSpec, folder: Path, stop: StopSignal, starting: Callable
         between_failures=spec.between_failures,
     )
     tokens = ChatTokens(tokenizer_of(spec.recipe.tokens, store, spec.tokens))
-    with Watchdog(spec.recipe.runtime, clock) as watchdog, checkpointer:
+    with Watchdog(spec.recipe.runtime, clock, world.rank) as watchdog, checkpointer:
         run = Tuning(step, spec, folder, world, tokens, checkpointer, log, stop, watchdog)
         try:
             run.tune()
         except StaleAttempt as error:
             log_line(str(error))
+            return EXIT_DONE  # the pipeline's process detects by itself that the attempt is stale
         except Interrupted:
             checkpointer.finish(log)
+    world.close()
     return EXIT_DONE
 
 
@@ -105,7 +111,7 @@ class Tuning:
         self.model = self.trainer.model  # with adapters, if the step has a lora_rank
         self.trainer.create_optimizer()
         self.pieces = self.pieces_of_state()
-        self.state = TrainState(world_size=1)
+        self.state = TrainState(world_size=world.world_size)
         self.save_clock = SaveClock(spec.recipe.runtime, spec.between_failures)
         self.tokens_before, self.stepped = 0.0, time.perf_counter()
 
@@ -127,7 +133,8 @@ class Tuning:
         self.checkpointer.insist(self.pieces, self.log, self.check_stop)
         self.checkpointer.finish(self.log)
         self.log.clock.enter("checkpoint")
-        self.write_result()
+        if self.world.rank == 0:
+            self.write_result()
 
     def resume(self) -> None:
         """Fill weights and moments from the newest commit, if there is one, and leave out the rows that it has read."""
@@ -156,10 +163,9 @@ class Tuning:
         import trl
 
         step, device = self.step, self.world.device
-        accumulated = int(step.options.get("gradient_accumulation_steps", 1))
         arguments: dict[str, Any] = {
             "output_dir": str(self.folder / "trl"),
-            "per_device_train_batch_size": step.batch // accumulated,
+            "per_device_train_batch_size": step.at_once // self.world.world_size,
             "learning_rate": step.learning_rate,
             "logging_steps": 1,
             "logging_nan_inf_filter": False,
@@ -171,6 +177,7 @@ class Tuning:
             "dataloader_pin_memory": device.type == "cuda",
             "optim": "adamw_torch_fused",
             "gradient_checkpointing": False,
+            "ddp_find_unused_parameters": False,
             "train_sampling_strategy": "sequential",
             "seed": step.seed,
             **step.options,
@@ -206,7 +213,7 @@ class Tuning:
         """A reward in TRL's form. That of a model is ours: TRL's own call would not crop an answer that, as text,
         has more tokens than were generated."""
         if reward.step is None:
-            return reward_function(reward)
+            return RewardCode(reward) if reward.function else reward_function(reward)
         import torch
 
         folder, longest = self.folder / f"{REWARD}-{reward.step}", self.spec.recipe.model.block_size
@@ -241,8 +248,9 @@ class Tuning:
 
         optimizer = self.trainer.optimizer
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            optimizer.state[parameter] = {name: torch.zeros_like(parameter) for name in MOMENTS}
-            optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {name: torch.zeros_like(parameter) for name in MOMENTS}
+                optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
         pieces = {}
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
@@ -259,7 +267,7 @@ class Tuning:
         on_gpu = self.world.device.type == "cuda"
         return Started(
             step=self.state.step,
-            world_size=1,
+            world_size=self.world.world_size,
             device=torch.cuda.get_device_name() if on_gpu else "cpu",
             engine=f"TRL {trl.__version__}, {self.step.method}",
             precision=self.precision,
@@ -269,14 +277,16 @@ class Tuning:
         )
 
     def before_step(self) -> None:
-        """Seed every generator of random numbers for the next step."""
+        """Seed every generator of random numbers for the next step, on each rank by another number."""
         from transformers import set_seed
 
         self.log.clock.enter("redone" if self.state.step < self.log.reached else "train")
-        set_seed(random.Random(f"{self.step.seed} {self.state.step}").randrange(2**32))
+        own = f" {self.world.rank}" if self.world.rank else ""
+        set_seed(random.Random(f"{self.step.seed} {self.state.step}{own}").randrange(2**32))
 
     def after_step(self, logs: dict[str, Any], tokens: float) -> bool:
-        """Log a step and save it when that is due. Returns whether to leave: after the last step, and if asked to."""
+        """Log a step and save it when that is due. Returns whether to leave: after the last step, and if a rank was
+        asked to."""
         self.state.advance(round(tokens - self.tokens_before), applied=True)
         seconds, self.stepped = time.perf_counter() - self.stepped, time.perf_counter()
         values = {name: float(value) for name, value in logs.items() if name not in LEFT_OUT}
@@ -289,8 +299,10 @@ class Tuning:
         failpoint("tuned-step")
         self.checkpointer.prove()  # the loss of this step is that of the weights before it
         self.checkpointer.settle(self.log)
-        ends = self.state.step >= self.steps or self.stop.asked
-        if self.state.step < self.steps and (ends or (self.save_clock.due_now() and not self.checkpointer.busy)):
+        due = self.world.rank == 0 and self.save_clock.due_now() and not self.checkpointer.busy
+        stop, save = map(bool, self.world.sum(self.stop.asked, due))
+        ends = self.state.step >= self.steps or stop
+        if self.state.step < self.steps and (ends or save):
             self.save(proven=ends)
         return ends
 
@@ -302,22 +314,47 @@ class Tuning:
             self.save_clock.saved(time.monotonic() - started)
 
     def check_stop(self) -> None:
-        """Raise Interrupted if asked to stop."""
+        """Raise Interrupted if a rank was asked to stop. A collective call."""
         self.watchdog.progress()
-        self.stop.check()
+        if self.world.sum(self.stop.asked)[0]:
+            raise Interrupted
 
     def measure(self) -> None:
-        """Log the share of held-out prompts whose likeliest answer is the right one."""
-        right = 0
+        """Log the share of held-out prompts whose likeliest answer is the right one, and of those with choices, among
+        which it is the likeliest. A collective call: the ranks divide the rows."""
+        rows, world, right = self.rows.held_out, self.world, {"exact": 0.0, "choice": 0.0}
         with self.log.clock.phase("evaluate"):
-            for first in range(0, len(self.rows.held_out), GENERATED_AT_ONCE):
+            for first in range(0, len(rows), MEASURED_AT_ONCE * world.world_size):
                 self.check_stop()
-                some = [question_and_answer(row) for row in self.rows.held_out[first : first + GENERATED_AT_ONCE]]
-                texts = self.answers([question for question, _ in some])
-                right += sum(
-                    answer_in(text) == answer_in(answer) for text, (_, answer) in zip(texts, some, strict=True)
-                )
-        self.log.row(self.state.step, **{f"tune/{self.step.name}/exact": right / len(self.rows.held_out)})
+                some = rows[first : first + MEASURED_AT_ONCE * world.world_size][world.rank :: world.world_size]
+                pairs = [question_and_answer(row) for row in some]
+                texts = self.answers([question for question, _ in pairs]) if pairs else []
+                for row, text, (question, answer) in zip(some, texts, pairs, strict=True):
+                    right["exact"] += answer_in(text) == answer_in(answer)
+                    if choices := row.get("choices"):
+                        right["choice"] += choices[self.likeliest(question, choices)] == answer
+        counts = {"exact": len(rows), "choice": sum("choices" in row for row in rows)}
+        shares = {
+            name: count / counts[name]
+            for name, count in zip(right, world.sum(*right.values()), strict=True)
+            if counts[name]
+        }
+        self.log.row(self.state.step, **{f"tune/{self.step.name}/{name}": share for name, share in shares.items()})
+
+    def likeliest(self, question: Sequence[Message], choices: Sequence[str]) -> int:
+        """The index of the answer with the lowest mean loss a token, its end included."""
+        import torch
+
+        begin, losses = len(self.tokens.conversation(question)[0]), []
+        self.model.eval()
+        for choice in choices:
+            whole = [*question, {"role": "assistant", "content": choice}]
+            row = self.learned({"messages": whole}, self.spec.recipe.model.block_size)
+            row["labels"][:begin] = [-100] * begin  # earlier answers
+            batch = {name: torch.tensor([ids], device=self.world.device) for name, ids in row.items()}
+            with torch.no_grad():
+                losses.append(float(self.model(**batch).loss))
+        return losses.index(min(losses))
 
     def answers(self, questions: list[Any]) -> list[str]:
         """The likeliest answers to some prompts."""
@@ -367,6 +404,9 @@ def callback_of(run: Tuning) -> Any:
     from transformers import TrainerCallback
 
     class Callback(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            run.pieces = run.pieces_of_state()  # accelerate copies them for several ranks on a CPU
+
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             run.before_step()
 
@@ -419,13 +459,6 @@ def model_in(folder: Path, tokens: ChatTokens, step: TuneConfig, scores: bool = 
         model.generation_config.eos_token_id = [tokens.end, tokens.encoding.eot_token]
     model.config.eos_token_id = tokens.end
     return model, tokenizer
-
-
-def question_and_answer(row: dict[str, Any]) -> tuple[Sequence[Any], str]:
-    """The prompt of a held-out row, and the right answer."""
-    if "messages" in row:
-        return row["messages"][:-1], row["messages"][-1]["content"]
-    return row["prompt"], row.get("answer") or row["chosen"][-1]["content"]
 
 
 def reward_function(reward: RewardConfig) -> Callable[..., list[float]]:

@@ -2,7 +2,7 @@
 
 A row has `messages` (sft), `prompt`, `chosen` and `rejected` (dpo, reward), or `prompt` and, for exact_match, `answer`
 (grpo, rloo). Each of these is a list of {role, content}, as on the Hugging Face Hub, or for all but `messages` a plain
-text.
+text. A held-out row may have `choices`: texts, one of which is the right answer.
 """
 
 import json
@@ -64,7 +64,7 @@ def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
     lengths: list[int] = []
     for number, row in enumerate(found, 1):
         try:
-            checked.append(checked_row(step, row))
+            checked.append(checked_row(step, row) | choices_of(step, row, number))
             lengths.append(length_of(step, checked[-1], tokens, longest))
             if number <= step.held_out and lengths[-1] > longest:
                 raise ValueError(f"is held out, and its {lengths[-1]:,} tokens are more than max_length {longest:,}")
@@ -117,7 +117,29 @@ def checked_row(step: TuneConfig, row: Any) -> dict[str, Any]:
         if not isinstance(answer := row.get("answer"), str | int) or not str(answer).strip():
             raise ValueError("has no answer, which exact_match and held_out compare with")
         made["answer"] = str(answer)
+    if any(reward.function for reward in step.rewards):  # which gets all other columns, too
+        made |= {
+            name: value for name, value in row.items() if name not in made and isinstance(value, str | int | float)
+        }
     return made
+
+
+def choices_of(step: TuneConfig, row: dict[str, Any], number: int) -> dict[str, list[str]]:
+    """The choices of a held-out row, if it has any. ValueError unless they are texts, with the right answer."""
+    if number > step.held_out or not (choices := row.get("choices")):
+        return {}
+    if not isinstance(choices, list) or not all(isinstance(one, str) and one.strip() for one in choices):
+        raise ValueError("choices must be a list of texts")
+    if (right := question_and_answer(checked_row(step, row))[1]) not in choices:
+        raise ValueError(f"choices lack the answer {shown(right)}")
+    return {"choices": choices}
+
+
+def question_and_answer(row: dict[str, Any]) -> tuple[Sequence[Message], str]:
+    """The prompt of a held-out row, and the right answer."""
+    if "messages" in row:
+        return row["messages"][:-1], row["messages"][-1]["content"]
+    return row["prompt"], row.get("answer") or row["chosen"][-1]["content"]
 
 
 def checked_messages(column: str, found: Any, role: str, last: str) -> list[Message]:
@@ -152,8 +174,9 @@ def length_of(step: TuneConfig, row: dict[str, Any], tokens: ChatTokens, longest
     prompt, room = len(tokens.prompt(row["prompt"])), step.max_answer if step.method in REWARDED else 1
     if prompt + room > longest:
         raise ValueError(f"the prompt has {prompt:,} tokens, and with an answer of {room:,} max_length is {longest:,}")
-    answers = (tokens.conversation([*row["prompt"], *row[c]])[0] for c in ("chosen", "rejected") if c in row)
-    return max(map(len, answers), default=prompt + room)
+    if step.method in REWARDED:
+        return prompt + room
+    return max(len(tokens.conversation([*row["prompt"], *row[c]])[0]) for c in ("chosen", "rejected"))
 
 
 def answer_in(text: str) -> str:

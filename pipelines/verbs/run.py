@@ -62,6 +62,9 @@ def run(
             hidden=True, metavar="CODE", help="Internal: report that this command was killed with the exit code CODE."
         ),
     ] = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Run the recipe's own reward functions, with your rights.")
+    ] = False,
     experiment: Experiment = None,
     tag: Tags = None,
     as_json: Json = False,
@@ -81,6 +84,7 @@ def run(
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
     from pipelines.stage import STAGES, TUNE, missing, planned, run_name, stages_until
+    from pipelines.text.reward_code import check_code
     from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
     from trainer.process import StopSignal
 
@@ -103,6 +107,7 @@ def run(
     check_home()
     todo = missing(opened, plans, stage)
     refuse_what_ends_late(loaded, opened, plans, todo, launched=unless_stopped or bool(node.rank))
+    check_code([step for step in loaded.tune if f"{TUNE}.{step.name}" in todo], allow_code)
     if not unless_stopped:
         if longer := stage_plan(opened, plans["train"]).longer:
             screen.note(f"{run_name(plans)}: {longer}")

@@ -17,6 +17,7 @@ from pipelines.sample import load_text_model
 from pipelines.stages import tune_rank
 from pipelines.text.chat import TEMPLATE, ChatTokens
 from pipelines.text.conversations import addition, answer_in, rows_of
+from pipelines.text.reward_code import RewardCode
 from pipelines.text.tokenizer import tokenizer, tokenizer_files
 from pipelines.tracking.runs import read_runs
 from trainer.checkpoint.commits import series
@@ -29,7 +30,7 @@ GRPO = {"method": "grpo", "generations": 4, "max_answer": 4, "rewards": [{"kind"
 CHAIN = [
     {"name": "sft", "method": "sft", "data": "addition", "batch": 24, "held_out": 4, "learning_rate": 1e-3}
     | {"lora_rank": 4},
-    {"name": "dpo", "method": "dpo", "data": "pairs.jsonl", "batch": 5, "beta": 0.2, "options": {"warmup_steps": 2}},
+    {"name": "dpo", "method": "dpo", "data": "pairs.jsonl", "batch": 4, "beta": 0.2, "options": {"warmup_steps": 2}},
     {"name": "judge", "method": "reward", "data": "pairs.jsonl", "batch": 5, "learning_rate": 1e-2},
     {"name": "rl", **GRPO, "data": "addition", "batch": 100, "learning_rate": 1e-3}
     | {"rewards": [{"kind": "exact_match"}, {"kind": "model", "step": "judge", "weight": 0.1}]},
@@ -38,9 +39,9 @@ CHAT = ["--chat", "--prompt", "3+4", "--temperature", "0", "--tokens", "4"]
 PAIRS = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in addition()[:20]]
 
 
-def written(folder: Path, rows: list[Any]) -> str:
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return str(folder / "pairs.jsonl")
+def written(folder: Path, rows: list[Any], name: str = "pairs.jsonl") -> str:
+    (folder / name).write_text("\n".join(map(json.dumps, rows)))
+    return str(folder / name)
 
 
 def step_of(**changes: Any) -> TuneConfig:
@@ -105,7 +106,12 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Any]:
         (folder / "theirs" / name).write_bytes(body)
     train = TINY["train"] | {"max_steps": 0, "warmup_steps": 0, "init_from": str(folder / "theirs")}
     export = {"formats": ["hf", "gguf"], "dtype": "float32"}
-    project = Project(folder / FOLDER_NAME, TINY | {"train": train, "tune": [CHAIN[0]], "export": export})
+    step, evaluate = CHAIN[0] | {"data": "chats.jsonl"}, TINY["evaluate"] | {"hellaswag": "items.jsonl"}
+    recipe = TINY | {"train": train, "tune": [step], "export": export, "evaluate": evaluate}
+    project = Project(folder / FOLDER_NAME, recipe)
+    rows = [{"messages": row["messages"], "choices": [row["answer"], row["rejected"], "no"]} for row in addition()]
+    written(project.folder, rows, "chats.jsonl")
+    written(project.folder, [{"ctx": "I add", "endings": ["two", "four"], "label": 1}], "items.jsonl")
     project.run("run", "tiny.yaml")
     return project, theirs
 
@@ -121,10 +127,33 @@ def test_a_given_model_is_tuned_without_a_training_and_its_scores_stand_beside_t
     assert all(torch.equal(exported.state_dict()[name], weight) for name, weight in theirs.state_dict().items())
     before, now = (made[stage]["val/loss"] for stage in ("evaluate", "evaluate.sft"))
     card = project.run("run", "tiny.yaml").stdout
+    assert "HellaSwag as a chat" in card
     assert before != now and f"val loss {before:.3f} → {now:.3f}" in card and made["train"]["steps"] == 0
     assert project.report()["state"] == "done" and "tune.sft" in project.run("plan", "tiny.yaml").stdout
     refused = project.run("plan", "tiny.yaml", "--set", "train.init_from=null", expect=2).stderr
     assert "max_steps 0 takes the weights of init_from as they are: name them there" in refused
+
+
+def test_choices_are_judged_as_a_plain_loop_over_transformers_does(given: tuple[Project, Any]) -> None:
+    transformers, (project, _), right = pytest.importorskip("transformers"), given, 0
+    folder = project.path("tune", "model.safetensors").parent
+    model, theirs = (
+        kind.from_pretrained(folder) for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
+    )
+    for row in addition()[:4]:
+        losses = []
+        for choice in (row["answer"], row["rejected"], "no"):
+            prompt = theirs.apply_chat_template(row["messages"][:1], add_generation_prompt=True, tokenize=False)
+            asked, whole = (
+                theirs(text, return_tensors="pt").input_ids for text in (prompt, f"{prompt}{choice}<|im_end|>")
+            )
+            labels = whole.clone()
+            labels[:, : asked.shape[1]] = -100
+            losses.append(float(model(input_ids=whole, labels=labels).loss))
+        right += losses.index(min(losses)) == 0
+    (run,) = read_runs(project.store)
+    facts = run.manifests["tune.sft"].facts  # type: ignore[union-attr]
+    assert facts["tune/choice"] == right / 4 and "tune/choice_before" in facts
 
 
 def test_llama_cpp_chats_with_the_gguf_by_its_own_template(given: tuple[Project, Any], tmp_path: Path) -> None:
@@ -143,14 +172,14 @@ def test_llama_cpp_chats_with_the_gguf_by_its_own_template(given: tuple[Project,
     assert answer["usage"]["prompt_tokens"] == len(ChatTokens(tokenizer("bytes")).prompt(messages))
 
 
-def killed_after(project: Project, stage: str, step: int) -> None:
+def killed_after(project: Project, stage: str, step: int, *options: str) -> None:
     """Kill the command and its rank in `stage`, once a checkpoint of `step` or a later one is committed."""
 
     def committed() -> bool:
         commits = project.found(f"tune/tiny-{stage}-*/checkpoints/*/COMMIT.json")
         return any(int(path.parent.name.split("-")[1]) >= step for path in commits)
 
-    with project.started("run", "tiny.yaml", "--stage", f"tune.{stage}") as process:
+    with project.started("run", "tiny.yaml", "--stage", f"tune.{stage}", *options) as process:
         project.wait_until(committed, process)
         for one in project.alive():
             os.kill(one.pid, signal.SIGKILL)
@@ -158,18 +187,77 @@ def killed_after(project: Project, stage: str, step: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_sft_and_dpo_that_were_killed_end_bit_for_bit_like_undisturbed_ones(
-    exported: Project, undisturbed: Project, tmp_path: Path
+    exported: Project, undisturbed: Project, tmp_path: Path, ranks: int
 ) -> None:
-    project = exported.copy(tmp_path / FOLDER_NAME)
+    project, options = exported.copy(tmp_path / FOLDER_NAME), ("--set", f"runtime.processes={ranks}")
     for stage in ("sft", "dpo"):
-        killed_after(project, stage, 2)
-        project.run("run", "tiny.yaml", "--stage", f"tune.{stage}")
-    expected = tuned(undisturbed)
-    for part, steps in tuned(project).items():
-        for stage in ("tune.sft", "tune.dpo"):
-            assert steps[stage] == expected[part][stage]
+        killed_after(project, stage, 2, *options)
+        project.run("run", "tiny.yaml", "--stage", f"tune.{stage}", *options)
     assert project.claims("tune") == 4
+    expected, found, steps = tuned(undisturbed), tuned(project), ("tune.sft", "tune.dpo")
+    if ranks > 1:
+        for step in steps:
+            name = f"{step.replace('.', '/')}/loss"
+            losses = [[row[name] for row in one["rows"][step] if name in row] for one in (found, expected)]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+        whole = exported.copy(tmp_path / "whole")
+        whole.run("run", "tiny.yaml", "--stage", "tune.dpo", *options)
+        expected = tuned(whole)
+    for part in found:
+        assert {step: found[part][step] for step in steps} == {step: expected[part][step] for step in steps}
+
+
+MINE = """
+import os
+
+def score(prompts, completions, answer, **columns):
+    print("to the log")
+    assert [prompt[-1]["role"] for prompt in prompts] == ["user"] * len(completions)
+    more = {*os.environ} - {"PATH", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "LC_CTYPE"}
+    return [1.0 if more else 0.25 for _ in completions]
+"""
+
+
+def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(exported: Project, tmp_path: Path) -> None:
+    project = exported.copy(tmp_path / FOLDER_NAME)
+    project.environment |= {"HF_TOKEN": "hf_x", "AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "x"}
+    (project.folder / "mine.py").write_text(MINE)
+    step = GRPO | {"name": "mine", "data": "addition", "batch": 100, "epochs": 2}
+    step |= {"rewards": [{"kind": "function", "function": "mine.py:score"}]}
+    command = "run", "tiny.yaml", "--stage", "tune", "--set", f"tune={json.dumps([step])}"
+    refused = project.run(*command, expect=2).stderr
+    assert "rewards: mine.py:score is code, which runs with your rights; read it, then add --allow-code" in refused
+    project.run(*command, "--allow-code")
+    (run,) = read_runs(project.store)
+    rows = series(project.store, run.record.tunings["tune.mine"])
+    assert {row["tune/mine/reward"] for row in rows} == {0.25} and run.recipe.tune[0].rewards[0].sha256
+    (project.folder / "elsewhere.py").write_text(MINE)
+    same = project.run(*[one.replace("mine.py", "elsewhere.py") for one in command])  # skipped: no code runs
+    assert re.search(r"tune\.mine +\S+ \(skipped\)", same.stdout)
+    (project.folder / "mine.py").write_text(MINE + "\n")
+    assert "--allow-code" in project.run(*command, expect=2).stderr  # another artifact
+
+
+@pytest.mark.parametrize(
+    "source, wrong",
+    [
+        ("score = ", "SyntaxError: invalid syntax"),
+        ("other = 1", "KeyError: 'score'"),
+        ("score = lambda **_: [1.0]", "ValueError: gave [1.0] for 2 completions"),
+        ("score = lambda **_: [1.0, float('nan')]", "ValueError: gave [1.0, nan] for 2 completions"),
+        ("import os\nscore = lambda **_: os._exit(3)", "its process ended"),
+    ],
+)
+def test_a_reward_function_that_fails_is_named(tmp_path: Path, source: str, wrong: str) -> None:
+    (path := tmp_path / "mine.py").write_text(source)
+    (reward,) = step_of(**GRPO | {"rewards": [{"kind": "function", "function": f"{path}:score"}]}).rewards
+    with pytest.raises(UserError) as refused:
+        RewardCode(reward)(prompts=[1, 2], completions=[1, 2])
+    assert f"{path}:score: {wrong}" in str(refused.value)
+    with pytest.raises(UserError, match="is on record"):
+        RewardCode(reward.model_copy(update={"sha256": "0" * 64}))
 
 
 def test_a_tuned_step_is_skipped_and_its_record_names_what_it_learned(undisturbed: Project) -> None:
@@ -236,13 +324,14 @@ USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "conten
         ({"messages": [USER, ANSWER | {"content": " "}]}, "message 2: the content is empty"),
         ({"messages": [USER, ANSWER | {"content": "4<|im_end|>"}]}, "message 2: the content has <|im_end|>"),
         ({"messages": [ANSWER, USER]}, "the last message is of user, and must be of assistant"),
+        ({"messages": [USER, ANSWER], "choices": ["3", "5"]}, "choices lack the answer '4'"),
         ({"messages": [USER | {"content": "2" * 99}, ANSWER]}, "the first answer begins after 119 tokens"),
     ],
 )
 def test_a_wrong_row_is_named_before_anything_is_spent(tmp_path: Path, row: Any, wrong: str) -> None:
     data = written(tmp_path, [{"messages": [USER, ANSWER]}, row])
     with pytest.raises(UserError, match=r"tune\.a: .*pairs\.jsonl: row 2: .*1 of 2 rows are wrong") as refused:
-        rows_of(step_of(data=data), ChatTokens(tokenizer("bytes")), 64)
+        rows_of(step_of(data=data, held_out=2), ChatTokens(tokenizer("bytes")), 64)
     assert wrong in str(refused.value)
 
 

@@ -1,0 +1,87 @@
+"""Rewards by a function of the recipe's author: code, which runs in a process of its own without our environment.
+
+The function has TRL's form: `score(prompts, completions, **columns)` returns a number for each completion; prompts and
+completions are lists of {role, content}. The process (reward_child.py) gets the verified source.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from pipelines.recipe import RewardConfig, TuneConfig
+from trainer.errors import UserError, cut
+
+PASSED_ON = ("PATH", "LANG", "TMPDIR", "LD_LIBRARY_PATH")  # of the environment
+
+
+class RewardCode:
+    """The process of a function. UserError if its file is another one than on record, or fails."""
+
+    def __init__(self, reward: RewardConfig) -> None:
+        self.function = self.__name__ = str(reward.function)
+        source, (path, _, name) = source_of(reward).decode(), self.function.rpartition(":")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", Path(__file__).with_name("reward_child.py")],
+            env={name: os.environ[name] for name in PASSED_ON if name in os.environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf8",
+        )
+        self._ask({"path": path, "name": name, "source": source})
+
+    def __call__(self, **columns: Any) -> list[float]:
+        """The rewards, as TRL calls a function. UserError unless they are a finite number for each completion."""
+        return self._ask({name: column for name, column in columns.items() if isinstance(column, list)})
+
+    def _ask(self, request: dict[str, Any]) -> list[float]:
+        assert self._process.stdin and self._process.stdout
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline() or '{"error": "its process ended"}')
+        if "error" in answer:
+            raise UserError(f"rewards: {self.function}: {cut(answer['error'])}")
+        scores: list[float] = answer["scores"]
+        return scores
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def source_of(reward: RewardConfig) -> bytes:
+    """The file of a function. UserError if there is none, or if it is not the one on record."""
+    path = Path(str(reward.function).rpartition(":")[0])
+    try:
+        source = path.read_bytes()
+        source.decode()
+    except (OSError, ValueError) as error:
+        raise UserError(f"rewards: {path}: cannot be read ({error}); name a file of Python code") from error
+    if reward.sha256 not in (None, found := sha256(source).hexdigest()):
+        raise UserError(f"rewards: {path} has the sha256 {found}, and {reward.sha256} is on record")
+    return source
+
+
+def with_digests(step: TuneConfig) -> list[RewardConfig]:
+    """The rewards of a step, those of functions with the sha256 of their files."""
+    return [
+        reward.model_copy(update={"sha256": sha256(source_of(reward)).hexdigest()}) if reward.function else reward
+        for reward in step.rewards
+    ]
+
+
+def check_code(steps: Sequence[TuneConfig], allowed: bool) -> None:
+    """UserError for a function in the steps' rewards that fails to load or, unless code is `allowed`, for any."""
+    for reward in (reward for step in steps for reward in step.rewards if reward.function):
+        if not allowed:
+            raise UserError(
+                f"rewards: {reward.function} is code, which runs with your rights; read it, then add --allow-code"
+            )
+        RewardCode(reward).close()
