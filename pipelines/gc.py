@@ -152,7 +152,7 @@ def remove_run(store: Store, name: str, dry_run: bool = False) -> Iterator[Lefto
         *sorted(own),
         f"control/{run.run}",
         f"launches/{run.run}",
-        f"summaries/{run.run}",  # until 0.2, runs stored their row of the table
+        f"summaries/{run.run}",
         f"runs/{run.run}",
     ]:
         number, attempt = latest_number(store, prefix) + 1, None

@@ -5,8 +5,10 @@ stage's `build`, and commits. A crash is recorded here too, by the next command.
 """
 
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from pipelines.tracking.ledger import (
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.run_record import RunRecord, record
-from pipelines.tracking.runs import Run, read_run
+from pipelines.tracking.runs import Run, read_run, store_summary
 from trainer.errors import Crashed, Interrupted, StaleAttempt, Stopped, StoreUnavailable, UnfitMachine, UserError
 from trainer.process import StopSignal, failpoint
 from trainer.store import Store
@@ -75,6 +77,9 @@ class Pipeline:
         try:
             self._make_all(found)
         finally:
+            if not isinstance(sys.exception(), OSError):  # a store that does not answer would only wait as long again
+                with suppress(Exception):  # tables read the records instead
+                    store_summary(self.snapshot())
             if mirrored and (notice := self.mirror.close()):
                 self.screen.warn(notice)
 

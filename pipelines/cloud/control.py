@@ -31,7 +31,7 @@ from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.releases import Release, write_releases
 from pipelines.tracking.run_record import RunRecord
-from pipelines.tracking.runs import Run, Summary, usable_runs
+from pipelines.tracking.runs import Run, Summary, store_summary, usable_runs
 from pipelines.tracking.stop_request import StopRequest, request_stop
 from trainer.amounts import steps_to_come
 from trainer.config import TrainConfig
@@ -72,10 +72,10 @@ def status_of(run: Run, launched: LaunchRecord | None, all_tasks: list[TaskStatu
     """The status of a run, from its snapshot, its last launch and SkyPilot's tasks."""
     tasks = tasks_of(launched, all_tasks) if launched else []
     recoveries, budget = sum(task.recoveries for task in tasks), launched.request.budget if launched else None
-    if (summary := run.summary).state == "done":
-        return Status(run.name, "done", summary.steps, summary.steps, summary, tasks, recoveries, budget)
+    if (listed := run.listed).state == "done":
+        return Status(run.name, "done", listed.steps, listed.steps, listed, tasks, recoveries, budget)
     machines = [attempt.machine for attempt in run.account.attempts]
-    present = run.record.prefixes.values()
+    summary, present = run.summary, run.record.prefixes.values()
     stored = max((one for one in run.heartbeats if one.prefix in present), key=lambda o: o.beat.started, default=None)
     newest = stored.beat if stored else None
     progress = newest.progress if newest else Progress()
@@ -152,7 +152,7 @@ def on_another_server(launched: LaunchRecord) -> str | None:
 def record_releases(runs: list[Run], launches: Mapping[str, LaunchRecord]) -> list[Run]:
     """Record when SkyPilot has released the machines of launched runs, if that is not on record and the store may be
     written. Returns the runs, new snapshots of those with other bills."""
-    missing = [run for run in runs if run.name in launches and run.unreleased]
+    missing = [run for run in runs if run.name in launches and not run.stored_summary and run.unreleased]
     found, again = clusters() if missing else [], dict[str, Run]()
     for run in missing:
         label, known = run_label(launches[run.name].request.job_name), {*run.releases}
@@ -161,6 +161,7 @@ def record_releases(runs: list[Run], launches: Mapping[str, LaunchRecord]) -> li
             if not ours <= known:
                 write_releases(run.store, run.name, sorted(known | ours, key=lambda one: one.since))
                 again[run.name] = Run(run.store, run.record)
+                store_summary(again[run.name])
     return [again.get(run.name, run) for run in runs]
 
 

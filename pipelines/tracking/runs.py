@@ -1,7 +1,9 @@
 """A run as the store has it: its record, attempts, artifacts and series. A report needs no tracking server."""
 
+import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,7 +22,7 @@ from trainer.checkpoint.commits import series
 from trainer.config import TARGETS
 from trainer.config_errors import explain
 from trainer.errors import NotAFile, UserError
-from trainer.record import DamagedRecord, NewerRecord, reading
+from trainer.record import DamagedRecord, NewerRecord, StoredRecord, reading, record_in
 from trainer.store import Entry, Store, side_by_side
 
 
@@ -31,8 +33,8 @@ def tuned_model(store: Store, record: RunRecord) -> Manifest | None:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A run in a row of a table."""
+class Summary(StoredRecord):
+    """A run in a row of a table. That of a run that has ended is in the store, too."""
 
     run: str
     # done, running, interrupted, stopped (on request), failed, lost (crashed without a last heartbeat), damaged
@@ -213,6 +215,25 @@ class Run:
         return state_of(present, self.store.clock)
 
     @cached_property
+    def stored_summary(self) -> Summary | None:
+        """The summary in the store; None if there is none, or the run began again since."""
+        with suppress(DamagedRecord, NewerRecord, NotAFile):
+            body, where = self.store.get(summary_key(self.name)), f"{self.store.uri}/{summary_key(self.name)}"
+            stored = record_in(Summary, body, where) if body else None
+            if (
+                stored
+                and (stored.run, stored.updated) == (self.name, self.record.updated)
+                and stored.state != "running"
+            ):
+                return stored
+        return None
+
+    @property
+    def listed(self) -> Summary:
+        """The summary for a list of runs: the stored one, if there is one."""
+        return self.stored_summary or self.summary
+
+    @cached_property
     def summary(self) -> Summary:
         step, metrics = 0, dict[str, float]()
         for beat in self.attempts.get("train", []):
@@ -287,12 +308,23 @@ def state_of(attempts: Iterable[list[StoredHeartbeat]], clock: Callable[[], floa
     return {"running": "lost", "done": "interrupted"}.get(state, state)
 
 
+def store_summary(run: Run) -> None:
+    """Store the summary of a run that has ended and whose bill is complete: lists of many runs read this one object of
+    each."""
+    if run.state != "running" and not run.unreleased:
+        run.store.put(summary_key(run.name), json.dumps(asdict(run.summary)).encode())
+
+
+def summary_key(run: str) -> str:
+    return f"summaries/{run}.json"
+
+
 def without_failed_trials(runs: Iterable[Run], skip: Callable[[str], None]) -> list[Run]:
     """Runs for a table, oldest first: a failed one leaves it once its recipe has begun a newer run. `skip` gets a
     message about them."""
     known = list(runs)
     newest = {run.record.run.rpartition("-")[0]: run for run in known}
-    shown = [run for run in known if run.state != "failed" or run in newest.values()]
+    shown = [run for run in known if run.listed.state != "failed" or run in newest.values()]
     if len(shown) < len(known):
         skip(f"{len(known) - len(shown)} failed runs with a newer one of their recipe are not shown; name them")
     return shown

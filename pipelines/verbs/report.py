@@ -60,6 +60,8 @@ def report(
     asked = rebuild_mlflow or series or audit_ or as_json
 
     def read(run: "Run") -> object:  # all that is shown, so that a record of another version is left out
+        if not (asked or html or runs):
+            return run.listed
         return run.summary, run.account, *([run.recipe, run.series] if html or series or audit_ else [])
 
     found = usable_runs(opened, runs or [], read, print_note_on_stderr, last)
@@ -78,7 +80,7 @@ def report(
         print(json.dumps([asdict(run.summary) | {"account": run.account.to_json()} for run in found]))
     elif not html:
         shown = found if runs else without_failed_trials(found, print_note_on_stderr)
-        print_runs([run.summary for run in shown], opened.uri)
+        print_runs([run.summary if runs else run.listed for run in shown], opened.uri)
         if runs and len(found) == 1:
             (run,), launched = found, last_launch(opened, found[0].name)
             say("")

@@ -29,7 +29,7 @@ from pipelines.stage import STAGES, missing, planned
 from pipelines.tracking.ledger import attempts, this_process
 from pipelines.tracking.records import Progress
 from pipelines.tracking.run_record import full_names
-from pipelines.tracking.runs import Run, read_run, usable_runs, without_failed_trials
+from pipelines.tracking.runs import Run, read_run, store_summary, usable_runs, without_failed_trials
 from trainer.errors import UserError
 from trainer.models.model_config import REMOVED_FIELDS
 from trainer.store import LocalStore
@@ -107,17 +107,28 @@ def test_the_progress_of_an_unfinished_run_is_in_its_heartbeats(store: LocalStor
 
 
 @pytest.mark.parametrize("state", ["done", "interrupted", "stopped", "failed", "running"])
-def test_a_list_asks_a_bucket_at_most_ten_times_for_a_run_and_once_for_each_attempt(
+def test_a_list_asks_a_bucket_twice_for_a_run_that_has_ended_and_at_most_eleven_times_for_another(
     state: str, fresh_s3_store: Callable[[S3Account], S3Store], moto_server: S3Account
 ) -> None:
     store = fresh_s3_store(moto_server)
     attempted(store, "train", state=state, process=this_process(), progress=Progress(step=5))
-    made, before = done_run(store) if state == "done" else recorded(store), traffic_here()
-    (run,) = usable_runs(store, [], lambda run: run.summary, lambda text: None)
+    store_summary(Run(store, done_run(store) if state == "done" else recorded(store)))
+    before = traffic_here()
+    (run,) = usable_runs(store, [], lambda run: run.listed, lambda text: None)
     asked = traffic_here() - before
-    # One is the listing of all runs. Of this one: its record, and manifests and attempts of four stages.
-    assert asked.reads + asked.writes <= 1 + 10 + len(run.heartbeats)
-    assert (run.name, run.summary.state) == (made.run, state)
+    # One is the listing of all runs. Of one that works: its record, no summary, manifests and attempts of four stages.
+    assert asked.reads + asked.writes <= 1 + (11 if state == "running" else 2)
+    assert run.listed.state == state and run.listed == run.summary
+
+
+def test_the_summary_of_a_run_that_began_again_or_of_another_one_is_not_read(store: LocalStore) -> None:
+    store_summary(Run(store, done_run(store)))
+    recorded(store)
+    other = json.loads(store.get(f"summaries/{RUN}.json") or b"") | {"usd": 99.0}
+    store.put(f"summaries/{RUN}.json", json.dumps(other).encode())
+    assert read_run(store, RUN).listed.usd == pytest.approx(20.0)
+    store.put(f"summaries/{RUN}.json", b"{")
+    assert read_run(store, RUN).listed.usd == pytest.approx(20.0)
 
 
 def test_a_failed_run_leaves_the_lists_once_its_recipe_has_a_newer_run(store: LocalStore) -> None:
