@@ -4,6 +4,7 @@ For each missing artifact it claims an attempt, waits for another process that b
 stage's `build`, and commits. A crash is recorded here too, by the next command.
 """
 
+import math
 import shutil
 import sys
 import time
@@ -31,7 +32,7 @@ from pipelines.tracking.ledger import (
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.run_record import RunRecord, record
-from pipelines.tracking.runs import Run, read_run, store_summary
+from pipelines.tracking.runs import SUMMARY_SECONDS, Run, read_run, store_summary
 from trainer.errors import Crashed, Interrupted, StaleAttempt, Stopped, StoreUnavailable, UnfitMachine, UserError
 from trainer.process import StopSignal, failpoint
 from trainer.store import Store
@@ -61,6 +62,8 @@ class Pipeline:
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
     _recorded: RunRecord | None = None
+    _before: Run | None = None  # the run before the attempt that works
+    _summarized: float = -math.inf  # by the monotonic clock
 
     @property
     def run(self) -> str:
@@ -110,7 +113,8 @@ class Pipeline:
             if rival and (manifest := self._existing(stage)):
                 return manifest
             number = rival.attempt + 1 if rival else 1
-            earlier = self.snapshot().heartbeats
+            self._before = self.snapshot()
+            earlier = self._before.heartbeats
             attempt = claim(
                 self.store,
                 plan.prefix,
@@ -153,6 +157,9 @@ class Pipeline:
             if reason := watch(beat):
                 self.stop.ask(reason, Stopped)
         self.mirror.start()
+        if self._before and time.monotonic() - self._summarized > SUMMARY_SECONDS:
+            self._summarized = time.monotonic()
+            store_summary(self._before.with_attempt(self.plans[beat.stage].prefix, beat), beat.process)
 
     def _wait_for_rival(self, plan: ArtifactPlan) -> Heartbeat | None:
         """Wait until no attempt of another process is alive. Returns the newest attempt, None if there is none.

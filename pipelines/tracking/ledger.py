@@ -345,7 +345,7 @@ def attempt_entries(store: Store, prefix: str) -> list[tuple[int, Entry]]:
 
 def is_alive(heartbeat: Heartbeat) -> bool | None:
     """Whether an attempt still works; None if only its next heartbeat can show that."""
-    return process_exists(heartbeat) if heartbeat.state == "running" else False
+    return process_exists(heartbeat.process) if heartbeat.state == "running" else False
 
 
 def is_dead(store: Store, heartbeat: Heartbeat, stored: float) -> bool:
@@ -360,9 +360,9 @@ def working_attempt(store: Store, prefix: str) -> Heartbeat | None:
     return None if report is None or is_dead(store, *report) else report[0]
 
 
-def process_exists(heartbeat: Heartbeat) -> bool | None:
+def process_exists(process: ProcessId) -> bool | None:
     """Whether the process of an attempt, or one that it started, still exists; None if this machine cannot know."""
-    here, process = this_process(), heartbeat.process
+    here = this_process()
     if here.machine == process.machine:
         starts = ((one.pid, one.started) for one in (process, *process.children))
         return any(pid is not None and process_started(pid) == started for pid, started in starts)

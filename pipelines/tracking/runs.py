@@ -1,9 +1,10 @@
 """A run as the store has it: its record, attempts, artifacts and series. A report needs no tracking server."""
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from pipelines.artifacts.manifest import DamagedArtifact, Manifest, read_manifes
 from pipelines.recipe import REWARD, Recipe
 from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, account, cost_until
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
-from pipelines.tracking.records import Heartbeat
+from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.tracking.releases import Release, read_releases, until_release
 from pipelines.tracking.run_record import RunRecord, full_names, key_of, read_record, read_records
 from pipelines.tracking.stop_request import StopRequest, read_stop_request
@@ -24,6 +25,9 @@ from trainer.config_errors import explain
 from trainer.errors import NotAFile, UserError
 from trainer.record import DamagedRecord, NewerRecord, StoredRecord, reading, record_in
 from trainer.store import Entry, Store, side_by_side
+
+SUMMARY_SECONDS = 20.0  # between two summaries of a run that works
+FRESH_SECONDS = 3 * SILENT_SECONDS  # after a longer silence, a process elsewhere counts as lost
 
 
 def tuned_model(store: Store, record: RunRecord) -> Manifest | None:
@@ -58,6 +62,13 @@ class Summary(StoredRecord):
 
 
 @dataclass(frozen=True)
+class StoredSummary(Summary):
+    """The summary of a run in the store: since it ended, or while `process` worked on it."""
+
+    process: ProcessId = ProcessId()
+
+
+@dataclass(frozen=True)
 class Passed:
     """The first measurement of a run that passed a target of train.stop_at."""
 
@@ -75,6 +86,7 @@ class Run:
 
     store: Store
     record: RunRecord
+    is_fresh: bool = False  # its summary was stored less than 60 s ago, by the store's clock
 
     @property
     def name(self) -> str:
@@ -215,23 +227,36 @@ class Run:
         return state_of(present, self.store.clock)
 
     @cached_property
-    def stored_summary(self) -> Summary | None:
-        """The summary in the store; None if there is none, or the run began again since."""
+    def _stored(self) -> StoredSummary | None:
         with suppress(DamagedRecord, NewerRecord, NotAFile):
             body, where = self.store.get(summary_key(self.name)), f"{self.store.uri}/{summary_key(self.name)}"
-            stored = record_in(Summary, body, where) if body else None
-            if (
-                stored
-                and (stored.run, stored.updated) == (self.name, self.record.updated)
-                and stored.state != "running"
-            ):
+            stored = record_in(StoredSummary, body, where) if body else None
+            if stored and (stored.run, stored.updated) == (self.name, self.record.updated):
                 return stored
         return None
 
     @property
+    def stored_summary(self) -> Summary | None:
+        """The summary in the store; None if there is none, or if the run works or began again since."""
+        return self._stored if self._stored and self._stored.state != "running" else None
+
+    @property
     def listed(self) -> Summary:
-        """The summary for a list of runs: the stored one, if there is one."""
-        return self.stored_summary or self.summary
+        """The summary for a list of runs: the stored one, up to 20 s old, if its process has ended the run or works."""
+        if (stored := self._stored) and stored.state == "running":
+            exists = process_exists(stored.process)
+            return stored if exists or (exists is None and self.is_fresh) else self.summary
+        return stored or self.summary
+
+    def with_attempt(self, prefix: str, beat: Heartbeat) -> "Run":
+        """This snapshot beside an attempt that has begun since, without another look at the store."""
+        heartbeats, damage = self._heartbeats
+        now = Run(self.store, self.record)
+        working = StoredHeartbeat(prefix, beat, math.inf, True)
+        vars(now).update(
+            _manifests=self._manifests, _heartbeats=([*heartbeats, working], damage), releases=self.releases
+        )
+        return now
 
     @cached_property
     def summary(self) -> Summary:
@@ -301,18 +326,19 @@ def state_of(attempts: Iterable[list[StoredHeartbeat]], clock: Callable[[], floa
     newest = max(reversed(last), key=lambda one: one.stored or 0.0, default=None)  # S3 has whole seconds
     if newest is None:
         return "interrupted"
-    state, exists = newest.beat.state, process_exists(newest.beat)
+    state, exists = newest.beat.state, process_exists(newest.beat.process)
     working = state in ("running", "done")  # done with one stage, about to start the next
-    if working and (exists or (exists is None and clock() - (newest.stored or 0.0) < 3 * SILENT_SECONDS)):
+    if working and (exists or (exists is None and clock() - (newest.stored or 0.0) < FRESH_SECONDS)):
         return "running"
     return {"running": "lost", "done": "interrupted"}.get(state, state)
 
 
-def store_summary(run: Run) -> None:
-    """Store the summary of a run that has ended and whose bill is complete: lists of many runs read this one object of
-    each."""
-    if run.state != "running" and not run.unreleased:
-        run.store.put(summary_key(run.name), json.dumps(asdict(run.summary)).encode())
+def store_summary(run: Run, process: ProcessId | None = None) -> None:
+    """Store the summary of a run that has ended and whose bill is complete, or on which `process` works: lists of many
+    runs read this one object of each."""
+    if process or (run.state != "running" and not run.unreleased):
+        stored = StoredSummary(**vars(run.summary), process=process or ProcessId())
+        run.store.put(summary_key(run.name), json.dumps(asdict(stored)).encode())
 
 
 def summary_key(run: str) -> str:
@@ -353,10 +379,14 @@ def usable_runs(
         skip(f"{len(chosen) - last} older runs are not shown; --last {len(chosen)} shows all")
         chosen = chosen[-last:]
 
+    written = {} if named else {entry.key: entry.modified for entry in store.entries("summaries/")}
+    now = store.clock() if written else 0.0
+
     def read(name: str) -> Run | UserError | None:
         try:
             with reading(f"{store.uri}/{key_of(name)}"):
                 if run := find_run(store, name):
+                    run = replace(run, is_fresh=now - written.get(summary_key(name), 0.0) < FRESH_SECONDS)
                     need(run)
                 return run
         except UserError as error:

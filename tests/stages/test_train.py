@@ -36,7 +36,7 @@ def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
         with work.attempt:
             pass  # a heartbeat
         (seen,) = attempts(work.store, work.plan.prefix)
-        assert process_exists(without_us(seen)) is True
+        assert process_exists(without_us(seen).process) is True
         raise RuntimeError("something breaks here")
 
     monkeypatch.setattr(train, "start_ranks", sleeping)
@@ -45,7 +45,7 @@ def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
         train.build(mine)
     assert started[0].poll() is not None
     (seen,) = attempts(mine.store, mine.plan.prefix)
-    assert process_exists(without_us(seen)) is False
+    assert process_exists(without_us(seen).process) is False
 
 
 def test_an_id_outside_the_vocabulary_ends_a_training_before_its_ranks_start(
