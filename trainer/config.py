@@ -337,8 +337,8 @@ class RuntimeConfig(Section):
         default="auto",
         description="Implementation of a step. fused: our own forward and backward pass for CUDA; compiled: "
         "torch.compile; eager: plain PyTorch; sharded: FSDP2, which divides weights, gradients and optimizer over the "
-        "ranks, in bf16 or fp32; auto: fused where it runs, sharded where that is too large for "
-        "the memory of several GPUs, else compiled on a GPU, else eager",
+        "ranks, in bf16 or fp32; auto: fused where it runs, else compiled on a GPU, else eager; "
+        "sharded where that is too large for the memory of several GPUs",
     )
     shard_size: int | None = Field(
         default=None,

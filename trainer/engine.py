@@ -26,7 +26,7 @@ from trainer.checkpoint.pieces import Piece, training_tensors
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.fused import gemm
-from trainer.memory import why_sharded
+from trainer.memory import automatic_engine
 from trainer.models.family import plain_model
 from trainer.models.language_model import LanguageModel
 from trainer.models.model_config import ModelConfig
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from trainer.fused.products import Products
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-
-# Columns of a row that a program of the norm kernels holds: the backward pass in fp8 then has 32 warps, CUDA's limit.
-WIDEST_NORM = 8192
 
 
 class Engine(Protocol):
@@ -339,16 +336,14 @@ def choose_engine(
         if train.precision == "fp16":
             raise UserError("train.precision: fp16 does not work in the engine sharded; use bf16 or fp32")
         return "sharded", f"sharded, {on}; as configured"
-    if runtime.engine == "auto" and device.type == "cuda" and not obstacle:
-        memory = torch.cuda.get_device_properties(device).total_memory
-        if too_large := why_sharded(config, runtime, train.precision, train.optimizer == "muon", ranks, memory):
-            return "sharded", f"sharded, {on}; {too_large}"
-    wanted = device.type == "cuda" or train.precision.startswith("fp8")
-    if runtime.engine == "fused" or (runtime.engine == "auto" and wanted and not obstacle):
+    if runtime.engine == "auto" and device.type == "cuda":
+        memory, precision = torch.cuda.get_device_properties(device).total_memory, precision_on(device, train)
+        name, why = automatic_engine(config, runtime, precision, train.optimizer == "muon", ranks, memory, obstacle)
+        return name, f"{name}, {on}{why and f'; {why}'}"
+    if runtime.engine == "fused" or (runtime.engine == "auto" and train.precision.startswith("fp8")):
         return "fused", f"fused, {on}"
-    if runtime.engine == "compiled" or (runtime.engine == "auto" and device.type == "cuda"):
-        why = "as configured" if runtime.engine == "compiled" else f"not fused: {obstacle}"
-        return "compiled", f"compiled, {on}; {why}"
+    if runtime.engine == "compiled":
+        return "compiled", f"compiled, {on}; as configured"
     why = "as configured" if runtime.engine == "eager" else "no CUDA device was found"
     return "eager", f"eager, {on}; {why}"
 
@@ -375,10 +370,6 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
                 return f"model.{field} {value} is not a multiple of 16, which fp8 products need"
         if config.attention_width % 16:
             return f"the width of all heads, {config.attention_width}, is not a multiple of 16, which fp8 products need"
-    if config.head_size % 8 or config.head_size > 128:
-        return f"the head size {config.head_size} is not a multiple of 8 up to 128"
-    if config.n_embd > WIDEST_NORM:
-        return f"model.n_embd {config.n_embd} is more than {WIDEST_NORM}, the widest row of its norm kernels"
     return None
 
 

@@ -1,8 +1,9 @@
-"""The memory of a training on each GPU, by arithmetic: for plans, and for the choice between the engines fused and
-sharded. What really fits, trainer/micro_batch.py measures."""
+"""The memory of a training on each GPU, by arithmetic: for plans, and for the choice of an engine on GPUs. What
+really fits, trainer/micro_batch.py measures."""
 
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 from trainer.config import Recompute, RuntimeConfig
 from trainer.models.model_config import ModelConfig
@@ -35,8 +36,8 @@ def memory_of(
     sequences: int = 1,
     once: bool = False,
 ) -> Memory:
-    """What a training takes on each of `ranks` GPUs, in the engine fused or sharded, in bf16. `once`: sharded gathers
-    the weights once a step, see `gathers_once`."""
+    """What a training takes on each of `ranks` GPUs in bf16, in the engine fused, sharded or compiled. `once`: sharded
+    gathers the weights once a step, see `gathers_once`."""
     sizes = {name: prod(shape) for name, shape in model.shapes.items()}
     block = max(sum(n for name, n in sizes.items() if name.startswith(f"h.{i}.")) for i in {0, model.n_layer - 1})
     outside = sum(n for name, n in sizes.items() if not name.startswith("h."))
@@ -48,25 +49,36 @@ def memory_of(
     if engine == "fused":
         reduced = 2 if runtime.reduce_dtype == "bf16" and ranks > 1 else 0
         return Memory((6 + reduced) * model.parameters + moments / ranks, 0.0, inside + max(FUSED_LOGITS, block_again))
+    logits = 4 * tokens * model.padded_vocab_size  # compiled: bf16, and their gradients
+    inside += max(logits, block_again)
+    if engine == "compiled":  # autocast has a copy of the weights in bf16
+        return Memory(4 * model.parameters + moments, 2.0 * model.parameters, inside)
     # bf16 weights and gradients outside the blocks, and of two blocks, one of whose gradients are reduced in float32.
     block //= runtime.tensor_parallel
     gathered = 4.0 * outside + 2 * 2 * block + 6 * block if ranks > 1 else 0.0
     if once:  # all bf16 weights and float32 gradients
         gathered += 2 * outside + 6 * (model.parameters - outside) / runtime.tensor_parallel
-    logits = 4 * tokens * model.padded_vocab_size  # compiled: bf16, and their gradients
-    return Memory(
-        (4 * model.parameters + moments) / (runtime.shard_size or ranks), gathered, inside + max(logits, block_again)
-    )
+    return Memory((4 * model.parameters + moments) / (runtime.shard_size or ranks), gathered, inside)
 
 
-def why_sharded(
-    model: ModelConfig, runtime: RuntimeConfig, precision: str, muon: bool, ranks: int, memory: float
-) -> str | None:
-    """Why the engine `auto` is sharded on GPUs with `memory` bytes where fused runs; None if it is fused."""
-    needed = memory_of("fused", model, runtime, ranks, muon).total
-    if ranks == 1 or precision not in ("auto", "bf16") or needed <= USABLE * memory:
-        return None
-    return f"fused would need about {needed / 1e9:.0f} of {memory / 1e9:.0f} GB on each GPU"
+def automatic_engine(
+    model: ModelConfig,
+    runtime: RuntimeConfig,
+    precision: str,
+    muon: bool,
+    ranks: int,
+    memory: float | None,
+    obstacle: str | None,
+) -> tuple[Literal["fused", "sharded", "compiled"], str]:
+    """The engine that `auto` takes on `ranks` GPUs with `memory` bytes (None: unknown), and the reason, "" for the
+    fastest one. `obstacle`: why fused cannot run. Sharded where the others would not fit, in its precisions."""
+    whole: Literal["fused", "compiled"] = "compiled" if obstacle else "fused"
+    why = f"not fused: {obstacle}" if obstacle else ""
+    needed = memory_of(whole, model, runtime, ranks, muon).total
+    if memory is None or ranks == 1 or precision not in ("bf16", "fp32") or needed <= USABLE * memory:
+        return whole, why
+    too_large = f"{whole} would need about {needed / 1e9:,.0f} of {memory / 1e9:.0f} GB on each GPU"
+    return "sharded", f"{why}; {too_large}" if why else too_large
 
 
 def gathers_once(model: ModelConfig, runtime: RuntimeConfig, muon: bool, ranks: int, memory: float) -> bool:

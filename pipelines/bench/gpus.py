@@ -8,7 +8,7 @@ from contextlib import suppress
 from pipelines.recipe import Recipe
 from trainer.amounts import check_shares
 from trainer.errors import UserError
-from trainer.memory import USABLE, memory_of, why_sharded
+from trainer.memory import USABLE, automatic_engine, memory_of
 from trainer.metrics import PEAK_FLOPS
 
 # Dense bf16 peak by the name up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
@@ -54,30 +54,35 @@ def memory_on(accelerators: str) -> float | None:
     return MEMORY.get(name, MEMORY.get(gpu_of(name)))
 
 
-def engine_of(recipe: Recipe, accelerators: str, nodes: int = 1) -> str:
-    """The engine of a step on rented GPUs, with its precision if that is fp8."""
+def engine_of(recipe: Recipe, accelerators: str, nodes: int = 1) -> tuple[str, str]:
+    """The engine of a step on rented GPUs, with its precision if that is fp8; and why it is not fused, or ""."""
     model, runtime, precision = recipe.model, recipe.runtime, recipe.train.precision
     if precision.startswith("fp8") and runtime.engine != "sharded":
-        return f"fused {precision}"
+        return f"fused {precision}", ""
     if runtime.engine != "auto":
-        return runtime.engine
-    if precision in ("fp32", "fp16") or gpu_of(accelerators) in NO_BF16 or model.why_not_fused:
-        return "compiled"
+        return runtime.engine, "as configured"
+    gpu, obstacle = gpu_of(accelerators), model.why_not_fused
+    if gpu in NO_BF16:
+        obstacle = obstacle or f"{gpu} has no bf16"
+    elif precision in ("fp32", "fp16"):
+        obstacle = obstacle or f"it computes in bf16, but train.precision is {precision}"
+    if precision == "auto":
+        precision = "fp16" if gpu in NO_BF16 else "bf16"
     ranks, memory, muon = nodes * gpu_count(accelerators), memory_on(accelerators), recipe.train.optimizer == "muon"
-    return "sharded" if memory and why_sharded(model, runtime, precision, muon, ranks, memory) else "fused"
+    return automatic_engine(model, runtime, precision, muon, ranks, memory, obstacle)
 
 
 def check_gpus(recipe: Recipe, accelerators: str, nodes: int) -> str | None:
     """The engine and the memory of each of these GPUs, None if unknown. UserError if `nodes` nodes with them are too
     many for a step's batch, or can't run it."""
     model, train, runtime, gpu = recipe.model, recipe.train, recipe.runtime, gpu_of(accelerators)
-    engine, has, ranks = engine_of(recipe, accelerators, nodes), memory_on(accelerators), gpu_count(accelerators)
+    (engine, why), has, ranks = engine_of(recipe, accelerators, nodes), memory_on(accelerators), gpu_count(accelerators)
     check_shares(model, train, nodes * (ranks if runtime.processes == "auto" else runtime.processes))
     if train.precision.startswith("fp8") and gpu not in FP8:
         raise UserError(f"train.precision: {train.precision} needs one of these GPUs: {', '.join(FP8)}")
     if train.optimizer == "muon" and gpu in NO_BF16:
         raise UserError(f"train.optimizer: muon computes in bf16, which {gpu} does not have; use another GPU")
-    if has is None or (engine := engine.partition(" ")[0]) not in ("fused", "sharded"):
+    if has is None or (engine := engine.partition(" ")[0]) not in ("fused", "sharded", "compiled"):
         return None
     needed = memory_of(engine, model, runtime, nodes * ranks, train.optimizer == "muon").total
     if needed > USABLE * has:
@@ -85,7 +90,7 @@ def check_gpus(recipe: Recipe, accelerators: str, nodes: int) -> str | None:
             f"train: {model.parameters / 1e9:.1f}B parameters take about {needed / 1e9:,.0f} GB on each GPU "
             f"(engine {engine}), and {gpu} has {has / 1e9:.0f}; use more GPUs or nodes, or runtime.recompute"
         )
-    return f"{engine}, about {needed / 1e9:.0f} of {has / 1e9:.0f} GB on each GPU with one sequence"
+    return f"{engine}, about {needed / 1e9:.0f} of {has / 1e9:.0f} GB on each GPU with one sequence{why and f'; {why}'}"
 
 
 def fewest_nodes(recipe: Recipe, accelerators: str) -> int:

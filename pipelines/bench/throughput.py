@@ -74,7 +74,7 @@ def speed_on(
     if peak is None:
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")
     model, runtime, gpus = recipe.model, recipe.runtime, nodes * gpu_count(accelerators)
-    engine, batch = engine_of(recipe, accelerators, nodes), recipe.train.batch_tokens
+    (engine, _), batch = engine_of(recipe, accelerators, nodes), recipe.train.batch_tokens
     same = (s for s in FIGURES.speeds if s.plan and (s.step, s.gpus) == (engine, accelerators) and nodes == 1)
     for measured in () if runtime.deterministic or runtime.recompute else same:
         size = FIGURES.sizes[measured.size]

@@ -1,9 +1,12 @@
 """Training speeds: those that were measured, and estimates that agree with them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from pipelines.bench.gpus import check_gpus, engine_of
 from pipelines.bench.measurements import Speed, measurements
 from pipelines.bench.throughput import (
     RUN_SHARE,
@@ -11,6 +14,8 @@ from pipelines.bench.throughput import (
     speed_on,
 )
 from pipelines.recipe import load_recipe
+from trainer.engine import choose_engine
+from trainer.errors import UserError
 from trainer.metrics import mfu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,3 +61,44 @@ def test_fp8_gains_in_the_sharded_engine_what_it_gains_in_the_fused_one() -> Non
 
     fused = speed("fused", "fp8") / speed("fused", "bf16")
     assert speed("sharded", "fp8") / speed("sharded", "bf16") == pytest.approx(fused, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "gpus", "nodes", "engine", "why"),
+    [
+        ("gpt2-124m", [], "H100:8", 1, "fused", ""),
+        ("llama-8b", [], "H100:8", 1, "sharded", "fused would need about "),
+        ("llama-124m", ["model.qk_norm=true"], "H100:8", 1, "compiled", "not fused: its norm of queries and keys"),
+        ("llama-8b", ["model.qk_norm=true"], "H100:8", 2, "sharded", "not fused: its norm of queries and keys"),
+        ("gpt3-175b", [], "H100:8", 8, "sharded", "not fused: model.n_embd 12288 is more than 8192"),
+        ("gpt3-175b", [], "H100:1", 1, "compiled", "not fused: model.n_embd 12288 is more than 8192"),
+        ("gpt2-1558m", ["train.precision=fp32"], "H100:2", 1, "compiled", "not fused: it computes in bf16"),
+        ("gpt3-6.7b", ["train.precision=fp32"], "H100:8", 1, "sharded", "not fused: it computes in bf16"),
+        ("gpt3-6.7b", [], "V100:8", 1, "compiled", "not fused: "),
+    ],
+)
+def test_a_plan_and_a_run_on_mocked_gpus_take_the_same_engine_for_the_same_reason(
+    recipe: str,
+    changes: list[str],
+    gpus: str,
+    nodes: int,
+    engine: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, old = load_recipe(recipe, changes), gpus.startswith("V100")
+    found, reason = engine_of(one, gpus, nodes)
+    assert found == engine and reason.startswith(why)
+    if old or "H100:1" in gpus:
+        with pytest.raises(UserError, match=r"B parameters take about .* GB on each GPU \(engine compiled\)"):
+            check_gpus(one, gpus, nodes)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=16e9 if old else 80e9)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0) if old else (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not old)
+    ranks = nodes * int(gpus.partition(":")[2])
+    chosen = choose_engine(one.model, one.train, one.runtime, torch.device("cuda"), ranks)
+    assert chosen[0] == engine
+    assert old or chosen[1].removeprefix(f"{engine}, on a GPU (sm_90)") == (f"; {reason}" if reason else "")

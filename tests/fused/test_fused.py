@@ -16,7 +16,7 @@ from trainer_runs import ALONE, Runners, weights
 from trainer.amounts import micro_batch_count
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data.shards import slices
-from trainer.engine import WIDEST_NORM, FusedEngine, PlainEngine, choose_engine, make_engine
+from trainer.engine import FusedEngine, PlainEngine, choose_engine, make_engine
 from trainer.errors import UserError
 from trainer.eval.evaluation import Evaluation, TextSampler
 from trainer.eval.scoring import Scored, ScoredRow, score_rows
@@ -24,7 +24,7 @@ from trainer.fused.flat import FlatState
 from trainer.models.family import ANY_MODEL, plain_model
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
-from trainer.models.model_config import ModelConfig
+from trainer.models.model_config import WIDEST_NORM, ModelConfig
 from trainer.models.modern_module import SCALARS
 from trainer.optim.rates import Rates, rates_of
 from trainer.parallel import World
@@ -305,6 +305,7 @@ def test_the_reason_why_it_cannot_run_is_reported(monkeypatch: pytest.MonkeyPatc
     assert choose_engine(wide, TRAIN, RuntimeConfig(), ALONE.device)[0] == "eager"
     assert norm_warps(WIDEST_NORM, columns=8) == 32  # of a GPU's 32 warps a program
     monkeypatch.delenv("TRITON_INTERPRET")
+    config = Gpt2Config(n_layer=1, n_head=1, n_embd=16, block_size=4)
     with pytest.raises(UserError, match="it needs a CUDA device, this is cpu; use 'auto'"):
         make_engine(config, TRAIN, RuntimeConfig(engine="fused"), ALONE)
     assert make_engine(config, TRAIN, RuntimeConfig(), ALONE).why == "eager, on cpu; no CUDA device was found"

@@ -62,7 +62,7 @@ class LlamaConfig(GroupedHeads):
     def why_not_fused(self) -> str | None:
         if self.qk_norm:
             return "its norm of queries and keys has no weights, those of model.qk_norm have"
-        return f"model.n_inner {self.inner} is not a multiple of 8" if self.inner % 8 else None
+        return f"model.n_inner {self.inner} is not a multiple of 8" if self.inner % 8 else super().why_not_fused
 
     @property
     def implied(self) -> dict[str, Any]:

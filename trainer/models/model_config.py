@@ -43,6 +43,9 @@ class Section(BaseModel):
         return value
 
 
+# Columns of a row that a program of the fused norm kernels holds: the backward pass in fp8 then has 32 warps, CUDA's
+# limit.
+WIDEST_NORM = 8192
 LAYERS = 10_000  # at most: the names of all tensors are in memory
 
 
@@ -70,6 +73,10 @@ class ModelConfig(Section, ABC):
     @property
     def why_not_fused(self) -> str | None:
         """Why the fused engine has no step for this model; None if it has one."""
+        if self.head_size % 8 or self.head_size > 128:
+            return f"the head size {self.head_size} is not a multiple of 8 up to 128"
+        if self.n_embd > WIDEST_NORM:
+            return f"model.n_embd {self.n_embd} is more than {WIDEST_NORM}, the widest row of its norm kernels"
         return None
 
     @model_validator(mode="after")
