@@ -1,8 +1,9 @@
 """tune: the export becomes a model that answers, by supervised tuning, preferences or rewards, in TRL (extra `tune`).
 
 Each step of the recipe's list is a stage of its own, `tune.NAME`: its artifact is a folder for transformers with a chat
-template. It begins with the artifact of the step before it, the first one with the export. The ranks of this node
-(tune_rank.py) divide each batch; checkpoints, stops and the bill are those of train.
+template. It begins with the artifact of the step before it, the first one with the export. One rank
+(tune_rank.py) tunes, or `runtime.processes` of this node, which divide each batch; checkpoints, stops and the bill are
+those of train.
 """
 
 import importlib.util
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from pipelines.artifacts.manifest import ArtifactPlan, fetch_folder
 from pipelines.formats.export_weights import Weights
-from pipelines.nodes.address import NodeAddress, processes_on_this_node
+from pipelines.nodes.address import NodeAddress
 from pipelines.recipe import REWARD, Recipe, TuneConfig
 from pipelines.stage import STAGES, TUNE, Built, Work
 from pipelines.stages.follow import facts_of_ranks
@@ -63,12 +64,11 @@ def build(work: Work) -> Built:
         fetch_folder(work.store, work.inputs[f"{TUNE}.{name}"], cache, work.folder / f"{REWARD}-{name}")
     weights = fetch_folder(work.store, before, cache, work.folder / "before")
     work.check()
-    found = processes_on_this_node(recipe.runtime)
-    ranks = next(n for n in range(found, 0, -1) if step.at_once % n == 0)
-    if ranks < found:
-        work.screen.note(
-            f"  {ranks} of {found} GPUs tune: tune.{step.name}.batch {step.batch} must be divisible by them"
-        )
+    # Two GPUs were tried once and gave no result, so several ranks are for those who ask.
+    wanted = 1 if recipe.runtime.processes == "auto" else recipe.runtime.processes
+    ranks = next(n for n in range(wanted, 0, -1) if step.at_once % n == 0)
+    if ranks < wanted:
+        work.screen.note(f"  {ranks} of {wanted} ranks tune: they must divide tune.{step.name}.batch {step.batch}")
     made = facts_of_ranks(work, replace(rank_spec(work, NodeAddress(), ranks), weights=str(weights), tune=step.name))
     folder = work.folder / TUNED
     work.clock.enter("upload")
