@@ -9,7 +9,7 @@ at once, so that no rank ever holds a whole gradient; large micro-batches keep t
 state is then divided as in ZeRO-1.
 
 With `runtime.shard_size` several copies of the state exist, each over so many ranks (hybrid sharding, HSDP): the
-gathers stay inside a node, and only gradients cross nodes.
+gathers stay inside a node, and only gradients cross nodes: once a step, in float32.
 
 With `runtime.tensor_parallel` so many neighbouring ranks divide the blocks' products by heads and by the width of the
 MLP, by torch's `parallelize_module`. Each rank still has sequences of its own, and all else works on these: the ranks
@@ -85,6 +85,8 @@ class ShardedEngine:
         if world.world_size % size:
             raise UserError(f"runtime.shard_size: {size} does not divide the {world.world_size} ranks; use a divisor")
         self.copies, self.copy = world.world_size // size, world.rank // size
+        # In bf16 the ranks would also add up in bf16.
+        self.copies_meet_once = self.copies > 1 and runtime.reduce_dtype == "fp32"
         if self.copies > 1:
             self.why += f"; {self.copies} copies of the state, each over {size} ranks"
         self.tensor = runtime.tensor_parallel
@@ -143,6 +145,8 @@ class ShardedEngine:
             if self.gathers_once:
                 self.root.set_reshard_after_backward(number == most - 1)
                 self.root.set_requires_gradient_sync(number == most - 1)
+            elif self.copies_meet_once:
+                self.root.set_requires_all_reduce(number == most - 1)
             share = 0.0
             if number < count:
                 tokens, targets = next(batches)

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
-from pipelines.bench.gpus import PEAKS, check_gpus, engine_of, gpu_count, gpu_of, peak_of
+from pipelines.bench.gpus import PEAKS, check_gpus, engine_of, gpu_count, gpu_of, memory_on, peak_of
 from pipelines.bench.measurements import Speed, measurements
 from pipelines.recipe import Recipe
+from trainer.amounts import micro_batch_count
 from trainer.errors import UserError
+from trainer.memory import USABLE, gathers_once, memory_of
 from trainer.models.model_config import ModelConfig
 
 FIGURES = measurements()
@@ -87,14 +89,42 @@ def speed_on(
     mfu *= PER_DOUBLING ** math.log2(gpus) * RUN_SHARE
     # Elsewhere than in the fused engine (0.975) the forward pass again, a third of the FLOPs: computed, not measured.
     mfu /= 1.3 if runtime.recompute is True and not engine.startswith("fused") else 1.0
-    per_parameter = (2 if runtime.reduce_dtype == "bf16" else 4) + (4 if engine == "sharded" else 2)  # bytes exchanged
+    sent, network = network_bytes(recipe, engine, accelerators, nodes)
     seconds, limit = max(
         (batch * model.flops_per_token / (mfu * nodes * peak), f"{mfu:.0%} MFU"),
         (model.n_layer * SECONDS_PER_LAYER, f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer, to launch its kernels"),
-        (model.parameters * per_parameter / TCP_BYTES_PER_SECOND * (nodes > 1), "TCP between the nodes"),
+        (sent / TCP_BYTES_PER_SECOND, network),
     )
     kind = "estimated" if gpu_of(accelerators) == gpu_of(step.gpus) else "assumed"
     return Throughput(batch / seconds, kind, f"{limit}, from {step.size} on {step.gpus}")
+
+
+def network_bytes(recipe: Recipe, engine: str, accelerators: str, nodes: int) -> tuple[float, str]:
+    """The bytes that a node sends in a step over the network, and as many that it receives, in NCCL's rings; and the
+    name of this limit, with what would help."""
+    model, runtime, gpus, tcp = recipe.model, recipe.runtime, gpu_count(accelerators), "TCP between the nodes"
+    reduced, ranks, muon = 2 if runtime.reduce_dtype == "bf16" else 4, nodes * gpus, recipe.train.optimizer == "muon"
+    if nodes == 1 or engine != "sharded":  # fused is ZeRO-1; the others all-reduce float32
+        per_parameter = reduced + 2 if engine.startswith("fused") else 8
+        return float(model.parameters * per_parameter * (nodes > 1)), tcp
+    size, memory = runtime.shard_size or ranks, memory_on(accelerators) or math.inf
+    once = gathers_once(model, runtime, muon, ranks, memory)
+    share = math.ceil(recipe.train.batch_tokens / model.block_size / ranks)
+    one, most = memory_of("sharded", model, runtime, ranks, muon), runtime.micro_batch_size
+    if most == "auto":
+        room = USABLE * memory - one.total
+        most = 1 + max(0, int(min(room / one.activations, share)))
+    count = micro_batch_count(share, most)
+    between = count if reduced == 2 else 1  # all-reduces of the copies
+    sent = 2 * reduced * between * min(1.0, gpus / size) if size < ranks else 0.0
+    if size <= gpus:
+        return model.parameters * sent, tcp
+    sent += 2 + reduced if once else (2 * 2 + reduced) * count  # weights are gathered forward and backward
+    inside = runtime.model_copy(update={"shard_size": gpus})
+    fits = memory_of("sharded", model, inside, ranks, muon).total <= USABLE * memory
+    better = f"runtime.shard_size: {gpus}" if fits else "more nodes"
+    times = "once a step" if once else f"in each of {count} micro-batches"
+    return model.parameters * sent, f"{tcp} {times} ({better}, EFA or InfiniBand would help)"
 
 
 def trains_on_a_small_gpu(recipe: Recipe) -> bool:

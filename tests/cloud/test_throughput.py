@@ -11,6 +11,7 @@ from pipelines.bench.measurements import Speed, measurements
 from pipelines.bench.throughput import (
     RUN_SHARE,
     Throughput,
+    network_bytes,
     speed_on,
 )
 from pipelines.recipe import load_recipe
@@ -102,3 +103,31 @@ def test_a_plan_and_a_run_on_mocked_gpus_take_the_same_engine_for_the_same_reaso
     chosen = choose_engine(one.model, one.train, one.runtime, torch.device("cuda"), ranks)
     assert chosen[0] == engine
     assert old or chosen[1].removeprefix(f"{engine}, on a GPU (sm_90)") == (f"; {reason}" if reason else "")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "nodes", "per_parameter", "words"),
+    [
+        ("gpt2-1558m", [], 1, 0, "TCP between the nodes"),
+        ("gpt2-1558m", [], 2, 4 + 2, "TCP between the nodes"),
+        ("gpt2-1558m", ["runtime.reduce_dtype=bf16"], 2, 2 + 2, "TCP between the nodes"),
+        ("gpt2-1558m", ["runtime.engine=compiled"], 2, 2 * 4, "TCP between the nodes"),
+        ("gpt2-1558m", ["runtime.engine=sharded"], 2, 2 + 4, "once a step (runtime.shard_size: 8, EFA or InfiniBand"),
+        ("llama-8b", ["runtime.micro_batch_size=1"], 2, 16 * (2 + 2 + 4), "in each of 16 micro-batches (runtime.shard"),
+        ("llama-8b", ["runtime.micro_batch_size=1", "runtime.shard_size=8"], 2, 2 * 4, "TCP between the nodes"),
+        (
+            "gpt3-175b",
+            [],
+            8,
+            24 * (2 + 2 + 4),
+            "in each of 24 micro-batches (more nodes, EFA or InfiniBand would help)",
+        ),
+        ("gpt3-175b", ["runtime.shard_size=64"], 16, 12 * (2 + 2 + 4) + 2 * 4 / 8, "in each of 12 micro-batches (more"),
+    ],
+)
+def test_what_nodes_exchange_in_a_step_is_what_the_engine_gathers_and_reduces(
+    recipe: str, changes: list[str], nodes: int, per_parameter: float, words: str
+) -> None:
+    one = load_recipe(recipe, changes)
+    sent, limit = network_bytes(one, engine_of(one, "H100:8", nodes)[0], "H100:8", nodes)
+    assert sent == pytest.approx(per_parameter * one.model.parameters) and words in limit

@@ -8,6 +8,7 @@ import traceback
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -142,10 +143,15 @@ def first_gradient(config: ModelConfig, train: TrainConfig, world: World, **runt
     tokens = torch.randint(0, 70, (8, 33), generator=torch.Generator().manual_seed(1))
     share = tokens[world.rank :: world.world_size]
     batches = [(part[:, :-1], part[:, 1:]) for part in share.split(1)]
-    numbers = engine.accumulate(iter(batches), len(batches), len(share), 1)
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        numbers = engine.accumulate(iter(batches), len(batches), len(share), 1)
     if isinstance(engine, PlainEngine):
         return engine.gradients.flat
     assert isinstance(engine, sharded.ShardedEngine)
+    if runtime == {"engine": "sharded", "shard_size": 2}:  # copies add up their gradients once a step
+        between = engine.mesh.get_group("replicate").group_name
+        groups = [call.kwargs["group"].group_name for call in all_reduce.call_args_list if call.kwargs.get("group")]
+        assert groups.count(between) == config.n_layer + 1
     gradients = [p.grad for p in engine.shards.whole.values()]
     flat = torch.cat([g.full_tensor().flatten() for g in gradients if isinstance(g, DTensor)])
     assert float(numbers[1]) == pytest.approx(float(flat.norm()), rel=1e-4)
