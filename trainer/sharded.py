@@ -16,6 +16,10 @@ MLP, by torch's `parallelize_module`. Each rank still has sequences of its own, 
 of a group gather them before attention and MLP, and scatter the sums after (as Korthikanti et al. 2022 do along the
 sequence, here along the batch). So a block's gathered weights take 1/N, and activations as much memory as before.
 
+What is not built: pipeline parallelism would be a dimension of `mesh_of` whose ranks make, fill and store their own
+blocks alone (`pieces`), with `accumulate` run by a schedule of torch.distributed.pipelining. Context parallelism would
+be one whose ranks cut each sequence (where `_even` pads it), with attention by torch's `context_parallel`.
+
 A forward pass is a collective call: ranks with fewer micro-batches than others add some of weight 0, and evaluations
 run as many batches on every rank.
 """
