@@ -24,6 +24,7 @@ import pytest
 import torch
 from stage_work import NoSignals
 
+import pipelines.tracking.run_record
 import pipelines.tracking.runs
 import trainer.checkpoint.checkpointer
 import trainer.store
@@ -538,7 +539,7 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
     """Give this process the clocks, threads and stages of the simulated ones."""
     patch.setenv("SKYTRAIN_TRACKING", "off")
     patch.delenv("SKYTRAIN_METER", raising=False)
-    for module in (ledger, gc, pipeline, trainer.checkpoint.checkpointer, pipelines.tracking.runs):
+    for module in (ledger, gc, pipeline, trainer.checkpoint.checkpointer, pipelines.tracking.run_record):
         patch.setattr(module, "time", Clock())
     for module in (ledger, trainer.checkpoint.checkpointer):
         patch.setattr(module, "Background", Thread)

@@ -23,7 +23,7 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
 def in_a_process(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
     """SkyPilot keeps what it finds at its first import."""
     command = [sys.executable, "-c", "from pipelines.cli import main; main()", *arguments]
-    environment = clean_environment(HOME=str(folder), **more)
+    environment = clean_environment(**{"HOME": str(folder)} | more)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
