@@ -1,6 +1,8 @@
 """`--budget`: the run stops on a commit before its bill exceeds the budget, whichever costs are on the bill."""
 
+import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pipeline_runs import FOLDER_NAME, STEPS, Project
 from stage_work import NoSignals
 
 from pipelines.job.budget import (
@@ -23,6 +26,7 @@ from pipelines.tracking.records import Billing, Machine, Progress
 from pipelines.tracking.releases import Release, write_releases
 from pipelines.tracking.run_record import record
 from trainer.errors import Stopped, UserError
+from trainer.process import FAILPOINTS
 from trainer.store import LocalStore
 
 # --- the rule
@@ -123,3 +127,37 @@ def test_a_budget_reserves_the_release_of_machines_as_long_as_it_was_seen_to_tak
 def test_a_budget_needs_a_known_price(bench: Bench) -> None:
     with pytest.raises(UserError, match=r"--budget: the price of this machine is unknown \(unknown: why"):
         Budget(100, Billing(None, "unknown: why"), bench.store, bench.run, 2048, bench.stop)
+
+
+# --- the command
+
+
+@pytest.mark.slow
+def test_a_run_stops_on_a_commit_within_its_budget_and_a_higher_budget_resumes_it_to_the_same_losses(
+    tmp_path: Path, undisturbed: Callable[[int], Project]
+) -> None:
+    """At a dollar a second. The 8th step waits until the budget stops the run, on a machine of any speed."""
+    project = Project(tmp_path / FOLDER_NAME)
+    moments = tmp_path / "moments"
+    moments.mkdir()
+    command = ("run", "tiny.yaml", "--stage", "train", "--price-per-hour", "3600", "--budget")
+    project.environment |= {FAILPOINTS: str(moments), "SKYTRAIN_GRACE_SECONDS": "15"}
+    with project.started(*command, "60") as process:
+        project.wait_until(lambda: project.rows_logged() >= 7, process)
+        (moments / "mid-step").touch()
+        project.wait_until(lambda: any("notice" in beat["progress"] for beat in project.heartbeats()), process)
+        (moments / "mid-step.here").unlink()
+        err = process.communicate(timeout=60)[1]
+    assert process.returncode == 76, err
+    assert "stopped (budget: $" in err and "of $60 are spent; raise --budget to continue)" in err
+    del project.environment[FAILPOINTS]
+    steps = project.rows_committed()
+    commits = project.found("train/*/checkpoints/*/COMMIT.json")
+    assert 7 <= max(json.loads(commit.read_text())["step"] for commit in commits) == steps < STEPS
+    report = project.report()
+    assert report["state"] == "stopped" and 15 < report["usd"] <= 60
+    assert not project.alive()
+
+    project.run(*command, "10000")
+    assert project.series() == undisturbed(1).series()
+    assert project.rows_committed() == STEPS  # no step was done twice

@@ -258,12 +258,13 @@ def read_apart(hub: Hub, home: Path, *calls: tuple[Any, ...]) -> list[list[str]]
     A UserError takes the place of the documents.
     """
     code = (
-        "import json, sys\n"
+        "import json, os, sys\n"
         "from pipelines.text.sources import first_documents, open_source; from trainer.errors import UserError\n"
         "documents = lambda *call: first_documents(open_source(*call))\n"
         "for call in json.loads(sys.argv[1]):\n"
         "    try: print(json.dumps(list(documents(*call))))\n"
-        "    except UserError as error: print(json.dumps([f'UserError: {error}']))"
+        "    except UserError as error: print(json.dumps([f'UserError: {error}']))\n"
+        "sys.stdout.flush(); os._exit(0)"  # threads of pyarrow may abort an interpreter that ends
     )
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     with answering(hub.answer) as address:
