@@ -179,7 +179,7 @@ class SkyClient:
             "PATH": f"{self.python.parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{Path(__file__).resolve().parents[2]}:{self.home / 'site'}",
             "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.port),
-            "SKYPILOT_POD_MEMORY_GB_LIMIT": "4",  # limits the number of the API server's workers
+            "SKYPILOT_POD_MEMORY_GB_LIMIT": "6",  # limits the number of the API server's workers
         }
 
 
