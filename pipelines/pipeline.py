@@ -260,11 +260,11 @@ def record_crash(store: Store, plans: dict[str, ArtifactPlan], until: str, billi
     if newest and is_alive(newest) is not False:
         return Interrupted(cause)  # this command waited for an attempt of another machine
     if newest and newest.state == "running":
-        ending = after_crash(store, prefix, newest.attempt, cause)
+        ending = after_crash(store, prefix, newest.attempt, cause, Crashed)
         close_dead_attempt(store, prefix, newest, state_after(ending), cause)
         return ending
     number = newest.attempt + 1 if newest else 1
-    ending = after_crash(store, prefix, number, cause)
+    ending = after_crash(store, prefix, number, cause, Crashed)
     if attempt := claim(store, prefix, run, stage, number, billing, earlier=beats):
         with attempt:
             attempt.update(state=state_after(ending))

@@ -23,7 +23,8 @@ RERAISED: dict[str, type[Exception]] = {
 }
 GPU = "gpu"  # kind: the hardware of a node failed
 PEER = "peer"  # kind: a rank lost its peers; the cause is with one of them, or between them
-KILLED = "killed"  # kind: a signal ended a rank, the launcher or a worker's command
+KILLED = "killed"  # kind: a signal ended a rank or the launcher
+GONE = "gone"  # kind: a signal ended a worker's command, so its node starts no ranks again
 STUCK = "stuck"  # kind: the watchdog ended ranks that made no progress
 FAULT = "fault"  # kind: any other error; it also names the ranks' error files
 # Parts of the messages of CUDA and of the driver.
@@ -54,7 +55,7 @@ class NodeResult:
     """How the ranks of a node ended."""
 
     node: int
-    kind: str | None = None  # of the error: one of RERAISED, GPU, PEER, KILLED, STUCK or FAULT; None: success
+    kind: str | None = None  # of the error: one of RERAISED, GPU, PEER, KILLED, GONE, STUCK or FAULT; None: success
     message: str = ""
     host: str = field(default_factory=platform.node)
 

@@ -15,7 +15,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, find, scratch
 from pipelines.artifacts.traffic import traffic_here
 from pipelines.nodes.address import JOIN_SECONDS, NodeAddress, processes_on_this_node
 from pipelines.nodes.ranks import RankSpec, kill_ranks, result_of_ranks, start_ranks, wait_for_orphans
-from pipelines.nodes.results import KILLED, NodeResult
+from pipelines.nodes.results import GONE, NodeResult
 from pipelines.nodes.workers import POLL_SECONDS, WorkerRecord, read_spec
 from pipelines.screen import Screen
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, newest_attempt
@@ -58,7 +58,7 @@ def record_crash(store: Store, prefix: str, address: NodeAddress, cause: str) ->
     own = WorkerRecord.read(store, prefix, newest.attempt, address.rank)
     if own is None:  # it has started no ranks
         return False
-    replace(own, time=time.time(), result=NodeResult(address.rank, KILLED, cause)).write(store, prefix, newest.attempt)
+    replace(own, time=time.time(), result=NodeResult(address.rank, GONE, cause)).write(store, prefix, newest.attempt)
     return True
 
 

@@ -24,7 +24,7 @@ from pipelines.nodes.ranks import (
     wait_for_orphans,
     wait_or_kill,
 )
-from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult
+from pipelines.nodes.results import FAULT, GONE, GPU, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult
 from pipelines.nodes.workers import Workers
 from pipelines.screen import Bar
 from pipelines.stage import Work
@@ -246,7 +246,10 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
     if STUCK in first:
         raise crashed(first[STUCK].message)
     if cause := cause_of_crash(results):
-        raise crashed(cause if step is None else f"{cause} after step {step:,}", Crashed)
+        can_restart = GONE not in first
+        raise crashed(
+            cause if step is None else f"{cause} after step {step:,}", Crashed if can_restart else Interrupted
+        )
     messages = "\n".join(result.message for result in results if result.kind)
     raise RuntimeError(
         f"the processes of {work.plan.stage} failed; their output is in {work.folder / LOG_FILE}:\n{messages}"
@@ -270,10 +273,10 @@ def after_outage(work: Work, result: NodeResult) -> Exception:
 
 
 def cause_of_crash(results: Iterable[NodeResult]) -> str | None:
-    """The message of a node whose rank was killed, before those of nodes whose ranks lost this peer; None if a fault
-    explains the lost peers."""
+    """The message of a node whose command or rank was killed, before those of nodes whose ranks lost this peer; None if
+    a fault explains the lost peers."""
     messages = {result.kind: result.message for result in reversed(list(results))}  # of each kind, the first
-    return messages.get(KILLED) or (None if FAULT in messages else messages.get(PEER))
+    return messages.get(GONE) or messages.get(KILLED) or (None if FAULT in messages else messages.get(PEER))
 
 
 def describe(step: int, metrics: Mapping[str, float]) -> str:

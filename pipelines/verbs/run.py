@@ -25,7 +25,7 @@ from pipelines.verbs.options import (
     set_tracking_options,
     store_uri,
 )
-from trainer.errors import EXIT_DONE, Interrupted, Stopped, StoreUnavailable, UserError
+from trainer.errors import EXIT_DONE, Crashed, Interrupted, Stopped, StoreUnavailable, UserError
 
 if TYPE_CHECKING:
     from pipelines.artifacts.manifest import ArtifactPlan
@@ -59,7 +59,9 @@ def run(
     exited: Annotated[
         int | None,
         typer.Option(
-            hidden=True, metavar="CODE", help="Internal: report that this command was killed with the exit code CODE."
+            hidden=True,
+            metavar="CODE",
+            help="Internal: run again after this command was killed with the exit code CODE.",
         ),
     ] = None,
     allow_code: Annotated[
@@ -72,7 +74,7 @@ def run(
     """Run the missing stages of a recipe; resume after an interruption."""
     from pipelines.nodes.launcher_process import prepare_launcher
 
-    if exited is None and stage != "tokenize":
+    if stage != "tokenize":
         prepare_launcher()  # before the imports below
 
     from pipelines.artifacts.s3_store import open_store
@@ -102,8 +104,8 @@ def run(
             raise UserError(f"{error}; this machine has never reached it") from error
         raise
     stage = stages_until(plans, stage or [*plans][-1])[-1]
-    if exited:
-        raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
+    if exited and (ending := after_signal(exited - 128, opened, plans, stage, screen, price_per_hour, unless_stopped)):
+        raise ending
     check_home()
     todo = missing(opened, plans, stage)
     refuse_what_ends_late(loaded, opened, plans, todo, launched=unless_stopped or bool(node.rank))
@@ -178,10 +180,12 @@ def after_signal(
     store: "Store",
     plans: "dict[str, ArtifactPlan]",
     until: str,
+    screen: "Screen",
     price_per_hour: float | None,
     unless_stopped: bool,
-) -> BaseException:
-    """The exception that ends a run on this node after a signal has ended its command. Recorded in the store."""
+) -> BaseException | None:
+    """Record that a signal has ended the command of a run on this node. Returns the exception that ends the run on it;
+    None if it is a rented machine, and can go on: SkyPilot would take minutes longer."""
     from pipelines.job.prices import billing_here
     from pipelines.nodes import worker
     from pipelines.nodes.address import let_workers_exit_first, this_node
@@ -198,7 +202,11 @@ def after_signal(
     if node.rank:
         recorded = worker.record_crash(store, plans["train"].prefix, node, cause)
         return SystemExit(EXIT_DONE) if recorded else Interrupted(cause)  # the exit code of node 0 counts
-    ending = record_crash(store, plans, until, billing_here(price_per_hour), cause)
+    billing = billing_here(price_per_hour)
+    ending = record_crash(store, plans, until, billing, cause)
+    if billing.machine.cluster and node.count == 1 and isinstance(ending, Crashed):
+        screen.warn(f"{ending}; starting again on this machine")
+        return None
     let_workers_exit_first(node)
     if unless_stopped and (request := read_stop_request(store, run_name(plans))):
         return Stopped(str(request))

@@ -163,8 +163,13 @@ def job(stage: str, home: Path, program: str) -> list[str]:
     return ["bash", "-c", yaml.safe_load((REPOSITORY / "sky" / f"{stage}.yaml").read_text())["run"]]
 
 
-def test_a_job_whose_command_is_killed_exits_resumable_after_its_ranks_committed(project: Project) -> None:
+@pytest.mark.parametrize("rented", [False, True])
+def test_a_job_whose_command_is_killed_goes_on_if_its_machine_is_rented_and_is_else_resumable(
+    project: Project, undisturbed: Callable[[int], Project], rented: bool
+) -> None:
     project.run("run", "tiny.yaml", "--stage", "tokenize")
+    if rented:
+        project.environment["SKYPILOT_CLUSTER_INFO"] = '{"cloud": "aws", "cluster_name": "train-9"}'
     project.environment |= {"HOME": str(project.folder), "SKYTRAIN_HOME": str(project.home)}
     project.environment |= {"SKYTRAIN_RECIPE": "tiny.yaml", "SKYTRAIN_STORE": project.store.uri}
     command = job("train", project.folder, f'exec "{sys.executable}" -P -c "{SHIPPED_CLI}" "$@"')
@@ -172,11 +177,15 @@ def test_a_job_whose_command_is_killed_exits_resumable_after_its_ranks_committed
         project.wait_until(committed(project, 10), process)
         processes(project, "run", "tiny.yaml")[0].kill()
         _, err = process.communicate()
-        assert process.returncode == 75, err
+        assert process.returncode == (0 if rented else 75), err
         assert not project.alive()
-    assert "interrupted (the run's command was killed by SIGKILL): run the same command to resume" in err
-    (beat,) = (beat for beat in project.heartbeats() if beat["stage"] == "train")
-    assert (beat["state"], beat["progress"]["killed"]) == ("interrupted", "the run's command was killed by SIGKILL")
+    cause, then = "the run's command was killed by SIGKILL", "run the same command to resume"
+    assert (f"{cause}; starting again on this machine" if rented else f"interrupted ({cause}): {then}") in err
+    first, *others = (beat for beat in project.heartbeats() if beat["stage"] == "train")
+    assert (first["state"], first["progress"]["killed"]) == ("interrupted", cause)
+    assert [beat["state"] for beat in others] == ["done"] * rented
+    if rented:
+        assert project.series() == undisturbed(1).series()
 
 
 @pytest.mark.parametrize("code", [0, 2, 75, 76])

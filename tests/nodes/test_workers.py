@@ -13,7 +13,7 @@ from stage_work import NoSignals
 from pipelines.artifacts.traffic import Traffic, traffic_here
 from pipelines.nodes import worker
 from pipelines.nodes.address import NodeAddress, interface_to, nvidia_gpus, this_node
-from pipelines.nodes.results import KILLED, NodeResult
+from pipelines.nodes.results import GONE, KILLED, NodeResult
 from pipelines.nodes.worker import FirstNode, record_crash
 from pipelines.nodes.workers import WorkerRecord, Workers
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, claim
@@ -179,7 +179,7 @@ def test_a_crash_of_a_workers_command_is_counted_by_node_0(of_node_0: Workers, a
     reported(attempt, 1, 1.0, traffic=Traffic(1, 0, 0, 0))
     assert record_crash(attempt.store, TRAIN, node, cause)
     of_node_0.look()
-    assert [(one.kind, one.message) for one in of_node_0.results()] == [(KILLED, cause)]
+    assert [(one.kind, one.message) for one in of_node_0.results()] == [(GONE, cause)]
     beat(attempt, state="interrupted")
     assert not record_crash(attempt.store, TRAIN, node, cause)
 

@@ -9,7 +9,9 @@ from typing import cast
 
 import pytest
 
-from pipelines.nodes.results import FAULT, KILLED, PEER, NodeResult
+from pipelines.nodes.address import NodeAddress
+from pipelines.nodes.results import FAULT, GONE, KILLED, PEER, NodeResult
+from pipelines.nodes.workers import WorkerRecord, Workers
 from pipelines.pipeline import state_after
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
@@ -18,7 +20,7 @@ from pipelines.stages.follow import Follower, cause_of_crash, raise_error_of_ran
 from pipelines.tracking.crashes import MOST_CRASHES
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
-from trainer.errors import Died, Interrupted, Stopped, StoreUnavailable
+from trainer.errors import Crashed, Died, Interrupted, Stopped, StoreUnavailable
 from trainer.events import (
     Checkpointed,
     CheckpointFailed,
@@ -152,3 +154,20 @@ def test_a_killed_rank_is_the_cause_on_whichever_node_it_ran_and_lost_peers_only
     assert cause_of_crash([head, NodeResult(1, PEER, "reset by peer")]) == "connection closed"
     assert cause_of_crash([head, NodeResult(1, FAULT, "KeyError")]) is None
     assert cause_of_crash([NodeResult(0)]) is None
+
+
+@pytest.mark.parametrize(("kind", "ending"), [(KILLED, Crashed), (GONE, Interrupted)])
+def test_a_machine_does_not_start_again_without_the_command_of_a_worker(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch, kind: str, ending: type[Interrupted]
+) -> None:
+    monkeypatch.setattr(follow, "SIGNALS_SECONDS", 0)
+    train_work = work("train")
+    (train_work.folder / "train.log").touch()
+    workers = Workers(NodeAddress(0, 2), train_work.attempt, train_work.stop)
+    record = WorkerRecord(1, 1.0, result=NodeResult(1, kind, "killed by SIGKILL"))
+    record.write(train_work.store, train_work.plan.prefix, train_work.attempt.number)
+    workers.look()
+    (train_work.folder / "peer-0.txt").write_text("connection closed")
+    with pytest.raises(Interrupted, match="killed by SIGKILL") as ended:
+        raise_error_of_ranks(train_work, 1, None, workers)
+    assert ended.type is ending
