@@ -350,7 +350,7 @@ class RuntimeConfig(Section):
         default=1,
         ge=1,
         description="Neighbouring ranks that divide each matrix product of the blocks by heads and by the width of the "
-        "MLP, in the engine sharded, for gpt2 and llama. Must divide shard_size; 1: none [ranks]",
+        "MLP, in the engine sharded. Must divide shard_size; 1: none [ranks]",
     )
     recompute: Recompute = Field(
         default=False,

@@ -26,6 +26,7 @@ run as many batches on every rank.
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from math import prod
 from typing import Any, get_args
@@ -36,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -354,8 +355,6 @@ def mesh_of(world: World, **sizes: int) -> DeviceMesh:
 def check_tensor_parallel(config: ModelConfig, ranks: int, size: int) -> None:
     """UserError if the ranks cannot divide the model's products, or not their own number `size`."""
     where = f"runtime.tensor_parallel: {ranks}"
-    if config.family not in ("gpt2", "llama"):
-        raise UserError(f"{where} works for gpt2 and llama, not for {config.family}; remove it")
     inner = getattr(config, "inner", 4 * config.n_embd)
     for number, of in (
         (config.n_head, "heads"),
@@ -377,7 +376,9 @@ def divide(block: nn.Module, mesh: DeviceMesh) -> None:
     styles: dict[str, ParallelStyle] = {}
     for name, module in block.named_modules():
         if name in ("attn", "mlp"):
-            module.register_forward_pre_hook(gathered)
+            module.register_forward_pre_hook(partial(gathered, mesh))
+        elif name == "attn.ve_gate":  # of each rank's own sequences
+            styles[name] = SequenceParallel(sequence_dim=0, use_local_output=True)
         elif isinstance(module, nn.Linear):
             into_residual = name.endswith(("c_proj", "o_proj", "down_proj"))
             styles[name] = RowwiseParallel(output_layouts=Shard(0)) if into_residual else ColwiseParallel()
@@ -404,9 +405,18 @@ def use_float8(blocks: nn.Module, device: torch.device) -> None:
     )
 
 
-def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs of a module, the first of them with the sequences of all ranks that divide its products."""
-    return (inputs[0].redistribute(placements=[Replicate()]), *inputs[1:])
+def gathered(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs of a module, with the sequences of all ranks that divide its products: the first one, and the values
+    (B, T, kv_heads, D) that attention adds, whose heads the ranks divide."""
+
+    def moved(x: Tensor, to: Placement) -> DTensor:
+        x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Shard(0)])
+        return x.redistribute(placements=[to])
+
+    found = [moved(inputs[0], Replicate()), *inputs[1:]]
+    if len(found) > 4 and found[4] is not None:
+        found[4] = moved(found[4], Shard(2)).to_local()
+    return tuple(found)
 
 
 def packed(name: str) -> bool:

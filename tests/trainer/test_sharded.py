@@ -36,6 +36,7 @@ from trainer.memory import memory_of
 from trainer.metrics import PhaseClock
 from trainer.models.family import ANY_MODEL, plain_model, to_hf
 from trainer.models.model_config import ModelConfig
+from trainer.models.modern_module import Modern
 from trainer.models.weights import open_weights
 from trainer.optim.rates import rates_at
 from trainer.parallel import World
@@ -46,7 +47,8 @@ TRAIN = TrainConfig(batch_tokens=10 * 32, max_steps=STEPS, learning_rate=1e-3, g
 MUON = TRAIN.model_copy(update={"optimizer": "muon", "muon_learning_rate": 1e-3})
 DIVIDED: dict[str, Any] = {"engine": "sharded", "tensor_parallel": 2}
 SIZES = {"n_layer": 3, "n_head": 6, "n_embd": 36, "block_size": 32, "vocab_size": 70}
-MODERN: dict[str, Any] = {"family": "modern", "window": 6}
+MODERN: dict[str, Any] = {"family": "modern", "window": 6, "n_kv_head": 2}
+MODERN_INITIAL = Modern.initial
 WAYS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"family": "gpt2", "n_head": 2, "n_embd": 38}, {"tensor_parallel": 2}),
     (
@@ -54,7 +56,10 @@ WAYS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         {"recompute": True, "shard_size": 2, "tensor_parallel": 2},
     ),
     ({"family": "llama", "n_kv_head": 3}, {"recompute": "selective"}),
-    (dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), True) | MODERN, {"shard_size": 2}),
+    (
+        dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), True) | MODERN,
+        {"tensor_parallel": 2},
+    ),
 )
 MODELS = [ANY_MODEL.validate_python(SIZES | section) for section, _ in WAYS]
 
@@ -99,13 +104,10 @@ def compare_with_eager(config: ModelConfig, train: TrainConfig, world: World, **
     assert held < 1.15 * whole / (runtime.get("shard_size") or world.world_size) + 64
     expected = trained(plain, train, ALONE, 10)
     found = trained(sharded, train, world, 1 + world.rank)  # unequal micro-batches
-    near = 2e-4 if train is TRAIN else 2e-3  # Muon enlarges rounding along small singular values
-    assert found["numbers"] == pytest.approx(expected["numbers"], rel=near)
+    assert found["numbers"] == pytest.approx(expected["numbers"], rel=2e-4)
     assert found["texts"] == expected["texts"] or train is MUON
     for name, weight in found["weights"].items():
-        if train is MUON and weight.dim() == 1:  # whose rates of up to 0.5 enlarge it, too
-            continue
-        torch.testing.assert_close(weight, expected["weights"][name], rtol=1e-3, atol=near)
+        torch.testing.assert_close(weight, expected["weights"][name], rtol=1e-3, atol=2e-4)
     state = {name: piece.live.clone() for name, piece in sharded.pieces().items()}
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     sharded.accumulate(iter([(tokens, tokens)]), 1, 1.0, STEPS + 1)
@@ -221,12 +223,20 @@ def check_memory(world: World, folder: Path) -> None:
         assert taken < share + layer, f"{taken:,} bytes; a share has {share:,}, a layer {layer:,}"
 
 
+def no_zeros(name: str, p: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
+    """Modern's first weights, but none is 0: beside blocks that add nothing, the gradients of the residual stream's
+    weights are rounding alone, and AdamW moves these by up to 0.5."""
+    zero = name.endswith(("o_proj.weight", "down_proj.weight"))
+    MODERN_INITIAL("q_proj.weight" if zero else name, p, config, generator)
+
+
 def on_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     world = World(rank, rank, RANKS, torch.device("cpu"))
     try:
+        patch.object(Modern, "initial", staticmethod(no_zeros)).start()
         for model, (_, runtime) in zip(MODELS, WAYS, strict=True):
             for train in (TRAIN, MUON) if model.family != "llama" else (TRAIN,):
                 once = train is MUON or runtime.get("recompute") is True  # as on GPUs with the memory for it
@@ -315,7 +325,12 @@ def test_a_run_killed_on_four_ranks_goes_on_with_two_and_ends_as_one_eager_rank(
         (0, {"precision": "fp8_head"}, {}, "train.precision: fp8_head needs the fused engine"),
         (0, {}, {"tensor_parallel": 3}, "tensor_parallel: 3 does not divide the model's 2 heads; use a divisor"),
         (0, {}, {"tensor_parallel": 2}, "tensor_parallel: 2 does not divide the 1 ranks of a copy of the state"),
-        (3, {}, {"tensor_parallel": 2}, "tensor_parallel: 2 works for gpt2 and llama, not for modern; remove it"),
+        (
+            3,
+            {},
+            {"tensor_parallel": 3},
+            "tensor_parallel: 3 does not divide the model's 2 heads of keys; use a divisor",
+        ),
     ],
 )
 def test_what_the_engine_cannot_do_is_a_user_error(

@@ -47,7 +47,7 @@ class Attention(RotaryAttention):
     def gated(self, x: Tensor, embedded: Tensor) -> Tensor:
         """Value embeddings (B, T, kv_heads · D) times a weight of 0 to 3 for each token and head, 1.5 at first."""
         weight = GATE_SCALE * torch.sigmoid(self.ve_gate(x[..., :GATE_WIDTH]))
-        return weight[..., None] * embedded.view(*x.shape[:2], self.kv_heads, -1)
+        return weight[..., None] * embedded.view(*weight.shape, -1)
 
     def placed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # The other sense of rotation, as nanochat and transformers' NanoChat turn.
