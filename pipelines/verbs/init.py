@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipelines.verbs.options import BudgetUsd, Image, Infra
 from trainer.errors import UserError
 
 
@@ -19,15 +20,9 @@ def init(
         str | None,
         typer.Option(metavar="URL|off", help="Mirror runs to this MLflow server [MLFLOW_TRACKING_URI; a file here]"),
     ] = None,
-    infra: Annotated[
-        str | None, typer.Option(metavar="CLOUD[/REGION],…", help="Rent only there [all enabled clouds]")
-    ] = None,
-    budget: Annotated[
-        float | None, typer.Option(min=0.001, metavar="USD", help="Limit the cost of a launched run [no limit]")
-    ] = None,
-    image: Annotated[
-        str | None, typer.Option(metavar="IMAGE|none", help="Launch in this image [none: upload the work tree]")
-    ] = None,
+    infra: Infra = None,
+    budget: BudgetUsd = None,
+    image: Image = None,
     replace: Annotated[bool, typer.Option("--replace", help="Overwrite an existing skytrain.yaml.")] = False,
 ) -> None:
     """Write skytrain.yaml, the defaults of this folder; then check store and machine as doctor does."""

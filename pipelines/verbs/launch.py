@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from pipelines.verbs.options import (
+    BudgetUsd,
     Changes,
+    Deadline,
     Experiment,
+    Image,
+    Infra,
     LastStage,
     RecipeName,
     StoreUri,
@@ -35,12 +39,7 @@ def launch(
     stage: LastStage = None,
     store: StoreUri = None,
     set_: Changes = None,
-    infra: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CLOUD[/REGION],…", help="Rent only there: aws, gcp/us-central1, lambda, slurm/NAME, kubernetes, …"
-        ),
-    ] = None,
+    infra: Infra = None,
     spot: Annotated[
         bool | None,
         typer.Option("--spot/--on-demand", help="Rent only on this market [the cheaper of both]"),
@@ -52,20 +51,9 @@ def launch(
         ),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Train on so many nodes.")] = 1,
-    budget: Annotated[
-        float | None,
-        typer.Option(min=0.001, metavar="USD", help="Commit and stop before the whole run costs more."),
-    ] = None,
-    deadline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="Finish within 36h, 2d or 90m: on spot while there is slack, then on demand."
-        ),
-    ] = None,
-    image: Annotated[
-        str | None,
-        typer.Option(metavar="IMAGE|none", help="Run in REGISTRY/NAME@sha256:…; none: upload this work tree [none]"),
-    ] = None,
+    budget: BudgetUsd = None,
+    deadline: Deadline = None,
+    image: Image = None,
     env: Annotated[
         list[str] | None,
         typer.Option(

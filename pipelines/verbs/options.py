@@ -52,6 +52,22 @@ Tags = Annotated[
     list[str] | None,
     typer.Option("--tag", metavar="NAME=VALUE", help="Add a tag in MLflow; can be repeated [SKYTRAIN_TAGS]"),
 ]
+Infra = Annotated[
+    str | None,
+    typer.Option(metavar="CLOUD[/REGION],…", help="Rent only there: aws, gcp/us-central1, slurm/NAME, kubernetes, …"),
+]
+Deadline = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help="Finish within 36h, 2d or 90m: on spot while there is slack, then on demand."),
+]
+BudgetUsd = Annotated[
+    float | None,
+    typer.Option(min=0.001, metavar="USD", help="Limit the cost of the whole run: it commits and stops before."),
+]
+Image = Annotated[
+    str | None,
+    typer.Option(metavar="IMAGE|none", help="Run in REGISTRY/NAME@sha256:…; none: upload this work tree [none]"),
+]
 Step = Annotated[
     int | None,
     typer.Option("--at", metavar="STEP", min=0, help="Use the checkpoint of this step.", show_default=False),

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from pipelines.verbs.options import Changes, Json, RecipeName, StoreUri, parse_hours, store_uri
+from pipelines.verbs.options import (
+    BudgetUsd,
+    Changes,
+    Deadline,
+    Infra,
+    Json,
+    RecipeName,
+    StoreUri,
+    parse_hours,
+    store_uri,
+)
 from trainer.errors import UserError
 
 
@@ -16,30 +26,21 @@ def plan(
     store: StoreUri = None,
     set_: Changes = None,
     cloud: Annotated[bool, typer.Option("--cloud", help="Compare hours and dollars on rented machines.")] = False,
-    deadline: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="With --cloud: finish within 36h, 2d or 90m."),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(min=0.01, metavar="USD", help="With --cloud: cost at most this."),
-    ] = None,
+    deadline: Deadline = None,
+    budget: BudgetUsd = None,
     gpus: Annotated[
         str | None,
         typer.Option(
-            metavar="GPU:N,…", help="With --cloud: compare these nodes [H100:8,H200:8,A100-80GB:8; small: L4:1,A10:1]."
+            metavar="GPU:N,…", help="Compare nodes with these GPUs [H100:8,H200:8,A100-80GB:8; small: L4:1,A10:1]."
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="With --cloud: train on so many nodes [the fewest with the memory].")
+        int | None, typer.Option(min=1, help="Train on so many nodes [the fewest with the memory].")
     ] = None,
-    infra: Annotated[
-        str | None,
-        typer.Option(metavar="CLOUD[/REGION],…", help="With --cloud: compare these places [aws,gcp,lambda]."),
-    ] = None,
+    infra: Infra = None,
     as_json: Json = False,
 ) -> None:
-    """Show the artifacts of a recipe and why one is missing; with --cloud, what they cost."""
+    """Show the artifacts of a recipe and why one is missing; with --cloud, what they cost within the other options."""
     from pipelines.artifacts.s3_store import open_store
     from pipelines.plan import plan_of
     from pipelines.show.console import say

@@ -6,16 +6,13 @@ from typing import Annotated
 import typer
 
 from pipelines.verbs.launch import Yes, submit_after_checks
-from pipelines.verbs.options import RunName, StoreUri, named_run
+from pipelines.verbs.options import BudgetUsd, RunName, StoreUri, named_run
 
 
 def resume(
     run: RunName,
     store: StoreUri = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(min=0.001, metavar="USD", help="Set a new limit for the whole run."),
-    ] = None,
+    budget: BudgetUsd = None,
     secret: Annotated[
         list[str] | None,
         typer.Option("--secret", metavar="NAME", help="Pass a secret that its launch named; can be repeated."),

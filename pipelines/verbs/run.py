@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipelines.verbs.options import (
+    BudgetUsd,
     Changes,
     Experiment,
     Json,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from trainer.process import StopSignal
     from trainer.store import Store
 
-REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # to stop; a death by one is not a crash
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # to stop, which is not a crash
 RESULT = ("run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss")  # of the summary, in --json
 
 
@@ -48,10 +49,7 @@ def run(
         float | None,
         typer.Option(min=0.0, metavar="USD", help="Set the price of this node an hour, for the bill."),
     ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(min=0.001, metavar="USD", help="Commit and stop before the whole run costs more; exit code 76."),
-    ] = None,
+    budget: BudgetUsd = None,
     unless_stopped: Annotated[
         bool,
         typer.Option("--unless-stopped", hidden=True, help="Internal: exit with 76 after `skytrain stop`."),
@@ -122,11 +120,10 @@ def run(
         with counted_together(), watching(stop, screen):
             sys.exit(run_worker(node, stage, plans, opened, home(), stop, screen))
     pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
-    batch = loaded.train.batch_tokens
-    limit = Budget(budget, pipeline.billing, opened, pipeline.run, batch, stop) if budget else None
     try:
         with counted_together(), watching(stop, screen):
-            if limit and todo:
+            if budget and todo:
+                limit = Budget(budget, pipeline.billing, opened, pipeline.run, loaded.train.batch_tokens, stop)
                 limit.begin()
                 pipeline.watches.append(limit.watch)
             pipeline.execute(until=stage)
