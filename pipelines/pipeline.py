@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest, find
-from pipelines.provenance import provenance
+from pipelines.artifacts.provenance import provenance
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
 from pipelines.stage import Built, Work, artifacts, missing, run_name, stage_named

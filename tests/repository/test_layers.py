@@ -24,7 +24,6 @@ LAYERS = (
             "pipelines.gc",
             "pipelines.pipeline",
             "pipelines.plan",
-            "pipelines.provenance",
             "pipelines.pull",
             "pipelines.sample",
             "pipelines.stage",

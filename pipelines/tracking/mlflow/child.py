@@ -15,18 +15,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipelines.artifacts.manifest import scratch
+from pipelines.artifacts.provenance import provenance
 from pipelines.artifacts.s3_store import open_store
 from pipelines.tracking.mlflow.mirror import Mirror
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, tracking_is_off, tracking_uri
 from trainer.events import EVENTS_FILE, Row, Sampled, events_after
 
-MODULE = "pipelines.verbs.mirror"
+MODULE = "pipelines.tracking.mlflow.child"
 POLL_SECONDS, RETRY_SECONDS, REFRESH_SECONDS, RESTART_SECONDS = 1.0, 5.0, 30.0, 30.0
 MEMORY_BYTES = 2 << 30
 # One thread for numpy and one arena for malloc: on a machine of 100 cores, theirs alone would reach the limit.
@@ -83,7 +83,7 @@ class MirrorProcess:
         )
 
 
-def mirror_until_end(code_tags: Mapping[str, str]) -> int:
+def main() -> int:
     """The child: mirror the run argv[2] of the store argv[1], with the home folder argv[3], until stdin ends."""
     os.nice(10)  # the cores are for the training; importing mlflow alone is 5 s of one
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
@@ -91,10 +91,10 @@ def mirror_until_end(code_tags: Mapping[str, str]) -> int:
     ending = threading.Event()
     threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
 
-    _, store, run, home = sys.argv
+    (_, store, run, home), origin = sys.argv, provenance()
     while True:
         try:
-            mirror = Mirror(open_store(store), run, os.environ["MLFLOW_TRACKING_URI"], code_tags)
+            mirror = Mirror(open_store(store), run, os.environ["MLFLOW_TRACKING_URI"], origin)
             follow(mirror, Path(home), ending)
             return int(mirror.refused)
         except ImportError as error:
@@ -140,3 +140,7 @@ def row_of(event: Row | Sampled) -> dict[str, Any]:
     if isinstance(event, Sampled):
         return {"step": event.step, "samples": event.texts}
     return {"step": event.step, "time": event.time, **event.metrics}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

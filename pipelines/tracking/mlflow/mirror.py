@@ -11,7 +11,6 @@ import re
 import threading
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
-from importlib.util import find_spec
 from pathlib import Path
 from posixpath import normpath
 from typing import TYPE_CHECKING, Any
@@ -44,12 +43,12 @@ Point = tuple[str, float, float, int]  # key, value, unix seconds, step
 
 class Mirror:
     """Sends a run of a store to the MLflow at `uri`. All methods raise the errors of MLflow and of the store; after an
-    error, a new Mirror goes on. `code_tags`: tags of the code that runs now, for a training that is not done."""
+    error, a new Mirror goes on. `origin`: `provenance` of the code that runs now, for a training that is not done."""
 
-    def __init__(self, store: Store, name: str, uri: str, code_tags: Mapping[str, str] | None = None) -> None:
+    def __init__(self, store: Store, name: str, uri: str, origin: Mapping[str, Any] | None = None) -> None:
         from mlflow import MlflowClient
 
-        self.client, self.code_tags = MlflowClient(uri), dict(code_tags or {})
+        self.client, self.origin = MlflowClient(uri), origin or {}
         self.run = read_run(store, name)
         self.refused = False  # whether MLflow has refused a metric
         self.run_id = _found_or_created(self.client, self.run, uri)
@@ -78,11 +77,7 @@ class Mirror:
         else:
             self.client.set_terminated(self.run_id, status, end_time=_milliseconds(newest))
         # A thread of MLflow measures CPU, memory, disk, network and GPUs of this machine. It ends with the run.
-        if (
-            not ended
-            and find_spec("psutil")
-            and not any(t.name == "SystemMetricsMonitor" for t in threading.enumerate())
-        ):
+        if not ended and not any(t.name == "SystemMetricsMonitor" for t in threading.enumerate()):
             from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
             SystemMetricsMonitor(self.run_id, resume_logging=True, tracking_uri=self.client.tracking_uri).start()
@@ -107,7 +102,7 @@ class Mirror:
         logged = self.client.get_run(self.run_id).data.params
         texts = {key: str(value)[:PARAM_CHARACTERS] for key, value in params_of(self.run).items()}
         changed = {f"param.{key}": value for key, value in texts.items() if logged.get(key, value) != value}
-        tags = self.code_tags | tags_of(self.run) | self.run.record.tags | changed
+        tags = tags_of(self.run, self.origin) | self.run.record.tags | changed
         self.client.log_batch(
             self.run_id,
             params=[Param(key, value) for key, value in texts.items() if key not in logged],
@@ -200,15 +195,14 @@ def params_of(run: Run) -> dict[str, Any]:
     return params | {f"{name}.{field}": value for name, values in sections.items() for field, value in values.items()}
 
 
-def tags_of(run: Run) -> dict[str, Any]:
-    """The store and its artifacts, the code that trained, where the run began, runtime settings, and the hardware that
-    trained last."""
+def tags_of(run: Run, origin: Mapping[str, Any]) -> dict[str, Any]:
+    """The store and its artifacts, the code that trained (`origin` as long as it trains), where the run began, runtime
+    settings, and the hardware that trained last."""
     tags = {STORE: run.store.uri, STORE_ID: run.record.store_id, "skytrain.attempts": run.summary.attempts}
     tags |= {f"skytrain.fingerprint.{stage}": made.fingerprint for stage, made in run.manifests.items() if made}
-    if train := run.manifests.get("train"):
-        origin = train.provenance
-        code = {"mlflow.source.git.commit": origin.get("git_commit"), "skytrain.image": origin.get("image")}
-        tags |= {name: value for name, value in code.items() if value}
+    train = run.manifests.get("train")
+    code = {"mlflow.source.git.commit": "git_commit", "skytrain.image": "image"}
+    tags |= {name: value for name, key in code.items() if (value := (train.provenance if train else origin).get(key))}
     if source := run.recipe.train.branch_from or run.recipe.train.init_from:
         tags["skytrain.began.from"] = source
     trained = [beat.progress for beat in run.attempts.get("train", []) if beat.progress.world_size]

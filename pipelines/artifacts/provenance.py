@@ -22,12 +22,6 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def code_tags() -> dict[str, str]:
-    """The commit of this code and its image, as tags of an MLflow run; unknown ones are left out."""
-    tags = {"mlflow.source.git.commit": _git("rev-parse", "HEAD"), "skytrain.image": os.environ.get("SKYTRAIN_IMAGE")}
-    return {name: value for name, value in tags.items() if value}
-
-
 def _git(*arguments: str) -> str | None:
     here = Path(__file__).parent
     try:
