@@ -23,12 +23,13 @@ from pipelines.artifacts.shard_cache import COMPLETE, SHARDS, is_leased, remove_
 from pipelines.tracking.ledger import (
     GC,
     HEARTBEAT_SECONDS,
+    Attempt,
     Meter,
     attempt_entries,
     attempts,
     claim,
     is_alive,
-    is_dead,
+    is_over,
     latest_number,
     working_attempt,
 )
@@ -113,12 +114,7 @@ def _removed(
 ) -> Iterator[Leftover]:
     """Remove the leftovers of an artifact; of an unfinished one as its attempt `number`, which looks at it once more.
     StaleAttempt once another process works on it."""
-    attempt = None
-    if found and number is not None:
-        attempt = claim(store, prefix, GC, GC, number, Billing(), meter=Meter(None))
-        if attempt is None:
-            raise StaleAttempt("another process has begun to work on it")
-    with attempt or nullcontext():
+    with fence(store, prefix, number) if found and number is not None else nullcontext() as attempt:
         checked = -math.inf
         if attempt:
             found, _ = look(prefix, store.entries(f"{prefix}/"), attempt.number)
@@ -128,6 +124,14 @@ def _removed(
                 checked = time.monotonic()
             remove(store, leftover)
             yield leftover
+
+
+def fence(store: Store, prefix: str, number: int) -> Attempt:
+    """Take an attempt of an artifact, so that older ones are stale. StaleAttempt if another process has taken it."""
+    attempt = claim(store, prefix, GC, GC, number, Billing(), meter=Meter(None))
+    if attempt is None:
+        raise StaleAttempt(f"another process has begun to work on {prefix}; run the same command again")
+    return attempt
 
 
 def remove_run(store: Store, name: str, dry_run: bool = False) -> Iterator[Leftover]:
@@ -155,12 +159,8 @@ def remove_run(store: Store, name: str, dry_run: bool = False) -> Iterator[Lefto
         f"summaries/{run.run}",
         f"runs/{run.run}",
     ]:
-        number, attempt = latest_number(store, prefix) + 1, None
-        if prefix in own and not dry_run:
-            attempt = claim(store, prefix, GC, GC, number, Billing(), meter=Meter(None))
-            if attempt is None:
-                raise UserError(f"{run.run}: another process has begun to work on {prefix}; run the same command again")
-        with attempt or nullcontext():
+        number = latest_number(store, prefix) + 1
+        with fence(store, prefix, number) if prefix in own and not dry_run else nullcontext():
             end = "/" if prefix in own or prefix.startswith("control/") else ".json"
             found = [e for e in store.entries(prefix + end) if not e.key.startswith(f"{prefix}/attempts/{number:04d}/")]
             for entry in sorted(
@@ -209,7 +209,7 @@ def _of_artifact(
     if manifest := read_manifest(store, prefix):
         return list(_unnamed(manifest, entries)), None
     number = beats[-1].attempt + 1 if beats else 1
-    if beats and not is_dead(store, beats[-1], max((e.modified for e in everything), default=0.0)):
+    if beats and not is_over(store, beats[-1], max((e.modified for e in everything), default=0.0)):
         return [], number
     of_gc = tuple(f"{prefix}/attempts/{beat.attempt:04d}/" for beat in beats if beat.run == GC)
     worked = max((e.modified for e in everything if not e.key.startswith(of_gc)), default=0.0)
@@ -318,6 +318,6 @@ def _scratch(store: Store, home: Path, on_damage: Callable[[str], None]) -> Iter
             continue
         stored = max((entry.modified for _, entry in attempt_entries(store, prefix)), default=0.0)
         attempt, _, _ = folder.name.partition("-node")  # a worker node has its own folder
-        if attempt not in beats or is_dead(store, beats[attempt], stored):
+        if attempt not in beats or is_over(store, beats[attempt], stored):
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             yield Leftover(folder.relative_to(home).as_posix(), size, "scratch of a finished attempt", folder)

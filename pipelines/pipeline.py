@@ -25,7 +25,7 @@ from pipelines.tracking.ledger import (
     Attempt,
     attempts,
     claim,
-    close_dead_attempt,
+    close_attempt,
     is_alive,
     newest_report,
 )
@@ -261,7 +261,7 @@ def record_crash(store: Store, plans: dict[str, ArtifactPlan], until: str, billi
         return Interrupted(cause)  # this command waited for an attempt of another machine
     if newest and newest.state == "running":
         ending = after_crash(store, prefix, newest.attempt, cause, Crashed)
-        close_dead_attempt(store, prefix, newest, state_after(ending), cause)
+        close_attempt(store, prefix, newest, state_after(ending), cause)
         return ending
     number = newest.attempt + 1 if newest else 1
     ending = after_crash(store, prefix, number, cause, Crashed)

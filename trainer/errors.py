@@ -50,7 +50,7 @@ class HandedOver(Interrupted):
     """This machine's part ends here: the next task of the same launch continues on another machine."""
 
 
-class Died(Exception):
+class RepeatedCrash(Exception):
     """A signal ended a process of the run, and the same command would not help: it has no commit to resume from, or
     it died several times in a row without a new commit."""
 
@@ -82,7 +82,7 @@ def ending_of(error: BaseException) -> Ending | None:
     """
     reason = f" ({error})" if str(error) else ""
     match error:
-        case Diverged() | Died():
+        case Diverged() | RepeatedCrash():
             return Ending(EXIT_FAILED, f"failed: {error}")
         case UserError():
             return Ending(EXIT_MISTAKE, f"error: {error}")

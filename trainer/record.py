@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from trainer.errors import UserError, cut, shown
-from trainer.store import checked_key
+from trainer.store import Store, checked_key
 
 FORMAT = 1  # of a record without the field `format`
 SMALL_BYTES = 1 << 20  # of a record
@@ -79,6 +79,12 @@ def reading(where: str, remedy: str = "") -> Iterator[None]:
 def record_in(kind: type[T], body: bytes, where: str, version: int = FORMAT, most_bytes: int = SMALL_BYTES) -> T:
     """The record in an object of the store. DamagedRecord or NewerRecord with the object's name, `where`."""
     return typed(kind, decoded(body, where, most_bytes), where, version)
+
+
+def record_at(kind: type[T], store: Store, key: str) -> T | None:
+    """The record in an object of the store; None if there is none. DamagedRecord, or NewerRecord."""
+    body = store.get(key)
+    return None if body is None else record_in(kind, body, f"{store.uri}/{key}")
 
 
 def decoded(body: bytes, where: str, most_bytes: int = SMALL_BYTES) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainer.record import StoredRecord, UnixSeconds, record_in
+from trainer.record import StoredRecord, UnixSeconds, record_at
 from trainer.store import Store
 
 KEY = "store.json"
@@ -34,8 +34,8 @@ def new_store_id() -> str:
 
 def read_store_id(store: Store) -> str | None:
     """The id of a store; None before its first run. DamagedRecord, or NewerRecord."""
-    body = store.get(KEY)
-    return None if body is None else record_in(StoreId, body, f"{store.uri}/{KEY}").id
+    found = record_at(StoreId, store, KEY)
+    return found.id if found else None
 
 
 def settled_store_id(store: Store, proposed: str | None = None) -> str:

@@ -14,10 +14,8 @@ Several nodes have TCP between them, and never ran on GPUs: TCP_BYTES_PER_SECOND
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
 
 from pipelines.bench.gpus import PEAKS, check_gpus, engine_of, gpu_count, gpu_of, memory_on, peak_of
 from pipelines.bench.measurements import Speed, measurements
@@ -60,18 +58,8 @@ def nearest_step(model: ModelConfig, engine: str, gpu: str) -> tuple[Speed, floa
     return best, best.mfu or 0.0
 
 
-def speed_on(
-    recipe: Recipe,
-    accelerators: str,
-    nodes: int = 1,
-    own: Mapping[tuple[str, int], Throughput] = MappingProxyType({}),
-) -> Throughput:
-    """Tokens a second on `nodes` nodes with these GPUs, where the run's `own` speed on such nodes is the best one.
-
-    UserError for an unknown GPU.
-    """
-    if known := own.get((accelerators, nodes)):
-        return known
+def speed_on(recipe: Recipe, accelerators: str, nodes: int = 1) -> Throughput:
+    """Tokens a second on `nodes` nodes with these GPUs. UserError for an unknown GPU."""
     peak = peak_of(accelerators)
     if peak is None:
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")

@@ -160,14 +160,14 @@ PER_1000 = {"aws": (0.005, 0.0004), "gcp": (0.005, 0.0004), "cloudflare": (0.004
 HOSTS = {"amazonaws.com": "aws", "storage.googleapis.com": "gcp", "r2.cloudflarestorage.com": "cloudflare"}
 
 
-class Place(NamedTuple):
+class CloudRegion(NamedTuple):
     """The place of a machine or a bucket. None: unknown."""
 
     cloud: str | None = None
     region: str | None = None
 
 
-def place_of(store: Store) -> Place | None:
+def place_of(store: Store) -> CloudRegion | None:
     """The place of a bucket, by its endpoint; None for another store. Its region is None if the server does not tell
     it."""
     if not isinstance(store, S3Store):
@@ -178,19 +178,19 @@ def place_of(store: Store) -> Place | None:
     if cloud not in (None, *FREE):
         with suppress(UserError, StoreUnavailable):
             region = store.region()
-    return Place(cloud, region)
+    return CloudRegion(cloud, region)
 
 
-def with_traffic(machine: Machine, bucket: Place | None) -> Machine:
+def with_traffic(machine: Machine, bucket: CloudRegion | None) -> Machine:
     """The machine with the prices of bytes from it to a bucket, of bytes back, and of requests."""
     if bucket is None:
         return machine
-    here, (writes, reads) = Place(machine.cloud, machine.region), PER_1000.get(bucket.cloud or "", (None, None))
+    here, (writes, reads) = CloudRegion(machine.cloud, machine.region), PER_1000.get(bucket.cloud or "", (None, None))
     machine = replace(machine, usd_per_1000_writes=writes, usd_per_1000_reads=reads)
     return replace(machine, usd_per_gb_sent=usd_per_gb(here, bucket), usd_per_gb_received=usd_per_gb(bucket, here))
 
 
-def usd_per_gb(origin: Place, target: Place) -> float | None:
+def usd_per_gb(origin: CloudRegion, target: CloudRegion) -> float | None:
     """Dollars a GB that the cloud of `origin` charges for bytes to `target`; None: unknown."""
     if origin.cloud in FREE:
         return 0.0

@@ -24,7 +24,7 @@ from pipelines.bench.throughput import (
     speed_on,
     trains_on_a_small_gpu,
 )
-from pipelines.cloud.catalog import CLOUDS, MachineRequest, Place, is_cluster, offers, place_of, with_traffic
+from pipelines.cloud.catalog import CLOUDS, CloudRegion, MachineRequest, is_cluster, offers, place_of, with_traffic
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.preflight import slow_cards, text_is_only_here
 from pipelines.cloud.request import LaunchRequest
@@ -74,7 +74,7 @@ class Workload:
     steps_left: int
     own: Mapping[tuple[str, int], Throughput] = field(default_factory=dict)  # of its attempts, by GPUs and nodes
     installs: bool = False  # a node without an image installs the packages first
-    place: Place | None = None  # of the store
+    place: CloudRegion | None = None  # of the store
     text: int = 0  # tokens to make, and those of them that are held out, as far as the text is known
     held_out: int = sys.maxsize
 
@@ -244,7 +244,7 @@ def plan_run(
                 found_notes[f"{nodes or MOST_NODES} x {gpus}: {error}"] = None
                 continue
             with suppress(UserError):  # a GPU of unknown speed
-                speed = speed_on(recipe, gpus, nodes, work.own)
+                speed = work.own.get((gpus, nodes)) or speed_on(recipe, gpus, nodes)
             known = others | {"train": estimate_stage("train", work, machine, nodes, speed=speed)}
         stages = {stage: known[stage] for stage in work.stages if stage in known}
         hours, usd = (sum(getattr(one, name) for one in stages.values()) for name in ("hours", "usd"))

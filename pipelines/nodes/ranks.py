@@ -131,8 +131,10 @@ def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:
     if not exit_code:
         return NodeResult(node)
     log = (folder / LOG_FILE).read_text(errors="replace").splitlines()
-    if cause := gpu_fault(folder, log):
-        return NodeResult(node, GPU, f"{cause} on node {node} ({platform.node()})")
+    if line := first_line_with(HARDWARE_ERRORS, [*error_messages(folder, GPU), *log]):
+        failed = [path for kind in (GPU, KILLED, PEER, FAULT) for path in error_files(folder, kind)]
+        rank = f", rank {failed[0].stem.rpartition('-')[2]}" if failed else ""
+        return NodeResult(node, GPU, f"GPU fault: {line}{rank} on node {node} ({platform.node()})")
     for line in (line for line in log if STUCK_LINE in line):
         return NodeResult(node, STUCK, line)
     for cause in error_messages(folder, KILLED):
@@ -145,20 +147,6 @@ def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:
     return NodeResult(node, FAULT, [*faults, "\n".join(log[-LOG_LINES:])][0])
 
 
-def gpu_fault(folder: Path, log: list[str]) -> str | None:
-    """The line that shows a failed GPU, by the ranks' errors or in their log, and the first rank that
-    failed; None if nothing shows one."""
-    paths = sorted(
-        (path for kind in (GPU, KILLED, PEER, FAULT) for path in folder.glob(f"{kind}-*.txt")),
-        key=lambda path: path.stat().st_mtime_ns,
-    )
-    named = [path for path in paths if path.name.startswith(GPU)] or paths
-    rank = f", rank {named[0].stem.rpartition('-')[2]}" if named else ""
-    reported = [line for path in paths if path.name.startswith(GPU) for line in path.read_text().splitlines()]
-    line = next(iter(reported), None) or first_line_with(HARDWARE_ERRORS, log)
-    return f"GPU fault: {line}{rank}" if line else None
-
-
 def leave_error_message(error: Exception, folder: Path) -> None:
     """Write the error of this rank into a file of the attempt's folder."""
     kind, message = kind_and_message(error, folder)
@@ -168,5 +156,9 @@ def leave_error_message(error: Exception, folder: Path) -> None:
 
 def error_messages(folder: Path, kind: str) -> list[str]:
     """Error messages of failed ranks, the first failure first: the other ranks only fail because of it."""
-    paths = sorted(folder.glob(f"{kind}-*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    return [path.read_text() for path in paths]
+    return [path.read_text() for path in error_files(folder, kind)]
+
+
+def error_files(folder: Path, kind: str) -> list[Path]:
+    """The files of these messages."""
+    return sorted(folder.glob(f"{kind}-*.txt"), key=lambda path: path.stat().st_mtime_ns)

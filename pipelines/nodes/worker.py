@@ -19,7 +19,6 @@ from pipelines.nodes.results import GONE, NodeResult
 from pipelines.nodes.workers import POLL_SECONDS, WorkerRecord, read_spec
 from pipelines.screen import Screen
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, newest_attempt
-from pipelines.tracking.records import Heartbeat
 from trainer.errors import Interrupted, UserError
 from trainer.process import StopSignal
 from trainer.store import Store
@@ -69,8 +68,7 @@ class FirstNode:
         self.store, self.prefixes = store, prefixes
         self.working: tuple[str, int] | None = None  # artifact and number of the attempt that has worked since
         self.state = ""  # of that attempt
-        self._start = {prefix: newest_attempt(store, prefix) for prefix in prefixes}
-        self._known = dict(self._start)
+        self._known = {prefix: newest_attempt(store, prefix) for prefix in prefixes}
         self._changed = time.monotonic()
 
     def look(self) -> None:
@@ -78,11 +76,15 @@ class FirstNode:
         began = time.monotonic()
         try:
             for prefix in self.prefixes:
-                beat = newest_attempt(self.store, prefix)
-                if beat and beat != self._known[prefix]:
-                    self._known[prefix] = beat
-                    self._note(prefix, beat)
-                    self.reset()
+                beat, before = newest_attempt(self.store, prefix), self._known[prefix]
+                if beat is None or beat == before:
+                    continue
+                self._known[prefix] = beat
+                is_new = before is None or beat.attempt > before.attempt
+                if is_new or beat.state == "running" or self.working == (prefix, beat.attempt):
+                    self.working = (prefix, beat.attempt)
+                    self.state = "restarting" if beat.progress.restarting else beat.state
+                self.reset()
         except (OSError, UserError):
             self.reset()
         if time.monotonic() - began > HEARTBEAT_SECONDS:  # a store that is so slow is as good as away
@@ -95,13 +97,6 @@ class FirstNode:
     def reset(self) -> None:
         """Count the silence from now on: node 0 has reported, or the store is away, and then silence means nothing."""
         self._changed = time.monotonic()
-
-    def _note(self, prefix: str, beat: Heartbeat) -> None:
-        before = self._start[prefix]
-        is_new = before is None or beat.attempt > before.attempt
-        if is_new or beat.state == "running" or self.working == (prefix, beat.attempt):
-            self.working = (prefix, beat.attempt)
-            self.state = "restarting" if beat.progress.restarting else beat.state
 
 
 class Worker:

@@ -18,7 +18,7 @@ from pipelines.nodes.results import NodeResult
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Attempt
 from trainer.errors import UserError
 from trainer.process import Background, StopSignal
-from trainer.record import Count, StoredRecord, UnixSeconds, decoded, reading, record_in
+from trainer.record import Count, StoredRecord, UnixSeconds, decoded, reading, record_at
 from trainer.store import Store
 
 POLL_SECONDS = 2.0  # between two looks into the store
@@ -40,9 +40,7 @@ class WorkerRecord(StoredRecord):
     @classmethod
     def read(cls, store: Store, prefix: str, attempt: int, node: int) -> Self | None:
         """DamagedRecord, or NewerRecord."""
-        key = key_of_worker(prefix, attempt, node)
-        body = store.get(key)
-        return record_in(cls, body, f"{store.uri}/{key}") if body is not None else None
+        return record_at(cls, store, key_of_worker(prefix, attempt, node))
 
 
 def key_of_worker(prefix: str, attempt: int, node: int) -> str:

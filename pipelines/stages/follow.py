@@ -32,7 +32,7 @@ from pipelines.tracking.crashes import after_crash
 from pipelines.tracking.ledger import process_started
 from pipelines.tracking.records import ProcessId
 from trainer.config import seconds_from_environment
-from trainer.errors import FULL, Crashed, Died, Interrupted, UserError
+from trainer.errors import FULL, Crashed, Interrupted, RepeatedCrash, UserError
 from trainer.events import (
     EVENTS_FILE,
     Checkpointed,
@@ -267,7 +267,7 @@ def after_outage(work: Work, result: NodeResult) -> Exception:
     with suppress(OSError, UserError):  # the store does not answer: uncounted
         prefix, number = work.plan.prefix, work.attempt.number
         ending = after_crash(work.store, prefix, number, result.message)
-        if unsaved and isinstance(ending, Died):
+        if unsaved and isinstance(ending, RepeatedCrash):
             return ending
     return result.error
 

@@ -103,7 +103,7 @@ class Account:
     interruptions: Cost  # repeated work, lost time, and the restart after each interruption
     savings_usd: float | None  # against the on-demand price of the same machines; None: unknown
     deaths: int  # attempts that crashed without a last heartbeat
-    unseen_seconds: float  # at most so much is missing from the bill: a heartbeat interval for each death
+    unseen_seconds: float  # at most so much is missing from the bill: a heartbeat interval for each
     unseen_usd: float  # the same in dollars, of known prices
     traffic: TrafficCost = TrafficCost()  # of the total: between the machines and the store
     faults: tuple[str, ...] = ()  # unreadable heartbeats, which the bill does not contain
@@ -292,12 +292,12 @@ def _sums(named: Iterable[tuple[str, Cost]]) -> dict[str, Cost]:
 def _attempt(one: StoredHeartbeat, superseded: bool, done: int, kept: int, redone: int) -> AttemptAccount:
     beat = one.beat
     traffic = traffic_of(beat)
-    died = beat.state == "running" and (superseded or one.alive is False)
+    crashed = beat.state == "running" and (superseded or one.alive is False)
     return AttemptAccount(
         stage=beat.stage,
         prefix=one.prefix,
         number=beat.attempt,
-        state="lost" if died else beat.state,
+        state="lost" if crashed else beat.state,
         started=beat.started,
         ended=max(beat.time, beat.started),
         host=beat.process.host,

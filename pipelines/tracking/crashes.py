@@ -8,7 +8,7 @@ it outlives the machine.
 
 from pipelines.tracking.ledger import attempts
 from trainer.checkpoint.commits import newest_commit
-from trainer.errors import Died, Interrupted
+from trainer.errors import Interrupted, RepeatedCrash
 from trainer.store import Store
 
 MOST_CRASHES = 3
@@ -17,8 +17,8 @@ UNFIT = "unfit machine: "  # begins the cause of an attempt that ended with Unfi
 
 def after_crash(
     store: Store, prefix: str, attempt: int, cause: str, ending: type[Interrupted] = Interrupted
-) -> Interrupted | Died:
-    """The exception that ends an attempt on the artifact `prefix` after a crash of this cause: `ending`, or Died."""
+) -> Interrupted | RepeatedCrash:
+    """The exception that ends an attempt on the artifact `prefix` after a crash: `ending`, or RepeatedCrash."""
     commit = newest_commit(store, prefix)
     since = commit.attempt if commit else 0
     beats = [beat for beat in attempts(store, prefix) if since < beat.attempt < attempt]
@@ -26,8 +26,8 @@ def after_crash(
     crashed = [beat.attempt for beat in beats if beat.progress.killed or beat.attempt in unsaved]
     unfit = [beat.attempt for beat in beats if (beat.progress.killed or "").startswith(UNFIT)]
     if cause.startswith(UNFIT) and unfit:
-        return Died(f"{cause}; so did attempt {unfit[-1]}: choose other machines or another image")
+        return RepeatedCrash(f"{cause}; so did attempt {unfit[-1]}: choose other machines or another image")
     if len(crashed) >= MOST_CRASHES:
         numbers = ", ".join(map(str, crashed))
-        return Died(f"{cause}; attempts {numbers} also crashed before saving a checkpoint")
+        return RepeatedCrash(f"{cause}; attempts {numbers} also crashed before saving a checkpoint")
     return ending(cause)

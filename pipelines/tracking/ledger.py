@@ -279,7 +279,7 @@ def claim(
     return Attempt(store, prefix, heartbeat, watch, meter, crashed)
 
 
-def close_dead_attempt(store: Store, prefix: str, beat: Heartbeat, state: str, cause: str) -> None:
+def close_attempt(store: Store, prefix: str, beat: Heartbeat, state: str, cause: str) -> None:
     """Write the last heartbeat of an attempt whose processes a signal has ended on this machine, billed up to now."""
     silent = max(0.0, steady_time() - here_at(beat))
     now = beat.time + silent
@@ -348,7 +348,7 @@ def is_alive(heartbeat: Heartbeat) -> bool | None:
     return process_exists(heartbeat.process) if heartbeat.state == "running" else False
 
 
-def is_dead(store: Store, heartbeat: Heartbeat, stored: float) -> bool:
+def is_over(store: Store, heartbeat: Heartbeat, stored: float) -> bool:
     """Whether an attempt is over: it has ended, its process is gone, or its heartbeat was `stored` long ago."""
     alive = is_alive(heartbeat)
     return not alive if alive is not None else store.clock() - stored > LONG_AGO_SECONDS
@@ -357,7 +357,7 @@ def is_dead(store: Store, heartbeat: Heartbeat, stored: float) -> bool:
 def working_attempt(store: Store, prefix: str) -> Heartbeat | None:
     """The newest attempt of an artifact; None if it is over, or there is none. DamagedRecord, or NewerRecord."""
     report = newest_report(store, prefix)
-    return None if report is None or is_dead(store, *report) else report[0]
+    return None if report is None or is_over(store, *report) else report[0]
 
 
 def process_exists(process: ProcessId) -> bool | None:
@@ -432,12 +432,12 @@ def traffic_seconds(size: int, beat: Heartbeat) -> float:
 
 
 def seconds_between_failures(heartbeats: Iterable[Heartbeat], prior_seconds: float) -> float:
-    """Mean time between deaths, by a signal or without a last heartbeat. The prior counts as one death.
+    """Mean time between crashes, by a signal or without a last heartbeat. The prior counts as one.
 
     The posterior mean of a Poisson rate with a Gamma(1, prior) prior. An attempt that committed before it left lost
     nothing, and does not count.
     """
     beats = list(heartbeats)
     seconds = sum(3600 * beat.billed_hours for beat in beats)
-    deaths = sum(beat.state == "running" or beat.progress.killed is not None for beat in beats)
-    return (prior_seconds + seconds) / (1 + deaths)
+    crashes = sum(beat.state == "running" or beat.progress.killed is not None for beat in beats)
+    return (prior_seconds + seconds) / (1 + crashes)

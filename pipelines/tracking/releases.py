@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pipelines.tracking.account import StoredHeartbeat
 from pipelines.tracking.ledger import sum_by_key
 from pipelines.tracking.records import Heartbeat
-from trainer.record import StoredRecord, UnixSeconds, record_in
+from trainer.record import StoredRecord, UnixSeconds, record_at
 from trainer.store import Store
 
 RELEASE = "release"  # a phase
@@ -29,8 +29,7 @@ class Release(StoredRecord):
 
 def read_releases(store: Store, run: str) -> list[Release]:
     """The releases on record of a run's clusters. DamagedRecord, or NewerRecord."""
-    body = store.get(key_of(run))
-    return [] if body is None else record_in(list[Release], body, f"{store.uri}/{key_of(run)}")
+    return record_at(list[Release], store, key_of(run)) or []
 
 
 def write_releases(store: Store, run: str, releases: Iterable[Release]) -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pipelines.artifacts.manifest import DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import REWARD, Recipe
 from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, account, cost_until
-from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
+from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_over, process_exists
 from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.tracking.releases import Release, read_releases, until_release
 from pipelines.tracking.run_record import RunRecord, full_names, key_of, read_record, read_records
@@ -23,7 +23,7 @@ from trainer.checkpoint.commits import series
 from trainer.config import TARGETS
 from trainer.config_errors import explain
 from trainer.errors import NotAFile, UserError
-from trainer.record import DamagedRecord, NewerRecord, StoredRecord, reading, record_in
+from trainer.record import DamagedRecord, NewerRecord, StoredRecord, reading, record_at
 from trainer.store import Entry, Store, side_by_side
 
 SUMMARY_SECONDS = 20.0  # between two summaries of a run that works
@@ -192,20 +192,15 @@ class Run:
         return series(self.store, self.record.prefixes["train"]) if "train" in self.record.prefixes else []
 
     @cached_property
-    def tokens_before(self) -> Callable[[int], int]:
-        """Tokens of all updates before a step."""
-        train = self.recipe.train
-        return lambda step: tokens_before(step, train)
-
-    @cached_property
     def passed(self) -> Passed | None:
         """When the run passed a target; None if it has none, or not yet."""
         stop_at = self.recipe.train.stop_at
         for row in self.series if stop_at else ():
             assert stop_at
             if row["step"] and (name := stop_at.passed_by(row)):
-                step, until = row["step"], cost_until(self.account, row["time"])
-                return Passed(name, stop_at.targets[name], row[TARGETS[name]], step, self.tokens_before(step), until)
+                step, tokens = row["step"], tokens_before(row["step"], self.recipe.train)
+                until = cost_until(self.account, row["time"])
+                return Passed(name, stop_at.targets[name], row[TARGETS[name]], step, tokens, until)
         return None
 
     @property
@@ -229,8 +224,7 @@ class Run:
     @cached_property
     def _stored(self) -> StoredSummary | None:
         with suppress(DamagedRecord, NewerRecord, NotAFile):
-            body, where = self.store.get(summary_key(self.name)), f"{self.store.uri}/{summary_key(self.name)}"
-            stored = record_in(StoredSummary, body, where) if body else None
+            stored = record_at(StoredSummary, self.store, summary_key(self.name))
             if stored and (stored.run, stored.updated) == (self.name, self.record.updated):
                 return stored
         return None
@@ -274,7 +268,7 @@ class Run:
             state=self.state,
             attempts=1 + len(worked) - len({attempt.prefix for attempt in worked}),
             steps=steps,
-            tokens=self.tokens_before(steps),
+            tokens=tokens_before(steps, self.recipe.train),
             train_loss=facts.get("train/loss"),
             val_loss=facts.get("val/loss"),
             bits_per_byte=facts.get("val/bits_per_byte"),
@@ -306,7 +300,7 @@ def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
             try:
                 beat = heartbeat_in(store.get(entry.key) or b"", number, f"{store.uri}/{entry.key}")
                 alive = is_alive(beat)
-                if alive is None and is_dead(store, beat, entry.modified):
+                if alive is None and is_over(store, beat, entry.modified):
                     alive = False
                 return [StoredHeartbeat(prefix, beat, entry.modified, alive)] * (beat.run == run), damage
             except (DamagedRecord, NewerRecord, NotAFile) as error:

@@ -10,10 +10,9 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Self
 
 from pipelines.tracking.records import Heartbeat
-from trainer.record import DamagedRecord, NewerRecord, StoredRecord, UnixSeconds, record_in
+from trainer.record import DamagedRecord, NewerRecord, StoredRecord, UnixSeconds, record_at
 from trainer.store import Store
 
 
@@ -28,25 +27,16 @@ class StopRequest(StoredRecord):
     def __str__(self) -> str:
         return f"{self.by}: {self.reason}"
 
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, body: bytes, where: str = "a stop request") -> Self:
-        """DamagedRecord, or NewerRecord."""
-        return record_in(cls, body, where)
-
 
 def read_stop_request(store: Store, run: str) -> StopRequest | None:
     """The request to stop a run; None if there is none. DamagedRecord, or NewerRecord."""
-    body = store.get(key_of(run))
-    return StopRequest.from_json(body, f"{store.uri}/{key_of(run)}") if body is not None else None
+    return record_at(StopRequest, store, key_of(run))
 
 
 def request_stop(store: Store, run: str, reason: str) -> StopRequest:
     """Request that a run stops; an earlier request stays as it is."""
     request = StopRequest(time.time(), f"{getpass.getuser()}@{platform.node()}", reason)
-    store.create(key_of(run), request.to_json())
+    store.create(key_of(run), json.dumps(asdict(request)).encode())
     return read_stop_request(store, run) or request
 
 

@@ -13,7 +13,7 @@ from sky_catalog import ROWS
 
 from pipelines.bench.throughput import speed_on
 from pipelines.cloud import planner
-from pipelines.cloud.catalog import MachineRequest, Place, is_cluster, with_traffic
+from pipelines.cloud.catalog import CloudRegion, MachineRequest, is_cluster, with_traffic
 from pipelines.cloud.planner import (
     Candidate,
     CloudPlan,
@@ -187,6 +187,7 @@ def test_the_rest_of_a_run_is_planned_at_its_own_speed(tmp_path: Path) -> None:
     committed(store, SMALL.train.max_steps // 2, prefix=train)
     rest = planned(tmp_path, **options).candidates[0]
     assert rest.speed and (rest.speed.kind, rest.speed.tokens_per_second) == ("measured", 2e6)
+    assert planned(tmp_path, nodes=2, **options).candidates[0].speed == speed_on(SMALL, "H100:8", 2)
     slower = 2e6 / speed_on(SMALL, "H100:8").tokens_per_second
     assert rest.stages["train"].hours == pytest.approx(whole.stages["train"].hours / 2 / slower, rel=0.15)
 
@@ -213,7 +214,7 @@ def test_the_prices_of_a_task_with_many_places_fit_one_variable(
 
     monkeypatch.setattr(planner, "offers", everywhere)
     store, request = LocalStore(tmp_path), LaunchRequest("a-12345678", "s3://bucket")
-    work = replace(workload(SMALL, store, plans_of(SMALL), [*STAGES]), place=Place("aws", "us-east-1"))
+    work = replace(workload(SMALL, store, plans_of(SMALL), [*STAGES]), place=CloudRegion("aws", "us-east-1"))
     job = priced_job(managed_job(request, STAGES), request, Limits(), work, lambda _: None)
     assert max(len(task.envs["SKYTRAIN_PRICES"] or "") for task in job.tasks) < 16_384
     assert max(len(task.machines) for task in job.tasks) == 40
@@ -221,7 +222,7 @@ def test_the_prices_of_a_task_with_many_places_fit_one_variable(
 
 def test_traffic_and_rarer_saves_are_part_of_the_plan(tmp_path: Path) -> None:
     gcp = Machine("gcp", "us-central1", spot=True, accelerators="H100:8", usd_per_hour=18.0)
-    places = (None, Place("gcp", "us-central1"), Place("aws", "us-east-1"))
+    places = (None, CloudRegion("gcp", "us-central1"), CloudRegion("aws", "us-east-1"))
     steps = LARGE.train.max_steps
     work = [Workload(LARGE, ["train"], steps, place=place) for place in places]
     speed = speed_on(LARGE, "H100:8")

@@ -10,7 +10,6 @@ from pipelines.bench.gpus import check_gpus, engine_of
 from pipelines.bench.measurements import Speed, measurements
 from pipelines.bench.throughput import (
     RUN_SHARE,
-    Throughput,
     network_bytes,
     speed_on,
 )
@@ -21,7 +20,6 @@ from trainer.metrics import mfu
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = load_recipe("gpt2-124m")
-COMPILED = load_recipe("gpt2-124m", ["runtime.engine=compiled"])
 MEASURED = [speed for speed in measurements().speeds if speed.plan]
 
 
@@ -44,15 +42,6 @@ def test_a_step_that_was_measured_is_planned_as_measured_on_warm_gpus_and_estima
 def test_the_whole_runs_that_were_measured_are_within_half_a_percent_of_the_plan(gpus: int, of_a_run: float) -> None:
     planned = speed_on(SMALL, f"H100:{gpus}").tokens_per_second
     assert planned == pytest.approx(of_a_run, rel=0.005)
-
-
-def test_a_runs_own_speed_is_used_on_such_machines_only() -> None:
-    mine = Throughput(2e6, "measured", "attempt 3 of this run")
-    own = {("H100:8", 1): mine, ("RTX 4090:1", 1): Throughput(5e4, "measured", "attempt 2 of this run")}
-    there, elsewhere = (speed_on(COMPILED, "H100:8", nodes, own) for nodes in (1, 2))
-    assert there == mine
-    assert elsewhere == speed_on(COMPILED, "H100:8", 2)
-    assert speed_on(COMPILED, "RTX 4090:1", own=own).kind == "measured"
 
 
 def test_fp8_gains_in_the_sharded_engine_what_it_gains_in_the_fused_one() -> None:

@@ -12,7 +12,7 @@ from metadata_servers import Cloud, Ec2Cloud, GceCloud
 
 from pipelines.artifacts.traffic import GB
 from pipelines.bench.gpus import peak_of
-from pipelines.cloud.catalog import Place, usd_per_gb, with_traffic
+from pipelines.cloud.catalog import CloudRegion, usd_per_gb, with_traffic
 from pipelines.job import prices
 from pipelines.job.prices import billing_here, prices_json
 from pipelines.tracking.account import StoredHeartbeat, account
@@ -148,23 +148,25 @@ def test_a_single_possible_price_needs_no_metadata_service_and_of_several_the_de
 
 # Traffic
 
-EAST = Place("aws", "us-east-1")
+EAST = CloudRegion("aws", "us-east-1")
 
 
 @pytest.mark.parametrize(
     ("origin", "target", "usd"),
     [
         (EAST, EAST, 0.0),
-        (EAST, Place("aws", "us-west-2"), 0.02),
-        (EAST, Place("cloudflare"), 0.09),
-        (EAST, Place("aws"), None),  # the same region, or another one
-        (Place("gcp", "us-central1"), EAST, 0.12),
-        (Place("lambda", "us-south-1"), EAST, 0.0),
-        (Place("vast"), EAST, None),  # SkyPilot's 0 does not say that it is free
-        (Place(), EAST, None),
+        (EAST, CloudRegion("aws", "us-west-2"), 0.02),
+        (EAST, CloudRegion("cloudflare"), 0.09),
+        (EAST, CloudRegion("aws"), None),  # the same region, or another one
+        (CloudRegion("gcp", "us-central1"), EAST, 0.12),
+        (CloudRegion("lambda", "us-south-1"), EAST, 0.0),
+        (CloudRegion("vast"), EAST, None),  # SkyPilot's 0 does not say that it is free
+        (CloudRegion(), EAST, None),
     ],
 )
-def test_the_cloud_that_bytes_leave_charges_for_them(origin: Place, target: Place, usd: float | None) -> None:
+def test_the_cloud_that_bytes_leave_charges_for_them(
+    origin: CloudRegion, target: CloudRegion, usd: float | None
+) -> None:
     pytest.importorskip("sky", reason="needs skypilot (pip)")
     assert usd_per_gb(origin, target) == usd
     priced = with_traffic(Machine(*target), origin)

@@ -20,7 +20,7 @@ from pipelines.stages.follow import Follower, cause_of_crash, raise_error_of_ran
 from pipelines.tracking.crashes import MOST_CRASHES
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
-from trainer.errors import Crashed, Died, Interrupted, Stopped, StoreUnavailable
+from trainer.errors import Crashed, Interrupted, RepeatedCrash, Stopped, StoreUnavailable
 from trainer.events import (
     Checkpointed,
     CheckpointFailed,
@@ -135,7 +135,7 @@ def test_ranks_that_hang_or_cannot_save_again_and_again_without_a_commit_end_the
         (train_work.folder / file).write_text(cause)
         if interruption is StoreUnavailable:
             train_work.report(unsaved_since=1.0)
-        with pytest.raises((interruption, Died)) as ended:
+        with pytest.raises((interruption, RepeatedCrash)) as ended:
             raise_error_of_ranks(train_work, 1, None, None)
         endings.append((ended.type, str(ended.value)))
         later = claim(train_work.store, train_work.plan.prefix, "tiny-1", "train", number + 1, Billing())
@@ -145,7 +145,7 @@ def test_ranks_that_hang_or_cannot_save_again_and_again_without_a_commit_end_the
             attempt.update(state="interrupted")
         train_work.attempt = later
     assert endings[:-1] == [(interruption, cause)] * MOST_CRASHES  # the same command starts over
-    assert endings[-1] == (Died, f"{cause}; attempts 1, 2, 3 also crashed before saving a checkpoint")
+    assert endings[-1] == (RepeatedCrash, f"{cause}; attempts 1, 2, 3 also crashed before saving a checkpoint")
 
 
 def test_a_killed_rank_is_the_cause_on_whichever_node_it_ran_and_lost_peers_only_without_another() -> None:

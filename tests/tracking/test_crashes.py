@@ -4,7 +4,7 @@ import pytest
 from run_records import committed
 
 from pipelines.tracking.crashes import MOST_CRASHES, UNFIT, after_crash
-from pipelines.tracking.ledger import attempts, claim, close_dead_attempt, is_alive, seconds_between_failures
+from pipelines.tracking.ledger import attempts, claim, close_attempt, is_alive, seconds_between_failures
 from pipelines.tracking.records import Billing
 from trainer.errors import EXIT_FAILED, EXIT_INTERRUPTED, ending_of
 from trainer.store import LocalStore
@@ -65,7 +65,7 @@ def test_a_killed_command_is_billed_until_its_crash_is_recorded(store: LocalStor
     assert attempt
     attempt.__enter__()
     (beat,) = attempts(store, PREFIX)
-    close_dead_attempt(store, PREFIX, beat, "interrupted", "skytrain run was killed by SIGKILL")
+    close_attempt(store, PREFIX, beat, "interrupted", "skytrain run was killed by SIGKILL")
     (last,) = attempts(store, PREFIX)
     billed = sum(last.phases.values()) - sum(beat.phases.values())
     assert last.time > beat.time and billed == pytest.approx(last.time - beat.time, abs=0.01)

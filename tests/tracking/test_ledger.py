@@ -20,9 +20,9 @@ from pipelines.tracking.ledger import (
     Attempt,
     attempts,
     claim,
-    close_dead_attempt,
+    close_attempt,
     is_alive,
-    is_dead,
+    is_over,
     process_began,
     process_exists,
     this_process,
@@ -181,8 +181,8 @@ def test_a_process_of_another_machine_is_dead_only_after_a_long_silence_whatever
     store, elsewhere = LocalStore(tmp_path), replace(this_process(), machine="other/boot")
     seen = beat(process=elsewhere, time=time.time() + skew)
     assert is_alive(seen) is None
-    assert not is_dead(store, seen, store.clock() - 60)
-    assert is_dead(store, seen, store.clock() - 7200)
+    assert not is_over(store, seen, store.clock() - 60)
+    assert is_over(store, seen, store.clock() - 7200)
     assert process_exists(elsewhere) is None
 
 
@@ -275,7 +275,7 @@ def test_a_clock_that_jumps_changes_no_bill_and_is_named_on_it(
     seen = attempts(store, PREFIX)[0]
     with claimed(store, 2, earlier=[seen]):
         pass
-    close_dead_attempt(store, PREFIX, replace(seen, attempt=3), "interrupted", "killed")
+    close_attempt(store, PREFIX, replace(seen, attempt=3), "interrupted", "killed")
     beats = attempts(store, PREFIX)
     assert all(0 <= 3600 * beat.billed_hours < 60 for beat in beats)
     assert [beat.progress.clock_jump for beat in beats[:2]] == [pytest.approx(jump, abs=2), None]

@@ -137,7 +137,7 @@ RECORDS: dict[str, tuple[Callable[[bytes], Any], dict[str, Any]]] = {
     "run": (RunRecord.from_json, RUN | LATER),
     "manifest": (Manifest.from_json, MANIFEST),
     "launch": (LaunchRecord.from_json, LAUNCH),
-    "stop request": (StopRequest.from_json, STOP),
+    "stop request": (lambda body: record_in(StopRequest, body, "stop"), STOP),
     "receipt of a shard": (lambda body: ShardReceipt.from_json(decoded(body, "shard")), SHARD),
     "receipt of a checkpoint": (lambda body: record_in(FileReceipt, body, "receipt"), CHECKPOINT_FILE),
 }

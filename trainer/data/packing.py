@@ -18,7 +18,7 @@ PLACES, LARGEST = (1 << PLACE_BITS) - 1, (1 << 63 - PLACE_BITS) - 1
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """The rows of a shard, as pieces of its tokens. Row r has the pieces firsts[r] to firsts[r + 1]."""
 
     starts: np.ndarray  # int64 (pieces,): the first token of each
@@ -37,7 +37,7 @@ class Rows:
             at += length
 
 
-def packed(tokens: np.ndarray, eot: int, row_tokens: int) -> Rows:
+def packed(tokens: np.ndarray, eot: int, row_tokens: int) -> PackedRows:
     """The rows of `row_tokens` tokens of a shard whose documents begin with `eot`.
 
     Tokens before the first `eot` belong to a document of the shard before, and are in no row. A last row that is not
@@ -63,4 +63,6 @@ def packed(tokens: np.ndarray, eot: int, row_tokens: int) -> Rows:
         if (following := next(documents, None)) is not None:
             insort(buffer, following)
     pieces = firsts[-1]
-    return Rows(np.array(starts[:pieces], np.int64), np.array(lengths[:pieces], np.int64), np.array(firsts, np.int64))
+    return PackedRows(
+        np.array(starts[:pieces], np.int64), np.array(lengths[:pieces], np.int64), np.array(firsts, np.int64)
+    )

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from trainer.data.packing import Rows
+from trainer.data.packing import PackedRows
 from trainer.data.shards import Shard, read_shard
 from trainer.errors import DiskFull, UserError
 
@@ -28,7 +28,7 @@ class Mapped:
     """The tokens of a shard, and its rows if it is packed."""
 
     tokens: np.ndarray
-    rows: Rows | None = None
+    rows: PackedRows | None = None
 
 
 class ShardMaps:
@@ -44,7 +44,7 @@ class ShardMaps:
         shards: list[Shard],
         fetch: Fetch,
         vocab_size: int,
-        pack: Callable[[np.ndarray], Rows],
+        pack: Callable[[np.ndarray], PackedRows],
         most: int = MOST_MAPPED,
     ) -> None:
         self.shards, self.fetch, self.vocab_size, self.pack, self.most = shards, fetch, vocab_size, pack, most
