@@ -84,7 +84,9 @@ def collect(
             on_damage(f"{store.uri}/{prefix}: {error}")
             return [], None
         keep = commits_to_keep(prefix) if found else ()
-        return sorted((x for x in found if not x.key.startswith(keep)), key=_is_file), number
+        left = (leftover for leftover in found if not leftover.key.startswith(keep))
+        # The records go first, then the files that they name.
+        return sorted(left, key=lambda leftover: not RECORDS.fullmatch(leftover.key)), number
 
     prefixes = list(listed)
     for some in (prefixes[first : first + READERS] for first in range(0, len(prefixes), READERS)):
@@ -276,11 +278,6 @@ def _uncommitted(entries: list[Entry]) -> Iterator[Leftover]:
         folder = re.match(r".*/checkpoints/[^/]+/", entry.key)
         if folder and f"{folder[0]}COMMIT.json" not in keys:
             yield Leftover(entry.key, entry.size, "part of a checkpoint without a commit")
-
-
-def _is_file(leftover: Leftover) -> bool:
-    """For sorting: the records go first, then the files that they name."""
-    return not RECORDS.fullmatch(leftover.key)
 
 
 def _half_written(root: Path) -> Iterator[Leftover]:

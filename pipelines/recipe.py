@@ -58,7 +58,6 @@ GOOD_EPOCHS = 4
 HELLASWAG_TOKENS = 10_042 * 400  # of all items: an item is four endings of about 100 tokens
 # Computed of all prompts of CORE with their examples, for a synthetic bundle of the same lengths.
 CORE_TOKENS = 190_000_000
-HARNESS_TASK_TOKENS = 1_000_000  # of a task of the harness, all choices of all items
 
 
 class EvaluateConfig(Section):
@@ -389,11 +388,6 @@ class Recipe(Section):
         """Tokens of the benchmarks of one evaluation, an estimate."""
         evaluate = self.evaluate
         return (HELLASWAG_TOKENS if evaluate.hellaswag else 0) + (CORE_TOKENS if evaluate.core else 0)
-
-    @property
-    def harness_tokens(self) -> int:
-        """Tokens that EleutherAI's harness reads, an estimate."""
-        return HARNESS_TASK_TOKENS * len(self.evaluate.lm_eval or ())
 
     def evaluations(self, steps: int) -> int:
         """The number of evaluations while the last `steps` steps train: one at the end."""

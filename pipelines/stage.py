@@ -55,9 +55,8 @@ class Work:
     screen: Screen
     stop: StopSignal
     clock: PhaseClock = field(default_factory=PhaseClock)
-    scratch_of: ArtifactPlan | None = (
-        None  # the artifact of the attempt, if `plan` is another one: a source of a mixture
-    )
+    # The artifact of the attempt, if `plan` is another one: a source of a mixture.
+    scratch_of: ArtifactPlan | None = None
     before_ranks: "Callable[[Work], None] | None" = None  # called before train starts its ranks; may raise Interrupted
     earlier: list[Heartbeat] = field(default_factory=list)  # the attempts at this artifact before this one
     # Of the ranks: seconds by phase, and the phase since then.

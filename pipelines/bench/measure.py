@@ -9,7 +9,7 @@ it is:
 - NaN toggles few bits: the GPU stays cool and is 10 to 20% faster. A loss that is not finite raises Diverged.
 - The best of many steps. The result has the median step and its spread.
 
-    torchrun --standalone --nproc-per-node 4 -m pipelines.cli bench gpt2-124m --data-parallel zero1
+    torchrun --standalone --nproc-per-node 4 -m pipelines.cli bench gpt2-124m
 
 runs on several GPUs; rank 0 prints.
 """
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pipelines.bench.gauges import Sensors, Spread, kernel_seconds
 from trainer.errors import Diverged, UserError
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from trainer.engine import Engine
     from trainer.parallel import World
 
-Mark: TypeAlias = "float | torch.cuda.Event"  # of the host's clock, or of a GPU's stream
 WARM_SECONDS = 10.0
 PROFILED_STEPS = 2
 ZIPF_TOKENS = 1 << 22
@@ -265,12 +264,13 @@ def timed(run: Steps, steps: int, device: "torch.device") -> list[float]:
     for _ in range(steps):
         run.step()
         marks.append(mark(device))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return [seconds_between(before, after) for before, after in pairwise(marks)]
+    if device.type != "cuda":
+        return [after - before for before, after in pairwise(marks)]
+    torch.cuda.synchronize(device)
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
 
-def mark(device: "torch.device") -> Mark:
+def mark(device: "torch.device") -> Any:
     """Now: by the host's clock, or when a GPU's stream comes to this place."""
     import torch
 
@@ -279,12 +279,3 @@ def mark(device: "torch.device") -> Mark:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def seconds_between(before: Mark, after: Mark) -> float:
-    """The seconds between two marks that are past."""
-    if isinstance(before, float):
-        assert isinstance(after, float)
-        return after - before
-    assert not isinstance(after, float)
-    return before.elapsed_time(after) / 1e3

@@ -48,6 +48,7 @@ STALL_SECONDS = 0.1  # for which a save delays the steps: the least that the tra
 TOKENS_PER_CORE_SECOND = 4.8e6  # tiktoken on English text: 4.8 to 5.5 M
 BYTES_PER_TOKEN = 4.3  # of English text
 BYTES_PER_SECOND = 100e6  # of text and weights, between the Hub or a bucket and a node
+HARNESS_TASK_TOKENS = 1_000_000  # of a task of EleutherAI's harness, all choices of all items; estimated
 CHECKPOINT_BYTES_PER_SECOND = 1e9  # from a bucket in the region; from a local disk 2.3 GB/s were measured
 
 ASSUMED = (
@@ -335,7 +336,8 @@ def evaluate_hours(work: Workload, machine: Machine) -> float:
     """
     recipe, kind, gpus = work.recipe, machine.accelerators or ":1", gpu_count(machine.accelerators or ":1")
     flops = (peak_of(kind) or gpus * 1e12) * nearest_step(recipe.model, "eager", gpu_of(kind))[1]
-    tokens = min(recipe.evaluate.val_tokens, work.held_out) + recipe.benchmark_tokens + gpus * recipe.harness_tokens
+    harness = HARNESS_TASK_TOKENS * len(recipe.evaluate.lm_eval or ())
+    tokens = min(recipe.evaluate.val_tokens, work.held_out) + recipe.benchmark_tokens + gpus * harness
     return tokens * recipe.model.flops_per_token / 3 / flops / 3600
 
 

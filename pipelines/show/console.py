@@ -32,7 +32,7 @@ class CleanConsole(Console):
     """A console whose text can neither control a terminal nor leave blanks at the end of a table's lines."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*map(prepared, objects), **options)
+        super().print(*(Trimmed(one) if isinstance(one, Table) else one for one in objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -63,10 +63,6 @@ class Trimmed:
                 *begin, (text, style, _) = line
                 yield from (*begin, Segment(text.rstrip(), style))
             yield Segment.line()
-
-
-def prepared(shown: Any) -> Any:
-    return Trimmed(shown) if isinstance(shown, Table) else shown
 
 
 class TerminalScreen:

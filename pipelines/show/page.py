@@ -20,7 +20,6 @@ from urllib.parse import quote
 
 import yaml
 
-from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
 from pipelines.show.card import changes_by_tuning, passed_text
 from pipelines.show.console import say
@@ -34,8 +33,7 @@ from pipelines.tracking.account import (
     market_of,
     merge_waits,
 )
-from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.runs import Passed, Run
+from pipelines.tracking.runs import Run
 from trainer.amounts import batch_stages
 from trainer.errors import UserError
 from trainer.metrics import MFU_FORMULA
@@ -186,7 +184,7 @@ def run_data(run: Run) -> dict[str, Any]:
             for number, one in merge_waits(account.attempts)
         ],
         "series": series,
-        "receipt": receipt(recipe, made, run.passed, account, run.attempts.get("train", [])),
+        "receipt": receipt(run),
         "recipe": yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
         "sample": evaluated.facts.get("sample") if evaluated else None,
         "samples": [(row["step"], row["samples"]) for row in rows if "samples" in row][-MOST_SAMPLES:],
@@ -275,27 +273,22 @@ def machine_name(one: AttemptAccount) -> str:
     return ", ".join([market_of(machine), *(part for part in parts if part)]) if machine.cloud else one.host
 
 
-def receipt(
-    recipe: Recipe,
-    made: dict[str, Manifest | None],
-    passed: Passed | None,
-    account: Account,
-    beats: Sequence[Heartbeat],
-) -> list[tuple[str, str]]:
+def receipt(run: Run) -> list[tuple[str, str]]:
     """The facts for a repetition of the run."""
-    read, train = {stage: manifest for stage, manifest in made.items() if manifest}, made.get("train")
+    recipe, train = run.recipe, run.manifests.get("train")
+    read = {stage: manifest for stage, manifest in run.manifests.items() if manifest}
     origins = [manifest.provenance for manifest in read.values()]
     origin = train.provenance if train else origins[-1] if origins else {}
     versions = ", ".join(f"{name} {number}" for name, number in origin.get("versions", {}).items() if number)
     commit = origin.get("git_commit") or ""
     machines = dict.fromkeys(
         (f"{one.nodes} x " if one.nodes > 1 else "") + machine_name(one)
-        for one in account.attempts
+        for one in run.account.attempts
         if one.stage == "train" and not one.waited
     )
     devices = dict.fromkeys(
         f"{beat.progress.world_size} x {beat.progress.device}, {beat.progress.precision}"
-        for beat in beats
+        for beat in run.attempts.get("train", [])
         if beat.progress.device is not None
     )
     facts = {
@@ -303,7 +296,7 @@ def receipt(
         "text": " at ".join(filter(None, (text_name(recipe), recipe.tokens.revision))),
         "began with": recipe.first_weights or "",
         "artifacts": ", ".join(manifest.prefix for manifest in read.values()),
-        "ended by": passed_text(passed) if passed else "",
+        "ended by": passed_text(run.passed) if run.passed else "",
         "seed": str(recipe.train.seed),
         "commit": commit + (" with uncommitted changes" if commit and origin.get("git_dirty") else ""),
         "image": origin.get("image") or ("none: the run used no container" if origin else ""),

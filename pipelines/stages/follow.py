@@ -54,9 +54,8 @@ FACTS_FILE = "facts.json"  # that rank 0 of evaluate and tune writes
 POLL_SECONDS = 0.1
 UNSAVED_SECONDS = 1800.0  # from the first failed checkpoint until the run leaves
 FULL_BYTES = 1 << 16  # more than an error message, less than any other file: with less free space, the disk is full
-SIGNALS_SECONDS = (
-    1.0  # Slurm ends the processes of a job one by one; the ranks may get their signal before this process
-)
+# Slurm ends the processes of a job one by one; the ranks may get their signal before this process.
+SIGNALS_SECONDS = 1.0
 
 
 def follow(work: Work, launcher: subprocess.Popen[bytes], workers: Workers | None = None) -> int | None:
@@ -68,9 +67,8 @@ def follow(work: Work, launcher: subprocess.Popen[bytes], workers: Workers | Non
         for events in follow_events(work.folder / EVENTS_FILE, launcher):
             for event in events:
                 follower.handle(event, bar)
-            unstarted = (
-                workers is None and not follower.started
-            )  # ranks of several nodes get the stop after their start
+            # Ranks of several nodes get the stop after their start.
+            unstarted = workers is None and not follower.started
             stopping = stopping or pass_on_stop(work, launcher, nothing_to_lose=unstarted)
             if workers and workers.have_failed:
                 exit_code = wait_or_kill(launcher)
