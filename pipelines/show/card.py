@@ -80,8 +80,8 @@ def changes_by_tuning(made: Mapping[str, Manifest]) -> dict[str, list[str]]:
         elif stage.startswith("evaluate."):
             before = made["evaluate"].facts if "evaluate" in made else {}
             found[stage] = [(TARGET_NAMES[name], before.get(key), now.get(key)) for name, key in TARGETS.items()]
-            plain, chat = before.get("eval/hellaswag_acc_norm"), now.get("eval/hellaswag_chat_acc_norm")
-            found[stage].append(("HellaSwag as a chat", plain, chat))
+            for name, chat in (("hellaswag", "eval/hellaswag_chat_acc_norm"), ("core", "eval/core_chat")):
+                found[stage].append((f"{TARGET_NAMES[name]} as a chat", before.get(TARGETS[name]), now.get(chat)))
     return {
         stage: [f"{name} {old:.3f} → {new:.3f}" for name, old, new in values if old is not None and new is not None]
         for stage, values in found.items()

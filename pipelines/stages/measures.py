@@ -138,21 +138,20 @@ def verify_items(source: str) -> int:
 def measures_of(
     recipe: Recipe, encoding: "tiktoken.Encoding", cache: Path, world: "World", tuned: bool = False
 ) -> "dict[str, Measure]":
-    """HellaSwag and CORE by name, as far as the recipe has them; of a `tuned` model HellaSwag in chat form, too."""
+    """HellaSwag and CORE by name, as far as the recipe has them; of a `tuned` model in chat form, too."""
     from trainer.eval.core import core
     from trainer.eval.hellaswag import hellaswag
 
     encode = Encoder(encoding).rows
-    measures: dict[str, Measure] = {}
+    measures: dict[str, partial[dict[str, float]]] = {}
     if source := recipe.evaluate.hellaswag:
-        plain = measures["HellaSwag"] = partial(hellaswag, items=hellaswag_items(source, cache), encode=encode)
-        if tuned:
-            tokens = ChatTokens(encoding)
-            as_question = lambda text: tokens.prompt([{"role": "user", "content": text}])  # noqa: E731
-            measures["HellaSwag in chat form"] = partial(plain, chat=as_question)
+        measures["HellaSwag"] = partial(hellaswag, items=hellaswag_items(source, cache), encode=encode)
     if source := recipe.evaluate.core:
         measures["CORE"] = partial(core, tasks=core_tasks(source), encode=encode, end_of_text=encoding.eot_token)
-    return measures
+    if tuned:
+        chat = ChatTokens(encoding).prompt
+        measures |= {f"{name} in chat form": partial(plain, chat=chat) for name, plain in measures.items()}
+    return {**measures}
 
 
 def evaluation_in_training(

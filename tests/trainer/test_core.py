@@ -33,8 +33,9 @@ def nothing() -> None:
 
 
 @torch.no_grad()
-def naive_answers(theirs: Any, task: CoreTask, encode: Encode, end_of_text: int) -> list[bool]:
-    """The rules of nanochat's core_eval.py, word by word: a prompt is one text, and one sequence a forward pass."""
+def naive_answers(theirs: Any, task: CoreTask, encode: Encode, end_of_text: int, as_chat: bool) -> list[bool]:
+    """The rules of nanochat's core_eval.py, word by word: a prompt is one text, and one sequence a forward pass. As a
+    chat, every example and the item are a question and its answer."""
     rows = [json.loads(line) for line in task.file.read_text().splitlines()]
     random.Random(1337).shuffle(rows)
     limit = theirs.config.n_positions
@@ -47,11 +48,23 @@ def naive_answers(theirs: Any, task: CoreTask, encode: Encode, end_of_text: int)
             return begin + task.delimiter + row["continuation"]
         return row["context"].strip() + task.delimiter + row["continuation"]
 
+    def question_and_answer(row: dict[str, Any], choice: int | None = None) -> tuple[str, str]:
+        n = row.get("gold") if choice is None else choice
+        begin = row.get("query") or row.get("context") or row["context_options"][n]
+        return (begin + task.delimiter).strip(), row["continuation"] if "continuation" in row else row["choices"][n]
+
     rights = []
     for i, row in enumerate(rows):
         shots = random.Random(1234 + i).sample([j for j in range(len(rows)) if j != i], task.examples)
         before = "".join(text(rows[j]) + "\n\n" for j in shots)
-        if task.kind == "language_modeling":
+        if as_chat:
+            earlier = "".join(f"Q{q}\nA{a}\n" for q, a in (question_and_answer(rows[j]) for j in shots))
+            options = row.get("choices") or row.get("context_options") or [""]
+            asked = [question_and_answer(row, c) for c in range(len(options))]
+            begins = [[end_of_text, *encode([f"{earlier}Q{q}\nA"])[0]] for q, _ in asked]
+            sequences = [begin + encode([a])[0] for begin, (_, a) in zip(begins, asked, strict=True)]
+            starts = [len(begin) for begin in begins]
+        elif task.kind == "language_modeling":
             whole = before + text(row)
             without = (before + row["context"].strip() + task.delimiter).strip()
             sequences = [[end_of_text, *encode([whole])[0]]]
@@ -86,22 +99,29 @@ def lean_towards(model: LanguageModel, *tokens: int) -> LanguageModel:
     return model
 
 
+def chat_tokens(messages: Any) -> list[int]:
+    turns = [f"{'Q' if one['role'] == 'user' else 'A'}{one['content']}\n" for one in messages]
+    return [256, *"".join([*turns, "A"]).encode()]
+
+
+@pytest.mark.parametrize("chat", [None, chat_tokens])
 def test_every_task_agrees_item_by_item_with_a_plain_loop_over_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: Any
 ) -> None:
     model = model_of(Gpt2Config(n_layer=2, n_head=2, n_embd=16, block_size=128, vocab_size=257))
     lean_towards(model, *b"ab ")
     theirs, tasks = transformers_copy(model), read_bundle(make_bundle(tmp_path / "bundle", items=5))
     monkeypatch.setattr("trainer.eval.scoring.ITEMS_AT_ONCE", 2)
-    centred, seen = {}, {kind: set[bool]() for kind in ("multiple_choice", "schema", "language_modeling")}
+    centred, name = {}, "core_chat" if chat else "core"
+    seen = {kind: set[bool]() for kind in ("multiple_choice", "schema", "language_modeling")}
     for task in tasks:
-        expected = naive_answers(theirs, task, as_bytes, 256)
-        assert answers(model, ALONE, nothing, task, read_items(task), as_bytes, 256) == expected, task.name
+        expected = naive_answers(theirs, task, as_bytes, 256, chat is not None)
+        assert answers(model, ALONE, nothing, task, read_items(task), as_bytes, 256, chat) == expected, task.name
         seen[task.kind] |= set(expected)
-        centred[f"core/{task.name}"] = (sum(expected) / 5 - task.baseline) / (1 - task.baseline)
+        centred[f"{name}/{task.name}"] = (sum(expected) / 5 - task.baseline) / (1 - task.baseline)
     assert all(rights == {True, False} for rights in seen.values())
-    scores = core(model, ALONE, nothing, tasks, as_bytes, 256)
-    assert scores == pytest.approx(centred | {"eval/core": sum(centred.values()) / 22})
+    scores = core(model, ALONE, nothing, tasks, as_bytes, 256, chat)
+    assert scores == pytest.approx(centred | {f"eval/{name}": sum(centred.values()) / 22})
 
 
 def test_a_choice_that_begins_another_is_never_the_answer(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def naive_hellaswag(
         sums, means = [], []
         for ending in item.endings:
             end = encode(ending if chat else " " + ending)
-            tokens = ((chat or encode)(item.context) + end)[-(theirs.config.n_positions + 1) :]
+            begin = chat([{"role": "user", "content": item.context}]) if chat else encode(item.context)
+            tokens = (begin + end)[-(theirs.config.n_positions + 1) :]
             scored = range(max(1, len(tokens) - len(end)), len(tokens))
             logits = theirs(torch.tensor([tokens[:-1]])).logits[0, scored.start - 1 :].double().log_softmax(-1)
             sums.append(-sum(logits[t - scored.start, tokens[t]].item() for t in scored))
@@ -67,7 +68,7 @@ def test_every_item_agrees_with_a_plain_loop_over_transformers(
 ) -> None:
     model = model_of(GPT2.model_copy(update={"block_size": block_size}))
     items = real_items[: 40 if block_size == 128 and not as_chat else 12]
-    chat = (lambda text: [50_256, *gpt2_tokens(f"user\n{text}\n")]) if as_chat else None
+    chat = (lambda messages: [50_256, *gpt2_tokens(f"user\n{messages[0]['content']}\n")]) if as_chat else None
     expected = naive_hellaswag(transformers_copy(model), items, gpt2_tokens, chat)
     assert score(items, model, gpt2_tokens, chat) == expected
 

@@ -16,6 +16,9 @@ for 1558M):
 
 A choice whose tokens are the beginning of another's has no token of its own, and is never the answer.
 
+In chat form, which is ours and compares with no leaderboard, beginnings are questions and endings their answers, the
+few-shot examples are earlier turns, and the tokens of the last answer count.
+
 A bundle is a folder with `core.yaml` (the tasks), `eval_meta_data.csv` (their baselines in percent) and
 `eval_data/` (a jsonl file of items for each task).
 """
@@ -34,7 +37,7 @@ import numpy as np
 import yaml
 
 from trainer.errors import UserError, cut
-from trainer.eval.scoring import Encode, Scored, ScoredRow, read_jsonl, score_items
+from trainer.eval.scoring import Chat, Encode, Scored, ScoredRow, read_jsonl, score_items
 from trainer.parallel import World
 from trainer.strict_yaml import load_yaml
 
@@ -85,14 +88,15 @@ def core(
     tasks: Sequence[CoreTask],
     encode: Encode,
     end_of_text: int,
+    chat: Chat | None = None,
 ) -> dict[str, float]:
-    """CORE and the centred accuracy of every task, by metric; for `before_batch` see `score_items`. A collective
-    call."""
-    centred = {}
+    """CORE and the centred accuracy of every task, by metric; for `before_batch` see `score_items`. With `chat`, all in
+    chat form. A collective call."""
+    centred, name = {}, "core_chat" if chat else "core"
     for task in tasks:
-        right = answers(model, world, before_batch, task, read_items(task), encode, end_of_text)
-        centred[f"core/{task.name}"] = (sum(right) / len(right) - task.baseline) / (1 - task.baseline)
-    return {"eval/core": sum(centred.values()) / len(centred)} | centred
+        right = answers(model, world, before_batch, task, read_items(task), encode, end_of_text, chat)
+        centred[f"{name}/{task.name}"] = (sum(right) / len(right) - task.baseline) / (1 - task.baseline)
+    return {f"eval/{name}": sum(centred.values()) / len(centred)} | centred
 
 
 def answers(
@@ -103,10 +107,13 @@ def answers(
     items: Sequence[Item],
     encode: Encode,
     end_of_text: int,
+    chat: Chat | None = None,
 ) -> list[bool]:
     """Whether the model's answer is right, item by item, in the order of `items`. A collective call."""
 
     def rows_of(indices: Sequence[int]) -> list[list[ScoredRow]]:
+        if chat:
+            return [chat_rows(task, items, i, encode, chat, model.config.reach) for i in indices]
         texts = [prompts(task, items, i) for i in indices]
         tokens = iter(encode([text for of_item in texts for text in of_item]))
         start = np.array([end_of_text], dtype=np.int32)
@@ -128,15 +135,40 @@ def answers(
 
 def prompts(task: CoreTask, items: Sequence[Item], index: int) -> list[str]:
     """The prompts of an item; language modelling has two: without its continuation and with it."""
-    item, others = items[index], len(items) - 1
-    drawn = random.Random(EXAMPLES_SEED + index).sample(range(others), task.examples) if task.examples else []
-    shots = [items[i + (i >= index)] for i in drawn]
-    before = "".join(shot.texts(task.delimiter)[shot.right] + "\n\n" for shot in shots)
+    item = items[index]
+    before = "".join(shot.texts(task.delimiter)[shot.right] + "\n\n" for shot in examples_of(task, items, index))
     texts = item.texts(task.delimiter)
     if task.kind == "language_modeling":
         # Without white space at its end, which would be a token of its own there and part of the next one in the other.
         texts.insert(0, f"{item.beginnings[0]}{task.delimiter}".strip())
     return [before + text for text in texts]
+
+
+def examples_of(task: CoreTask, items: Sequence[Item], index: int) -> list[Item]:
+    """The few-shot examples of an item."""
+    drawn = random.Random(EXAMPLES_SEED + index).sample(range(len(items) - 1), task.examples) if task.examples else []
+    return [items[i + (i >= index)] for i in drawn]
+
+
+def chat_rows(
+    task: CoreTask, items: Sequence[Item], index: int, encode: Encode, chat: Chat, reach: int | None
+) -> list[ScoredRow]:
+    """The rows of an item in chat form: one for every choice, or one for a continuation."""
+
+    def turns(item: Item) -> list[tuple[dict[str, str], dict[str, str]]]:
+        return [
+            ({"role": "user", "content": f"{b}{task.delimiter}".strip()}, {"role": "assistant", "content": e.strip()})
+            for b, e in itertools.product(item.beginnings, item.endings)
+        ]
+
+    before = [turn for shot in examples_of(task, items, index) for turn in turns(shot)[shot.right]]
+    asked, said = zip(*turns(items[index]), strict=True)
+    rows = []
+    for first, answer in zip(asked, encode([one["content"] for one in said]), strict=True):
+        ids = np.concatenate((chat([*before, first]), answer)).astype(np.int32)
+        ids = ids[-(reach or len(ids)) :]
+        rows.append(ScoredRow(ids, max(1, len(ids) - len(answer))))
+    return rows
 
 
 def item_rows(kind: Kind, tokens: list[np.ndarray], reach: int | None) -> list[ScoredRow]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.eval.scoring import Encode, Scored, ScoredRow, read_jsonl, score_items
+from trainer.eval.scoring import Chat, Encode, Scored, ScoredRow, read_jsonl, score_items
 from trainer.parallel import World
 
 
@@ -46,14 +46,16 @@ def hellaswag(
     before_batch: Callable[[], None],
     items: Sequence[HellaSwagItem],
     encode: Encode,
-    chat: Callable[[str], list[int]] | None = None,
+    chat: Chat | None = None,
 ) -> dict[str, float]:
-    """The accuracies over all items by metric; for `before_batch` see `score_items`. `chat` gives the tokens of a
-    conversation in which a context is the question: then the endings are answers to it. A collective call."""
+    """The accuracies over all items by metric; for `before_batch` see `score_items`. With `chat`,
+    contexts are questions and endings their answers. A collective call."""
 
     def rows_of(indices: Sequence[int]) -> list[list[ScoredRow]]:
         some = [items[i] for i in indices]
-        contexts = [chat(item.context) for item in some] if chat else encode([item.context for item in some])
+        contexts: Sequence[Any] = encode([item.context for item in some])
+        if chat:
+            contexts = [chat([{"role": "user", "content": item.context}]) for item in some]
         space = "" if chat else " "
         endings = iter(encode([space + ending for item in some for ending in item.endings]))
         return [

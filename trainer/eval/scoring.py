@@ -7,7 +7,7 @@ for short rows is the most expensive layer.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -28,6 +28,8 @@ ITEMS_AT_ONCE = 500  # of a rank: their texts and tokens are in memory, and a st
 
 # Token ids of each text, without special tokens.
 Encode = Callable[[list[str]], Sequence[Sequence[int] | np.ndarray]]
+# Token ids of a conversation, messages of {role, content}, up to where the next answer begins.
+Chat = Callable[[Sequence[Mapping[str, str]]], list[int]]
 T = TypeVar("T")
 
 
