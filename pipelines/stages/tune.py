@@ -1,9 +1,8 @@
 """tune: the export becomes a model that answers, by supervised tuning, preferences or rewards, in TRL (extra `tune`).
 
 Each step of the recipe's list is a stage of its own, `tune.NAME`: its artifact is a folder for transformers with a chat
-template. It begins with the artifact of the step before it, the first one with the export. One rank
-(tune_rank.py) tunes, or `runtime.processes` of this node, which divide each batch; checkpoints, stops and the bill are
-those of train.
+template. It begins with the artifact of the step before it, the first one with the export. The ranks of this node
+(tune_rank.py) divide each batch (DDP); checkpoints, stops and the bill are those of train.
 """
 
 import importlib.util
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from pipelines.artifacts.manifest import ArtifactPlan, fetch_folder
 from pipelines.formats.export_weights import Weights
-from pipelines.nodes.address import NodeAddress
+from pipelines.nodes.address import NodeAddress, processes_on_this_node
 from pipelines.recipe import REWARD, Recipe, TuneConfig
 from pipelines.stage import STAGES, TUNE, Built, Work
 from pipelines.stages.follow import facts_of_ranks
@@ -25,9 +24,9 @@ from trainer.errors import UserError
 from trainer.models.model_config import ModelConfig
 from trainer.store import Store
 
-# In the facts as at the start and at the end. exact: the share of exact answers to held-out prompts; choice: of those
-# with choices, of which the likeliest is right; accuracy: of pairs of a batch that a reward model ranks right.
-TUNED_METRICS = ("exact", "choice", "reward", "accuracy", "loss")
+# In the facts as at the start and at the end. exact: the share of exact answers to held-out prompts; accuracy: of
+# pairs of a batch that a reward model ranks right.
+TUNED_METRICS = ("exact", "reward", "accuracy", "loss")
 TUNED = "tuned"  # folder of the result, which the rank writes; its facts come last
 
 
@@ -64,8 +63,7 @@ def build(work: Work) -> Built:
         fetch_folder(work.store, work.inputs[f"{TUNE}.{name}"], cache, work.folder / f"{REWARD}-{name}")
     weights = fetch_folder(work.store, before, cache, work.folder / "before")
     work.check()
-    # Two GPUs were tried once and gave no result, so several ranks are for those who ask.
-    wanted = 1 if recipe.runtime.processes == "auto" else recipe.runtime.processes
+    wanted = processes_on_this_node(recipe.runtime)
     ranks = next(n for n in range(wanted, 0, -1) if step.at_once % n == 0)
     if ranks < wanted:
         work.screen.note(f"  {ranks} of {wanted} ranks tune: they must divide tune.{step.name}.batch {step.batch}")

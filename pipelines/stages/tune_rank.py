@@ -11,7 +11,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from pipelines.nodes.ranks import RankSpec
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, RewardConfig, TuneConfig
 from pipelines.stages.follow import FACTS_FILE
 from pipelines.stages.tune import TUNED
-from pipelines.text.chat import END, TEMPLATE, ChatTokens, Message
+from pipelines.text.chat import END, TEMPLATE, ChatTokens
 from pipelines.text.conversations import answer_in, question_and_answer, rows_of
 from pipelines.text.reward_code import RewardCode
 from pipelines.text.tokenizer import tokenizer_of
@@ -48,6 +48,7 @@ MEASURED_AT_ONCE = 64  # held-out rows of a rank
 def tune_rank(spec: RankSpec, folder: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
     """Tune as one rank of `spec`'s attempt; rank 0 leaves the model and its facts in `folder` once the last step is
     done. Returns the exit code of this process."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each trainer
     if spec.processes == 1:  # TRL would use every GPU that it sees, and join the ranks that these variables announce
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -320,41 +321,17 @@ class Tuning:
             raise Interrupted
 
     def measure(self) -> None:
-        """Log the share of held-out prompts whose likeliest answer is the right one, and of those with choices, among
-        which it is the likeliest. A collective call: the ranks divide the rows."""
-        rows, world, right = self.rows.held_out, self.world, {"exact": 0.0, "choice": 0.0}
+        """Log the share of held-out prompts whose likeliest answer is the right one. A collective call: the ranks
+        divide the rows."""
+        rows, world, right = self.rows.held_out, self.world, 0
         with self.log.clock.phase("evaluate"):
             for first in range(0, len(rows), MEASURED_AT_ONCE * world.world_size):
                 self.check_stop()
                 some = rows[first : first + MEASURED_AT_ONCE * world.world_size][world.rank :: world.world_size]
                 pairs = [question_and_answer(row) for row in some]
                 texts = self.answers([question for question, _ in pairs]) if pairs else []
-                for row, text, (question, answer) in zip(some, texts, pairs, strict=True):
-                    right["exact"] += answer_in(text) == answer_in(answer)
-                    if choices := row.get("choices"):
-                        right["choice"] += choices[self.likeliest(question, choices)] == answer
-        counts = {"exact": len(rows), "choice": sum("choices" in row for row in rows)}
-        shares = {
-            name: count / counts[name]
-            for name, count in zip(right, world.sum(*right.values()), strict=True)
-            if counts[name]
-        }
-        self.log.row(self.state.step, **{f"tune/{self.step.name}/{name}": share for name, share in shares.items()})
-
-    def likeliest(self, question: Sequence[Message], choices: Sequence[str]) -> int:
-        """The index of the answer with the lowest mean loss a token, its end included."""
-        import torch
-
-        begin, losses = len(self.tokens.conversation(question)[0]), []
-        self.model.eval()
-        for choice in choices:
-            whole = [*question, {"role": "assistant", "content": choice}]
-            row = self.learned({"messages": whole}, self.spec.recipe.model.block_size)
-            row["labels"][:begin] = [-100] * begin  # earlier answers
-            batch = {name: torch.tensor([ids], device=self.world.device) for name, ids in row.items()}
-            with torch.no_grad():
-                losses.append(float(self.model(**batch).loss))
-        return losses.index(min(losses))
+                right += sum(answer_in(text) == answer_in(a) for text, (_, a) in zip(texts, pairs, strict=True))
+        self.log.row(self.state.step, **{f"tune/{self.step.name}/exact": world.sum(right)[0] / len(rows)})
 
     def answers(self, questions: list[Any]) -> list[str]:
         """The likeliest answers to some prompts."""

@@ -2,7 +2,7 @@
 
 A row has `messages` (sft), `prompt`, `chosen` and `rejected` (dpo, reward), or `prompt` and, for exact_match, `answer`
 (grpo, rloo). Each of these is a list of {role, content}, as on the Hugging Face Hub, or for all but `messages` a plain
-text. A held-out row may have `choices`: texts, one of which is the right answer.
+text.
 """
 
 import json
@@ -64,7 +64,7 @@ def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
     lengths: list[int] = []
     for number, row in enumerate(found, 1):
         try:
-            checked.append(checked_row(step, row) | choices_of(step, row, number))
+            checked.append(checked_row(step, row))
             lengths.append(length_of(step, checked[-1], tokens, longest))
             if number <= step.held_out and lengths[-1] > longest:
                 raise ValueError(f"is held out, and its {lengths[-1]:,} tokens are more than max_length {longest:,}")
@@ -122,17 +122,6 @@ def checked_row(step: TuneConfig, row: Any) -> dict[str, Any]:
             name: value for name, value in row.items() if name not in made and isinstance(value, str | int | float)
         }
     return made
-
-
-def choices_of(step: TuneConfig, row: dict[str, Any], number: int) -> dict[str, list[str]]:
-    """The choices of a held-out row, if it has any. ValueError unless they are texts, with the right answer."""
-    if number > step.held_out or not (choices := row.get("choices")):
-        return {}
-    if not isinstance(choices, list) or not all(isinstance(one, str) and one.strip() for one in choices):
-        raise ValueError("choices must be a list of texts")
-    if (right := question_and_answer(checked_row(step, row))[1]) not in choices:
-        raise ValueError(f"choices lack the answer {shown(right)}")
-    return {"choices": choices}
 
 
 def question_and_answer(row: dict[str, Any]) -> tuple[Sequence[Message], str]:

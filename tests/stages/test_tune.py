@@ -7,10 +7,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 import yaml
-from pipeline_runs import FOLDER_NAME, TINY, Project
+from core_bundle import make_bundle
+from pipeline_runs import FOLDER_NAME, REPOSITORY, TINY, Project
 
 from pipelines.recipe import TRL_OPTIONS, TuneConfig, load_recipe
 from pipelines.sample import load_text_model
@@ -84,6 +86,7 @@ def test_a_chain_stopped_in_every_step_ends_bit_for_bit_like_an_undisturbed_one(
 
     def stopping(self: tune_rank.Tuning, *arguments: Any) -> bool:
         self.stop.asked = self.state.step == 1
+        assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
         return after_step(self, *arguments)
 
     for stopped in ("tune.sft", "tune.dpo", "tune.judge", "tune.rl"):
@@ -97,20 +100,23 @@ def test_a_chain_stopped_in_every_step_ends_bit_for_bit_like_an_undisturbed_one(
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Any]:
-    """A run that tunes a model of transformers without a training, and that model."""
+    """The shipped recipe for GPT-2 with a small model and small data of the same form, and that model."""
     transformers, folder = pytest.importorskip("transformers"), tmp_path_factory.mktemp("given")
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": 257}
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=256))
     theirs.save_pretrained(folder / "theirs")
     for name, body in tokenizer_files(tokenizer("bytes"), 32).items():
         (folder / "theirs" / name).write_bytes(body)
-    train = TINY["train"] | {"max_steps": 0, "warmup_steps": 0, "init_from": str(folder / "theirs")}
-    export = {"formats": ["hf", "gguf"], "dtype": "float32"}
-    step, evaluate = CHAIN[0] | {"data": "chats.jsonl"}, TINY["evaluate"] | {"hellaswag": "items.jsonl"}
-    recipe = TINY | {"train": train, "tune": [step], "export": export, "evaluate": evaluate}
+    core = str(make_bundle(folder / "bundle", items=2, examples=1))
+    recipe = yaml.safe_load((REPOSITORY / "pipelines/recipes/gpt2-124m-chat.yaml").read_text())
+    recipe |= {name: TINY[name] for name in ("name", "tokens", "model", "runtime")}
+    recipe["train"] |= {"init_from": str(folder / "theirs"), "batch_tokens": 1024}
+    recipe["evaluate"] = TINY["evaluate"] | {"hellaswag": "items.jsonl", "core": core}
+    recipe["export"] = {"formats": ["hf", "gguf"], "dtype": "float32"}
+    recipe["tune"][0] |= {"data": "*.parquet", "revision": None, "batch": 24, "held_out": 4}
     project = Project(folder / FOLDER_NAME, recipe)
-    rows = [{"messages": row["messages"], "choices": [row["answer"], row["rejected"], "no"]} for row in addition()]
-    written(project.folder, rows, "chats.jsonl")
+    rows = [{"messages": row["messages"], "source": "sums"} for row in addition()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), project.folder / "chats.parquet")
     written(project.folder, [{"ctx": "I add", "endings": ["two", "four"], "label": 1}], "items.jsonl")
     project.run("run", "tiny.yaml")
     return project, theirs
@@ -126,34 +132,16 @@ def test_a_given_model_is_tuned_without_a_training_and_its_scores_stand_beside_t
     exported = transformers.AutoModelForCausalLM.from_pretrained(project.path("export", "model.safetensors").parent)
     assert all(torch.equal(exported.state_dict()[name], weight) for name, weight in theirs.state_dict().items())
     before, now = (made[stage]["val/loss"] for stage in ("evaluate", "evaluate.sft"))
-    card = project.run("run", "tiny.yaml").stdout
-    assert "HellaSwag as a chat" in card
+    card = " ".join(project.run("run", "tiny.yaml").stdout.split())
+    assert "HellaSwag as a chat" in card and "CORE as a chat" in card
     assert before != now and f"val loss {before:.3f} → {now:.3f}" in card and made["train"]["steps"] == 0
-    assert project.report()["state"] == "done" and "tune.sft" in project.run("plan", "tiny.yaml").stdout
+    tokens = sum(len(ChatTokens(tokenizer("bytes")).conversation(row["messages"])[0]) for row in addition()[4:])
+    assert (
+        f"tune.sft: 96 rows, {tokens:,} tokens, 0 rows cropped, 4 held out" in project.run("plan", "tiny.yaml").stdout
+    )
+    assert project.report()["state"] == "done"
     refused = project.run("plan", "tiny.yaml", "--set", "train.init_from=null", expect=2).stderr
     assert "max_steps 0 takes the weights of init_from as they are: name them there" in refused
-
-
-def test_choices_are_judged_as_a_plain_loop_over_transformers_does(given: tuple[Project, Any]) -> None:
-    transformers, (project, _), right = pytest.importorskip("transformers"), given, 0
-    folder = project.path("tune", "model.safetensors").parent
-    model, theirs = (
-        kind.from_pretrained(folder) for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
-    )
-    for row in addition()[:4]:
-        losses = []
-        for choice in (row["answer"], row["rejected"], "no"):
-            prompt = theirs.apply_chat_template(row["messages"][:1], add_generation_prompt=True, tokenize=False)
-            asked, whole = (
-                theirs(text, return_tensors="pt").input_ids for text in (prompt, f"{prompt}{choice}<|im_end|>")
-            )
-            labels = whole.clone()
-            labels[:, : asked.shape[1]] = -100
-            losses.append(float(model(input_ids=whole, labels=labels).loss))
-        right += losses.index(min(losses)) == 0
-    (run,) = read_runs(project.store)
-    facts = run.manifests["tune.sft"].facts  # type: ignore[union-attr]
-    assert facts["tune/choice"] == right / 4 and "tune/choice_before" in facts
 
 
 def test_llama_cpp_chats_with_the_gguf_by_its_own_template(given: tuple[Project, Any], tmp_path: Path) -> None:
@@ -292,6 +280,21 @@ def test_transformers_reads_the_result_with_its_template_and_its_ends(undisturbe
     assert said == f"3+4\n{theirs.decode(made, skip_special_tokens=True)}\n"
 
 
+@pytest.mark.parametrize("rows, then", [(257, 259), (320, 320)])
+def test_the_chat_tokens_take_free_rows_of_the_embedding_before_it_grows(tmp_path: Path, rows: int, then: int) -> None:
+    transformers, encoding = pytest.importorskip("transformers"), tokenizer("bytes")
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 32, "vocab_size": rows}
+    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=256))
+    base.save_pretrained(tmp_path)
+    for name, body in tokenizer_files(encoding, 32).items():
+        (tmp_path / name).write_bytes(body)
+    model, theirs = tune_rank.model_in(tmp_path, ChatTokens(encoding), step_of())
+    before, after = base.transformer.wte.weight, model.transformer.wte.weight
+    assert len(after) == model.config.vocab_size == then and torch.equal(after[:257], before[:257])
+    assert torch.allclose(after[257], before[:257].mean(0)) and torch.equal(after[259:], before[259:])
+    assert (theirs.pad_token, theirs.eos_token) == ("<|endoftext|>", "<|im_end|>")
+
+
 @pytest.mark.parametrize("text", ["three\n plus four", " \n\n7", "größer 東京  ", "it's 12"])
 def test_the_template_of_transformers_gives_our_ids_and_learns_the_same(tmp_path: Path, text: str) -> None:
     transformers, encoding = pytest.importorskip("transformers"), tokenizer("bytes")
@@ -324,7 +327,6 @@ USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "conten
         ({"messages": [USER, ANSWER | {"content": " "}]}, "message 2: the content is empty"),
         ({"messages": [USER, ANSWER | {"content": "4<|im_end|>"}]}, "message 2: the content has <|im_end|>"),
         ({"messages": [ANSWER, USER]}, "the last message is of user, and must be of assistant"),
-        ({"messages": [USER, ANSWER], "choices": ["3", "5"]}, "choices lack the answer '4'"),
         ({"messages": [USER | {"content": "2" * 99}, ANSWER]}, "the first answer begins after 119 tokens"),
     ],
 )
