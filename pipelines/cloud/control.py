@@ -29,13 +29,13 @@ from pipelines.cloud.tasks import run_label
 from pipelines.tracking.account import Forecast, forecast, location
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
-from pipelines.tracking.releases import Release, write_releases
+from pipelines.tracking.releases import Release, read_releases, write_releases
 from pipelines.tracking.run_record import RunRecord
 from pipelines.tracking.runs import Run, Summary, store_summary, usable_runs
 from pipelines.tracking.stop_request import StopRequest, request_stop
 from trainer.amounts import steps_to_come
 from trainer.config import TrainConfig
-from trainer.errors import UserError
+from trainer.errors import EXIT_DONE, UserError
 from trainer.store import Store
 
 # The longest set-up of a cluster before its attempt's first heartbeat: it pulls a container, or makes an environment.
@@ -155,10 +155,11 @@ def record_releases(runs: list[Run], launches: Mapping[str, LaunchRecord]) -> li
     missing = [run for run in runs if run.name in launches and not run.stored_summary and run.unreleased]
     found, again = clusters() if missing else [], dict[str, Run]()
     for run in missing:
-        label, known = run_label(launches[run.name].request.job_name), {*run.releases}
+        label = run_label(launches[run.name].request.job_name)
         ours = {Release(one.name, one.since, one.until) for one in found if one.run == label and one.until}
         with suppress(UserError, OSError):
-            if not ours <= known:
+            if not ours <= {*run.releases}:
+                known = {*read_releases(run.store, run.name)}  # another server may have recorded its own meanwhile
                 write_releases(run.store, run.name, sorted(known | ours, key=lambda one: one.since))
                 again[run.name] = Run(run.store, run.record)
                 store_summary(again[run.name])
@@ -195,23 +196,26 @@ def waiting_task(tasks: list[TaskStatus]) -> TaskStatus | None:
 
 
 def print_log(name: str, follow: bool, output: io.TextIOBase) -> int:
-    """Write the log of the newest job of this name to `output`. Returns the exit code of SkyPilot's client.
+    """Write the log of the newest job of this name to `output`. Returns the job's exit code, and 0 before it is over.
 
-    SkyPilot 0.14.1 ends a followed log at the first exit code that is not 0, although it recovers from 75: this follows
-    the next machine's log until the job is over.
+    SkyPilot 0.14.1 ends a followed log at the first exit code that is not 0, although it recovers from 75: this goes on
+    with the logs of the next machines until the job is over.
     """
     while True:
         before = newest_job(managed_tasks(name))
-        code = tail_logs(before[0].job, follow, output)
-        while follow:
-            tasks = newest_job(managed_tasks(name))
-            if all(task.over for task in tasks):
-                return code
-            if waiting_task(tasks) or sum(t.recoveries for t in tasks) > sum(t.recoveries for t in before):
-                break
-            time.sleep(POLL_SECONDS)
-        if not follow:
-            return code
+        machines = tail_logs(before[0].job, follow, output)
+        tasks = newest_job(managed_tasks(name))
+        over = all(task.over for task in tasks)
+        all_printed = machines > begun(tasks) - begun(before) or all(task.over for task in before)
+        if not follow or (over and all_printed):
+            return next((task.exit_code for task in tasks if over and task.exit_code), EXIT_DONE)
+        time.sleep(POLL_SECONDS)
+
+
+def begun(tasks: list[TaskStatus]) -> int:
+    """How many machines, or sets of them, a job's tasks have had, with one that a task waits for."""
+    had = [task for task in tasks if task.status not in ("PENDING", "CANCELLED")]
+    return sum(1 + task.recoveries + (task.status == "RECOVERING") for task in had)
 
 
 # Stopping and removing

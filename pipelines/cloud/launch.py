@@ -32,7 +32,8 @@ from pipelines.cloud.skypilot import (
 from pipelines.cloud.tasks import ManagedJob, managed_job
 from pipelines.plan import stage_plan
 from pipelines.recipe import Recipe
-from pipelines.stage import missing
+from pipelines.stage import TUNE, missing
+from pipelines.stages.tune import checked_rows
 from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.ledger import Attempt, Meter, claim, latest_number, working_attempt
 from pipelines.tracking.records import Billing
@@ -67,7 +68,8 @@ class Launch:
         usd = math.inf if plan is None or plan.chosen is None else plan.candidates[plan.chosen].usd
         expected = f"about ${usd:,.2f}" if usd < math.inf else "an unknown price"
         budget = "" if self.request.budget is None else f" of a budget of ${self.request.budget:,.2f}"
-        return f"{first} {self.request.run} ({', '.join(self.stages)}) for {expected}{budget}?"
+        without = ", without tune," if TUNE in self.job.stages else ""
+        return f"{first} {self.request.run} ({', '.join(self.stages)}) for {expected}{without}{budget}?"
 
 
 def planned_launch(
@@ -91,7 +93,7 @@ def planned_launch(
             f"launch: only tokenize is missing, and its text is on this machine; make it here: "
             f"skytrain run RECIPE --stage tokenize --store {store.uri}"
         )
-    job = replace(job, tasks=tuple(task for task in job.tasks if task.name in stages))
+    job = replace(job, tasks=tuple(task for task in job.tasks if task.name not in here))
     return Launch(request, recipe, plans, store, secrets, stages, job, here)
 
 
@@ -120,6 +122,8 @@ def checked_job(
     if longer := stage_plan(store, launch.plans["train"]).longer:
         report(Finding("train", longer, "note"))
     check(preflight(job, request, launch.recipe, store, launch.secrets))
+    if TUNE in job.stages:
+        checked_rows(launch.recipe, store, launch.plans["tokenize"])
     ask = not dry_run or api_server_is_up()
     if ask:
         reach_api_server(note)

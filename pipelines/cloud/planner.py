@@ -154,7 +154,7 @@ def cloud_plan(
     small training and for private clusters.
     """
     plans, places, small = plans or plans_of(recipe), list(places), trains_on_a_small_gpu(recipe)
-    stages = missing(store, plans, STAGES[-1])
+    stages = missing(store, plans, [*plans][-1])
     if text_is_only_here(recipe, places) and "tokenize" in stages:  # `launch` tokenizes it on this machine
         stages.remove("tokenize")
     work = workload(recipe, store, plans, stages, installs)
@@ -223,6 +223,9 @@ def plan_run(
     recipe, found_notes = work.recipe, dict.fromkeys(notes)
     others: dict[str, StageEstimate] = {}
     for stage in (stage for stage in work.stages if stage != "train"):
+        if stage not in STAGES:
+            found_notes["all hours and dollars are without tune, whose speed is unknown"] = None
+            continue
         is_up = stage == "export" and stage not in offered
         if not (sold := offered.get("evaluate" if is_up else stage)):
             continue

@@ -13,7 +13,9 @@ from pipelines.cloud.checks import Finding, broken, check_image_name, mlflow_ans
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import ManagedJob
 from pipelines.recipe import Recipe
+from pipelines.stage import TUNE
 from pipelines.stages.measures import read_source, verify_items
+from pipelines.text.conversations import ADDITION
 from pipelines.text.hub import HUB
 from pipelines.text.llmc_shards import is_remote, shards_found
 from pipelines.text.sources import STDLIB, first_documents, text_of
@@ -47,6 +49,7 @@ def preflight(
         remedy = "train.init_from: name run:NAME of this store, or ORG/NAME@COMMIT of the Hub"
         yield on_this_machine("weights for train", str(weights.path), remote, remedy)
     yield from benchmarks_readable(recipe, job.stages, remote)
+    yield from tuning(recipe, job.stages, remote, request.image)
     yield credentials(store, job.clouds, secrets)
     if isinstance(store, LocalStore) and remote:
         yield broken("store", f"{store.uri} is a folder of this machine", "--store s3://BUCKET/PREFIX")
@@ -159,6 +162,19 @@ def benchmarks_readable(recipe: Recipe, stages: Iterable[str], remote: bool) -> 
         if finding.state == "ok" and not is_remote(source):
             finding = on_this_machine(name, source, remote, f"upload it to the Hub, or set evaluate.{name} to null")
         yield finding
+
+
+def tuning(recipe: Recipe, stages: Iterable[str], remote: bool, image: str) -> Iterator[Finding]:
+    """Whether a job can tune: it needs data that the nodes can read, TRL, and no code of the recipe's author."""
+    for step in recipe.tune if TUNE in stages else ():
+        name, sources = f"{TUNE}.{step.name}", [one.function for one in step.rewards if one.function]
+        if step.data != ADDITION and not is_remote(step.data):
+            yield on_this_machine(f"data of {name}", step.data, remote, "upload it to S3 or the Hub")
+        if sources:
+            seen = f"no job runs a function of a recipe ({sources[0]})"
+            yield broken(name, seen, "--stage export, then `skytrain run --allow-code` where you agree to it")
+    if TUNE in stages and image != WORK_TREE:
+        yield Finding("image", "tune needs the package trl, which docker/ does not install", "note", "--image none")
 
 
 def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str]) -> Finding:

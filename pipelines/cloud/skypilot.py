@@ -19,7 +19,7 @@ import yaml
 
 from pipelines.cloud.catalog import INSTALL
 from pipelines.cloud.tasks import ManagedJob
-from trainer.errors import UserError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from trainer.store import LocalStore
 
 if TYPE_CHECKING:
@@ -177,6 +177,15 @@ class TaskStatus:
         return not (self.over or self.status in ("PENDING", "STARTING", "RECOVERING"))
 
     @property
+    def exit_code(self) -> int:
+        """Of a task that is over: that of its command, of the first node with another than 0. One that was cancelled
+        can be resumed."""
+        if self.status in ("SUCCEEDED", "CANCELLED"):
+            return EXIT_DONE if self.status == "SUCCEEDED" else EXIT_INTERRUPTED
+        code = re.search(r"exit codes? \[?(?:0, )*(\d+)", self.why or "")
+        return int(code[1]) if code else EXIT_FAILED
+
+    @property
     def clusters(self) -> set[str]:
         """The names of its cluster. SkyPilot leaves out the present one while it replaces it."""
         return {f"{self.stage}-{self.job}", *filter(None, [self.cluster])}
@@ -241,10 +250,22 @@ def cancel_jobs(ids: Iterable[int]) -> None:
 
 
 def tail_logs(job: int, follow: bool, output: io.TextIOBase) -> int:
-    """Write a job's log to `output`, line by line. Returns the exit code of SkyPilot's client."""
+    """Write a job's log to `output`, line by line. Returns the number of machines, or sets of them, that it is of."""
     from sky import jobs
+    from sky.skylet.log_lib import LOG_FILE_START_STREAMING_AT
 
-    return int(jobs.tail_logs(job_id=job, follow=follow, output_stream=output) or 0)
+    machines = 0
+
+    class Counted(io.TextIOBase):
+        def write(self, text: str) -> int:
+            nonlocal machines
+            machines += text.count(LOG_FILE_START_STREAMING_AT)
+            written = output.write(text)
+            output.flush()
+            return written
+
+    jobs.tail_logs(job_id=job, follow=follow, output_stream=Counted())
+    return machines
 
 
 # Clusters

@@ -16,7 +16,7 @@ import yaml
 
 from pipelines.cloud.catalog import MachineRequest, is_cluster
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
-from pipelines.stage import STAGES
+from pipelines.stage import STAGES, TUNE
 from trainer.errors import UserError
 
 STANDBY_CPUS, STANDBY_MEMORY = "2+", "8+"  # of the machine that polls for spot
@@ -86,11 +86,13 @@ def source_folder() -> Path:
 def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = False) -> ManagedJob:
     """The job of a request. A `small` training gets one GPU, unless the request names GPUs. Evaluate gets its file's
     machines, one GPU of train's, and train's machines, because few clouds sell all of them. It exports too: another
-    machine would take five minutes to start.
+    machine would take five minutes to start. The steps of tune, and the evaluation after them, are one task, on one GPU
+    of train's if it is sold.
 
     UserError for a request that can't be fulfilled.
     """
-    folder, stages = source_folder(), list(stages)
+    folder, missing = source_folder(), list(stages)
+    steps, stages = [one for one in missing if one not in STAGES], [one for one in missing if one in STAGES]
     files = {stage: read_task(folder, stage) for stage in STAGES}
     machines = {stage: requested_machines(file.machines, request, stage) for stage, file in files.items()}
     one_gpu = [replace(one, accelerators=f"{one.gpu}:1") for one in machines["train"]]
@@ -99,10 +101,13 @@ def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = Fal
     if small and not request.gpus:
         machines["train"] = single
     machines["evaluate"] = distinct([*single, *machines["train"]])
+    if steps:
+        stages.append(TUNE)
+        files[TUNE] = continued(files["train"], TUNE, steps[-1])
+        machines[TUNE] = distinct([*one_gpu, *machines["train"]])
     if {"evaluate", "export"} <= set(stages) and not request.deadline:  # whose evaluate has many GPUs
         stages.remove("export")
-        script = files["evaluate"].document["run"].replace("--stage evaluate ", "--stage export ")
-        files["evaluate"] = replace(files["evaluate"], document={**files["evaluate"].document, "run": script})
+        files["evaluate"] = continued(files["evaluate"], "evaluate", "export")
     tasks = {
         stage: requested_task(replace(files[stage], machines=machines[stage]), request, folder) for stage in stages
     }
@@ -117,6 +122,12 @@ def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = Fal
     if request.deadline and request.spot is None and {"train", "evaluate"} <= set(tasks):
         tasks |= deadline_tasks(tasks["train"], tasks["evaluate"], request.deadline)
     return replace(job, tasks=tuple(tasks.values()))
+
+
+def continued(task: Task, name: str, last: str) -> Task:
+    """A task with a name whose command makes all stages up to `last`."""
+    script = task.document["run"].replace(f"--stage {task.name} ", f"--stage {last} ")
+    return replace(task, name=name, document={**task.document, "name": name, "run": script})
 
 
 @cache

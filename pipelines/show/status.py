@@ -13,6 +13,7 @@ from pipelines.show.console import console, duration, money, printable, say
 from pipelines.tracking.account import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
+from trainer.errors import EXIT_STOPPED
 
 STEPLESS_SECONDS = 120.0  # without a row, before `status` says so
 ENDED = ("failed", "interrupted", "lost", "stopped")  # states in which nobody trains
@@ -69,7 +70,7 @@ def print_jobs(tasks: Iterable[TaskStatus]) -> None:
 def print_tasks(out: Console, run: Status) -> None:
     for task in run.tasks:
         status, why = task.status, task.why
-        if "exit code 76 " in (why or ""):  # to SkyPilot, a failure of the program
+        if task.over and task.exit_code == EXIT_STOPPED:  # to SkyPilot, a failure of the program
             notice = run.newest.progress.notice if run.newest and run.state == "stopped" else None
             status, why = "stopped", notice or f"by request or its budget; `skytrain logs {run.run}` says which"
         recoveries = f", recovered {several(task.recoveries, 'time')}" if task.recoveries else ""

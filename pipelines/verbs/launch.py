@@ -80,10 +80,10 @@ def launch(
     from pipelines.cloud.request import WORK_TREE, LaunchRequest, secrets_from_shell, variables_from_shell
     from pipelines.project import project
     from pipelines.show.console import say
-    from pipelines.stage import STAGES, planned, run_name
+    from pipelines.stage import STAGES, TUNE, planned, run_name, stages_until
 
-    stage = stage or STAGES[-1]
-    one_of(stage, STAGES, "--stage")
+    if stage and "." not in stage:
+        one_of(stage, (*STAGES, TUNE), "--stage")
     ours = project()
     set_tracking_options(experiment, tag)
     opened = open_store(store_uri(store))
@@ -92,12 +92,10 @@ def launch(
     out = sys.stdout
     with redirect_stdout(sys.stderr if dry_run else out):  # of SkyPilot, too: its log keeps the stdout of its import
         loaded, plans = planned(recipe, set_ or [], opened)
-        if loaded.tune:
-            say(f"launch leaves out tune: run `skytrain run {recipe}` afterwards, where it reaches the store")
         request = LaunchRequest(
             run=run_name(plans),
             store=opened.uri,
-            until=stage,
+            until=stages_until(plans, stage or [*plans][-1])[-1],
             infra=infra or ours.infra,
             spot=spot,
             nodes=nodes,

@@ -18,7 +18,7 @@ from pipelines.show.status import print_status
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
-from pipelines.tracking.releases import Release, read_releases
+from pipelines.tracking.releases import Release, read_releases, write_releases
 from pipelines.tracking.run_record import RunRecord, read_records
 from pipelines.tracking.runs import Run, read_run
 from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, request_stop, watch_stop_request
@@ -108,7 +108,7 @@ def test_a_status_has_progress_cost_and_skypilots_jobs(store: LocalStore, capsys
     put_beat(store, 2, "stopped")
     states = [replace(job, status=status) for status in ("RUNNING", "STARTING")]
     assert [status_of(Run(store, record), last, [one]).state for one in states] == ["stopped", "waiting"]
-    stopped = replace(found.tasks[0], status="FAILED", why="exit code 76 (user program failure)", over=True)
+    stopped = replace(found.tasks[0], status="FAILED", why="exit codes [76, 137] (user program failure)", over=True)
     print_status([replace(found, state="stopped", tasks=[stopped])])
     assert "train     stopped, recovered 2 times: by request or its budget; `skytrain logs" in capsys.readouterr().out
     assert "trained about" not in lost and f"resume {RUN} continues it" in lost  # nobody trains
@@ -295,8 +295,16 @@ def test_status_records_the_release_of_a_machine_once_and_the_bill_ends_there(
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "put", read_only)
         status([RUN], store=store.uri)
+    other = Release("train-1", now - 9000, now - 8000)  # of another server, which records it at the same time
+    answers = control.clusters()
+
+    def asked() -> list[Cluster]:
+        write_releases(store, RUN, [other])
+        return answers
+
+    monkeypatch.setattr(control, "clusters", asked)
     status([RUN], store=store.uri)
-    assert read_releases(store, RUN) == [Release("train-1", now - 3700, now + 90)]
+    assert read_releases(store, RUN) == [other, Release("train-1", now - 3700, now + 90)]
     assert read_run(store, RUN).account.total.hours == pytest.approx(3690 / 3600)
     monkeypatch.setattr(control, "clusters", read_only)  # it is on record
     status([RUN], store=store.uri)
@@ -325,34 +333,47 @@ def test_without_an_answer_of_the_store_status_and_logs_show_what_skypilot_knows
     assert capsys.readouterr().out == f"job 1  {JOB}  train  RUNNING\n"
     with pytest.raises(SystemExit) as ended:
         logs(RUN)
-    assert ended.value.code == 1  # that of the job's log
+    assert ended.value.code == 0
 
 
-def test_a_followed_log_goes_on_through_recoveries_until_the_job_is_over(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("tails", "code"),
+    [
+        ([(1, "RECOVERING", 0, None), (1, "SUCCEEDED", 1, None)], 0),
+        ([(1, "SUCCEEDED", 1, None)] * 2, 0),  # SkyPilot waited for the end of the first machine's job meanwhile
+        ([(2, "SUCCEEDED", 1, None)], 0),  # it went on with the second machine's log itself
+        ([(1, "FAILED", 0, "Job exited with exit code 76 (user program failure). For logs, …")], 76),
+        ([(1, "FAILED", 0, "Job exited with exit codes [0, 2] (user program failure)")], 2),
+        ([(1, "FAILED_NO_RESOURCE", 0, "no machine")], 1),
+        ([(1, "CANCELLED", 0, None)], 75),
+    ],
+)
+def test_a_followed_log_has_every_machine_and_ends_with_the_code_of_the_job(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tails: Any, code: int
 ) -> None:
     recorded(store)
     launched(store)
     jobs = [job_record(1, JOB, "STARTING", 1e9, None)]
     with_skypilot(monkeypatch, jobs, [])
-    printed: list[int] = []
+    monkeypatch.setattr(control, "POLL_SECONDS", 0.0)
+    left = list(tails)
 
-    def tail(job: int, follow: bool, output: Any) -> int:
+    def tail(job_id: int, follow: bool, output_stream: Any) -> int:
         """SkyPilot ends the log of the first machine, which exited with 75, before it recovers."""
-        printed.append(job)
-        jobs[0].recovery_count += len(printed) == 1
-        if len(printed) == 2:
-            jobs[0] = job_record(1, JOB, "SUCCEEDED", 1e9, None)
-        return 0
+        machines, status, jobs[0].recovery_count, jobs[0].failure_reason = left.pop(0)
+        jobs[0].status = SimpleNamespace(value=status, is_terminal=lambda: status != "RECOVERING")
+        print("├── Waiting for task resources on 2 nodes.\nlog\n" * machines, end="", file=output_stream)
+        return 101
 
-    monkeypatch.setattr(control, "tail_logs", tail)
+    monkeypatch.setattr("sky.jobs.tail_logs", tail)
     with pytest.raises(SystemExit):
         logs(RUN, store=store.uri)  # it would wait for the machine
-    assert (printed, capsys.readouterr().out) == ([], "job 1 has no machine yet: STARTING\n")
+    assert (left, capsys.readouterr().out) == (tails, "job 1 has no machine yet: STARTING\n")
     jobs[0] = job_record(1, JOB, "RUNNING", 1e9, None)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         logs(RUN, store=store.uri, follow=True)
-    assert printed == [1, 1]
+    assert (left, ended.value.code) == ([], code)
+    assert capsys.readouterr().out.count("log\n") == sum(machines for machines, *_ in tails)
 
 
 def test_verbs_for_runs_that_were_not_launched_name_the_remedy(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from pipelines.cli import app
 from pipelines.cloud import launch
 from pipelines.cloud.launch import Launch, planned_launch
 from pipelines.cloud.planner import Candidate, CloudPlan
+from pipelines.cloud.preflight import tuning
 from pipelines.cloud.request import LaunchRequest
+from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES, planned, run_name
 from pipelines.tracking.run_record import record
 from pipelines.verbs.launch import run_here
@@ -66,6 +68,34 @@ def test_a_dry_run_prints_the_job_alone_on_stdout(texts: Path, monkeypatch: pyte
     assert "a coloured line" in done.stderr and "sky.py" not in done.stdout, done
     header, *tasks = yaml.safe_load_all(done.stdout)
     assert header["name"].startswith("tiny-") and [task["name"] for task in tasks] == ["train", "evaluate"]
+
+
+def test_a_recipe_with_tune_is_launched_to_its_last_evaluation(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "check_places", lambda infra: None)
+    monkeypatch.setattr(launch, "api_server_is_up", lambda: False)
+    monkeypatch.setattr(launch, "dag_of", lambda job, secrets: None)
+    command = ["launch", "smoke-chat", "--dry-run", "--infra", "slurm/here", "--gpus", "H100:8", "--nodes", "2"]
+
+    def tasks(*options: str) -> dict[str, Any]:
+        done = CliRunner().invoke(app, [*command, *options])
+        _, *found = yaml.safe_load_all(done.stdout)
+        return {task["name"]: task for task in found}
+
+    found = tasks()
+    assert list(found) == ["train", "evaluate", "tune"]
+    assert " --stage evaluate.grpo " in found["tune"]["run"] and found["tune"]["num_nodes"] == 1
+    assert [one["accelerators"] for one in found["tune"]["resources"]["ordered"]] == ["H100:1", "H100:8"]
+    assert list(tasks("--stage", "export")) == ["train", "evaluate"]
+    assert " --stage tune.sft " in tasks("--stage", "tune.sft")["tune"]["run"]
+
+    (texts / "mine.py").write_text("def score(prompts, completions): return [1.0] * len(prompts)\n")
+    reward = {"kind": "function", "function": str(texts / "mine.py:score")}
+    step = {"name": "rl", "method": "grpo", "data": "sums.jsonl", "rewards": [reward], "max_answer": 8}
+    (texts / "chat.yaml").write_text(yaml.safe_dump(TINY | {"tune": [step]}))
+    wrong = {one.what: one.seen for one in tuning(load_recipe("chat.yaml"), ["tune"], True, "an/image")}
+    assert wrong["data of tune.rl"] == "sums.jsonl is on this machine"
+    assert wrong["tune.rl"] == f"no job runs a function of a recipe ({reward['function']})"
+    assert wrong["image"] == "tune needs the package trl, which docker/ does not install"
 
 
 def launch_of(recipe: str, store: LocalStore, *changes: str, **options: Any) -> Launch:

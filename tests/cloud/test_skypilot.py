@@ -118,6 +118,13 @@ def command(words, env, keys_of_another_service=False):
     ended = str(done.exception) if isinstance(done.exception, UserError) else done.exit_code
     return {"stdout": done.stdout, "stderr": done.stderr, "ended": ended}
 
+def reported(source):
+    enabled[:] = ["aws", "lambda"]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        for _ in range(20):
+            exec(source, {})
+    return sorted({line[:3] for line in output.getvalue().splitlines() if line.startswith(("AWS(", "Lambda("))})
+
 def with_controller(machine):
     # the jobs that we see where the controller has a machine of its own in this state
     found = (ClusterStatus.__members__.get(machine or "")), None
@@ -133,7 +140,7 @@ answers = {}
 for name, question in json.load(sys.stdin).items():
     try:
         kind = {"options": priced, "wanted": offered, "words": command, "infra": skypilot.check_places,
-                "machine": with_controller}
+                "machine": with_controller, "source": reported}
         found = next((ask for field, ask in kind.items() if field in question), None)
         answers[name] = found(**question) if found else answer(question)
     except Exception as error:
@@ -190,11 +197,15 @@ MATRIX |= {
 }
 MATRIX |= {("runpod", nodes, spot): NO_NETWORK if nodes == 2 else None for nodes in (1, 2) for spot in (False, True)}
 QUESTIONS |= {
-    f"{cloud} {nodes} {spot} {image}": to_price(STAGES, infra=cloud, nodes=nodes, spot=spot, image=image)
+    f"{cloud} {nodes} {spot} {image}": to_price(
+        (*STAGES, "tune.chat"), infra=cloud, nodes=nodes, spot=spot, image=image
+    )
     | {"enabled": [cloud]}
     for cloud, nodes, spot in MATRIX
     for image in ("none", IMAGE)
 }
+REPORT = (ROOT / "docs" / "skypilot.md").read_text().partition("```python\n")[2].partition("```")[0]
+QUESTIONS["the report on any_of"] = {"source": REPORT}
 QUESTIONS["H200:8 on aws"] = to_price(STAGES, infra="aws", gpus="H200:8") | {"enabled": ["aws"]}
 H100: dict[str, Any] = {"accelerators": "H100:8"}
 CPUS: dict[str, Any] = {"cpus": "16+"}
@@ -346,6 +357,10 @@ def test_only_a_controller_that_is_stopped_or_never_was_has_no_jobs(answers: dic
     assert found == [] if machine in (None, "STOPPED") else found["error"].startswith(unknown)
 
 
+def test_the_controllers_first_step_gives_any_of_an_arbitrary_order(answers: dict[str, Any]) -> None:
+    assert answers["the report on any_of"] == ["AWS", "Lam"]
+
+
 # What they cost
 
 
@@ -451,7 +466,7 @@ def test_six_clouds_tasks_are_refused_by_us_first_or_accepted_by_the_real_optimi
             answer = answers[f"{cloud} {nodes} {spot} {image}"]
             assert answer.get("error") == refusal, (cloud, nodes, spot, image)
             placed = {task["name"]: task for task in answer.get("placed", ())}
-            assert refusal or list(placed) == list(TASKS), (cloud, nodes, spot, image)
+            assert refusal or list(placed) == [*TASKS, "tune"], (cloud, nodes, spot, image)
             assert refusal or (placed["train"]["nodes"], placed["train"]["spot"]) == (nodes, spot)
 
 
