@@ -62,7 +62,8 @@ class World:
             torch.cuda.set_device(device)
         if runtime.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+            os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+            torch.set_deterministic_debug_mode("error")  # as torch.use_deterministic_algorithms; that imports inductor
         if world_size > 1:
             # Numbers of the host go over gloo, so that they never queue behind GPU work. The timeout holds for both.
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"

@@ -32,6 +32,15 @@ def test_a_signal_in_a_validation_is_heard_before_its_end(data: Path, tmp_path: 
     assert not command.events_of(Row)
 
 
+WITHOUT_COMPILER = """import sys, torch; from trainer.__main__ import main
+assert main() == 0 and torch.are_deterministic_algorithms_enabled()
+assert not {"torch._dynamo", "torch._inductor"} & sys.modules.keys()"""
+
+
+def test_a_deterministic_run_imports_no_compiler(data: Path, tmp_path: Path) -> None:
+    Command(data, tmp_path / "out", configured(deterministic=True, max_steps=4), ("-c", WITHOUT_COMPILER)).finish()
+
+
 @pytest.mark.slow
 def test_a_run_resumes_with_fewer_and_with_more_ranks(data: Path, tmp_path: Path) -> None:
     undisturbed = Command(data, tmp_path / "undisturbed", configured(**LONG))
