@@ -58,10 +58,6 @@ def launcher_and_ranks(project: Project) -> tuple[psutil.Process, list[psutil.Pr
     return launcher, [one for one in found if one != launcher]
 
 
-def kill_rank(project: Project) -> None:
-    launcher_and_ranks(project)[1][-1].kill()
-
-
 # --- a rank, the launcher, the command
 
 
@@ -74,40 +70,33 @@ if "pipelines.nodes.launcher" in sys.orig_argv:
 
 
 @pytest.mark.parametrize(
-    ("count", "on_node"),
-    [(1, ""), pytest.param(2, "", marks=pytest.mark.slow), pytest.param(2, GPUS, marks=pytest.mark.slow)],
-    ids=["one", "two", "two that a mock of three GPUs starts early"],
+    ("count", "on_node", "options"),
+    [
+        (1, "", ()),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "", ()), (2, GPUS, ()), (1, "", PATIENT))),
+    ],
+    ids=["one", "two", "two that a mock of three GPUs starts early", "one before the first commit"],
 )
-def test_a_run_whose_rank_is_killed_resumes_from_its_commit(
-    project: Project, undisturbed: Callable[[int], Project], count: int, on_node: str
+def test_a_run_whose_rank_is_killed_resumes_from_its_commit_or_starts_over(
+    project: Project, undisturbed: Callable[[int], Project], count: int, on_node: str, options: tuple[str, ...]
 ) -> None:
     project.environment["PET_NNODES"] = "2"  # torchrun's; nothing of ours may wait for a second node
     project.home.mkdir(parents=True, exist_ok=True)
     (project.home / "sitecustomize.py").write_text(on_node)
     project.environment["PYTHONPATH"] += os.pathsep + str(project.home)
-    with project.started("run", "tiny.yaml", *ranks(count)) as process:
-        project.wait_until(committed(project, 10), process)
-        kill_rank(project)
+    with project.started("run", "tiny.yaml", *ranks(count), *options) as process:
+        project.wait_until((lambda: project.rows_logged() >= 3) if options else committed(project, 10), process)
+        launcher_and_ranks(project)[1][-1].kill()
         _, err = process.communicate()
     assert process.returncode == 75, err
-    assert " was killed by SIGKILL" in err and "run the same command to resume" in err and "Traceback" not in err
+    assert (
+        " was killed by SIGKILL after step " in err
+        and "run the same command to resume" in err
+        and "Traceback" not in err
+    )
     assert project.report()["state"] == "interrupted"
     assert project.result(*ranks(count))["attempts"] == 2
     assert_as_undisturbed(project, undisturbed(count))
-
-
-@pytest.mark.slow
-def test_a_run_whose_rank_is_killed_before_the_first_commit_starts_over(
-    project: Project, undisturbed: Callable[[int], Project]
-) -> None:
-    with project.started("run", "tiny.yaml", *PATIENT) as process:
-        project.wait_until(lambda: project.rows_logged() >= 3, process)
-        kill_rank(project)
-        _, err = process.communicate()
-    assert process.returncode == 75 and " was killed by SIGKILL after step " in err and "Traceback" not in err, err
-    assert project.report()["state"] == "interrupted"
-    assert project.result()["attempts"] == 2
-    assert_as_undisturbed(project, undisturbed(1))
 
 
 @pytest.mark.slow

@@ -27,8 +27,9 @@ from pathlib import Path
 
 import psutil
 import yaml
-from servers import LOOPBACK, Daemon, free_ports, wait_until
+from servers import LOOPBACK, Daemon, free_ports
 from sky_catalog import sky_environment, write_catalog
+from waiting import until
 
 LOGIN = "skytrain-cloud"  # with the name of a cluster after it
 PROGRAMS = {
@@ -232,9 +233,9 @@ class LocalCloud:
 
     def _end_jobs(self) -> None:
         """Ends the jobs first: Slurm's job processes outlive its daemons, and nothing identifies them then."""
-        with suppress(AssertionError, TimeoutError, subprocess.TimeoutExpired):
+        with suppress(AssertionError, subprocess.TimeoutExpired):
             self.slurm("scancel", "--partition=gpu")
-            wait_until(lambda: not self.slurm("squeue", "-h"), "the end of Slurm's jobs", 30)
+            until(lambda: not self.slurm("squeue", "-h"), "the end of Slurm's jobs", 30, 0.25)
 
     def _end_processes(self) -> None:
         """Kills the processes that SkyPilot leaves: those with HOME or SLURM_CONF in our folder, those of sshd's

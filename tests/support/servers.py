@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 import uuid
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from once import once
+from waiting import until
 
 LOOPBACK = "127.0.0.1"
 
@@ -39,15 +39,6 @@ def free_ports(count: int) -> list[int]:
                 probe.bind((LOOPBACK, port))
                 found.append(port)
         return found
-
-
-def wait_until(answers: Callable[[], bool], what: str, limit_s: float) -> None:
-    """Poll `answers()` four times a second; TimeoutError with `what` after `limit_s` seconds."""
-    deadline = time.monotonic() + limit_s
-    while not answers():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: no answer within {limit_s:g} s")
-        time.sleep(0.25)
 
 
 def http_answers(url: str) -> bool:
@@ -83,16 +74,11 @@ class Daemon:
         return self._process.pid
 
     def wait_until(self, answers: Callable[[], bool], limit_s: float = 60) -> None:
-        """Like `wait_until`; fails at once, with the end of the output, if the process has died."""
-
-        def answers_or_died() -> bool:
-            return self._process.poll() is not None or answers()
-
+        """Like `until`; fails at once, with the end of the output, if the process has died."""
         try:
-            wait_until(answers_or_died, self._name, limit_s)
-            if self._process.poll() is not None:
-                raise RuntimeError(f"{self._name} ended with status {self._process.returncode}")
-        except (TimeoutError, RuntimeError) as error:
+            until(lambda: self._process.poll() is not None or answers(), f"{self._name} answers", limit_s, 0.25)
+            assert self._process.poll() is None, f"{self._name} ended with status {self._process.returncode}"
+        except AssertionError as error:
             error.add_note(self.log.read_text(errors="replace")[-2000:])
             raise
 
