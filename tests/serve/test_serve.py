@@ -19,6 +19,7 @@ import pytest
 import text_runs
 import torch
 import uvicorn
+import waiting
 from browser import COMPLAINTS, Browser, open_browser
 from in_process import clean_environment
 from tiny_models import model_of
@@ -89,10 +90,7 @@ class Endpoint:
         return [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
 
     def until(self, what: Callable[[Any], bool]) -> None:
-        deadline = time.monotonic() + 30
-        while not what(self.ask("/health")[1]):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        waiting.until(lambda: what(self.ask("/health")[1]), "the endpoint is as expected", 30)
 
 
 @pytest.fixture(scope="module")

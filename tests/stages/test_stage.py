@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from stage_work import NoSignals
+from waiting import until
 
 import pipelines.pipeline
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
@@ -238,10 +239,7 @@ def test_an_attempt_that_was_superseded_commits_nothing_and_waits_for_the_winner
     def is_overtaken(work: Work) -> Built:
         winners.append(threading.Thread(target=win))
         winners[0].start()
-        deadline = time.monotonic() + 60
-        while not work.attempt.superseded() or (looks and not work.attempt.lost):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: work.attempt.superseded() and (not looks or work.attempt.lost), "the winner has claimed")
         if looks:
             work.check()
             raise AssertionError("check lets a stale attempt go on")

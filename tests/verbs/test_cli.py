@@ -82,6 +82,19 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
         ),
         (["plan", "tiny.yaml", "--set", "tokens.source=nowhere/*.txt"], "error: tokens.source: no file matches"),
         (["report", "nope"], "error: nope: no such run in file://"),
+        # Wrong options.
+        (["run"], "error: run: missing argument 'RECIPE'; see skytrain run --help"),
+        (["run", "tiny.yaml", "--price-per-hour", "nan"], "error: run: invalid value for '--price-per-hour': "),
+        (["run", "tiny.yaml", "--budget", "inf"], "error: run: invalid value for '--budget': inf is not a finite"),
+        (
+            ["launch", "tiny.yaml", "--budget", "inf"],
+            "error: launch: invalid value for '--budget': inf is not",
+        ),
+        (["run", "tiny.yaml", "--pric-per-hour", "1"], "error: run: no such option: --pric-per-hour"),
+        (["rnu", "tiny.yaml"], "error: no such command 'rnu'"),
+        (["tokenizer", "trian"], "error: tokenizer: no such command 'trian'"),
+        (["report", "--html"], "error: report: option '--html' requires an argument; see skytrain report --help"),
+        (["launch", "tiny.yaml", "--nodes", "0"], "error: launch: invalid value for '--nodes': "),
     ],
 )
 def test_a_user_error_exits_with_2_and_one_line_before_anything_starts(
@@ -157,27 +170,6 @@ def test_hostile_input_ends_with_2_and_one_line(folder: Path, as_a_user: list[st
     assert codes == f"exit codes {[2] * len(commands)}", done.stderr
     for command, line in zip(commands, lines, strict=True):
         assert line.startswith("error: ") and len(line) < 1000, command
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["run"], "RECIPE"),
-        (["run", "tiny.yaml", "--price-per-hour", "nan"], "--price-per-hour"),
-        (["run", "tiny.yaml", "--budget", "inf"], "'--budget': inf is not a finite number"),
-        (["launch", "tiny.yaml", "--budget", "inf"], "'--budget': inf is not a finite number"),
-        (["run", "tiny.yaml", "--pric-per-hour", "1"], "--pric-per-hour"),
-        (["rnu", "tiny.yaml"], "rnu"),
-        (["tokenizer", "trian"], "trian"),
-        (["report", "--html"], "error: report: option '--html' requires an argument; see skytrain report --help"),
-        (["launch", "tiny.yaml", "--nodes", "0"], "error: launch: invalid value for '--nodes': "),
-    ],
-)
-def test_a_wrong_option_exits_with_2_and_is_named(folder: Path, arguments: list[str], word: str) -> None:
-    done = skytrain(folder, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert word in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert done.stderr.endswith(" --help\n")
 
 
 @pytest.mark.parametrize(
