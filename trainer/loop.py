@@ -136,7 +136,7 @@ class Training:
         failpoint("first-step")
         while True:
             self.checkpointer.settle(self.log)
-            self.save_clock.uploaded(self.checkpointer.upload_seconds)
+            self.save_clock.upload_seconds = self.checkpointer.upload_seconds
             # A stop leaves no time for measurements: the next attempt does them, even after the last step.
             if self.state.val_is_due(self.config) and not self.agreed.stop:
                 self.validate()

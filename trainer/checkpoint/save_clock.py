@@ -16,7 +16,7 @@ class SaveClock:
         self.keep_every = runtime.keep_every_steps
         self.last = time.monotonic()
         self.save_seconds = 1.0  # until the first save is measured
-        self.upload_seconds = 0.0  # as long as no save is complete; until then none is due
+        self.upload_seconds = 0.0  # of the last save; 0 as long as none is complete, and until then none is due
         self.first = True
 
     @property
@@ -41,7 +41,3 @@ class SaveClock:
         # The first save may wait until its memory is pinned (10 s for 19 GB), which later ones do not.
         cost = min(self.save_seconds, seconds) if self.first else seconds
         self.last, self.save_seconds, self.first = time.monotonic(), max(0.1, cost), False
-
-    def uploaded(self, seconds: float) -> None:
-        """Record the time of the last upload."""
-        self.upload_seconds = seconds

@@ -14,6 +14,7 @@ LAYER = (
     *("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias"),
     *("ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
 )
+MASKS = (".attn.bias", ".attn.masked_bias")  # of attention, which old files hold, in other dtypes
 # Fields of transformers' GPT2Config: ours, and its default.
 HF_FIELDS = {
     "n_layer": ("n_layer", 12),
@@ -80,7 +81,7 @@ class Gpt2Config(ModelConfig):
 
     @classmethod
     def own_name(cls, theirs: str, fields: Mapping[str, Any]) -> str | None:
-        tied_or_mask = theirs == "lm_head.weight" or theirs.endswith((".attn.bias", ".attn.masked_bias"))
+        tied_or_mask = theirs == "lm_head.weight" or theirs.endswith(MASKS)
         return None if tied_or_mask else theirs.removeprefix("transformer.")
 
     @classmethod

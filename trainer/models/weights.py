@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError, cut, shown
 from trainer.models.family import SECTIONS, family_in, section_of_hf
-from trainer.models.gpt2 import LAYER, layer_shape
+from trainer.models.gpt2 import LAYER, MASKS, layer_shape
 from trainer.models.model_config import LAYERS, ModelConfig
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def stored_tensors(path: Path, where: str) -> Iterator[tuple[str, StoredTensor]]
     except (SafetensorError, OSError) as error:
         raise UserError(f"{where}: truncated, or not a safetensors file ({cut(str(error))}); fetch it again") from error
     for name, (dtype, shape) in found.items():
-        if dtype not in FLOATS and not is_mask(name):
+        if dtype not in FLOATS and not name.endswith(MASKS):
             raise UserError(f"{where}: {shown(name)} holds {shown(dtype)}; weights are F32, BF16 or F16")
         yield name, StoredTensor(where, shape, lambda name=name: read_tensor(path, name))  # type: ignore[misc]
 
@@ -225,11 +225,6 @@ def write_weights(path: Path, model: ModelConfig, weights: "Iterable[tuple[str, 
         for name, tensor in weights:
             file.seek(begins[name])
             file.write(tensor.detach().cpu().contiguous().numpy().data)
-
-
-def is_mask(name: str) -> bool:
-    """Whether a tensor is the mask of attention, which old files hold in other dtypes."""
-    return name.endswith((".attn.bias", ".attn.masked_bias"))
 
 
 def read_tensor(path: Path, name: str) -> "Tensor":
