@@ -22,11 +22,13 @@ def scripts_of(workflow: Path) -> dict[str, str]:
     return {step.get("name", step["run"]): step["run"] for step in steps}
 
 
-def test_the_workflows_keep_githubs_schema_and_their_scripts_parse() -> None:
+def test_workflows_and_compose_files_keep_their_schemas_and_scripts_parse() -> None:
     pytest.importorskip("check_jsonschema", reason="needs check-jsonschema (pip)")
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
-    done = subprocess.run([*command, *WORKFLOWS], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    compose = [ROOT / folder / "compose.yaml" for folder in ("infra/mlflow", "docker")]
+    for schema, files in (("github-workflows", WORKFLOWS), ("compose-spec", compose)):
+        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
     for workflow in WORKFLOWS:
         for name, script in scripts_of(workflow).items():
             done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=60, check=False)
