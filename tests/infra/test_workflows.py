@@ -26,8 +26,8 @@ def test_workflows_and_compose_files_keep_their_schemas_and_scripts_parse() -> N
     pytest.importorskip("check_jsonschema", reason="needs check-jsonschema (pip)")
     compose = [ROOT / folder / "compose.yaml" for folder in ("infra/mlflow", "docker")]
     for schema, files in (("github-workflows", WORKFLOWS), ("compose-spec", compose)):
-        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
+        done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     for workflow in WORKFLOWS:
         for name, script in scripts_of(workflow).items():
