@@ -17,7 +17,7 @@ from trainer_runs import EVERY_STEP, Runner, Runners, flip_a_byte
 
 import trainer.checkpoint.commits
 from trainer.checkpoint.commits import Commit, FileReceipt
-from trainer.checkpoint.pieces import SHARDING, HostCopy
+from trainer.checkpoint.pieces import SHARDING, HostCopy, Piece
 from trainer.errors import StaleAttempt
 from trainer.events import (
     Checkpointed,
@@ -192,6 +192,17 @@ def test_a_superseded_attempt_commits_nothing_and_deletes_nothing(runner: Runner
     with pytest.raises(StaleAttempt, match="attempt 1 of run was superseded: step 3 not committed"):
         run.attempt(superseded=lambda: next(answers))
     assert run.commits() == [2, 1]
+
+
+def test_the_copy_of_many_tensors_takes_few_allocations() -> None:
+    """torch rounds each pinned one up to a power of two."""
+    tensors = [torch.randn(100 + i).to((torch.float32, torch.bfloat16)[i % 2]) for i in range(50)]
+    copy = HostCopy({f"{i}": Piece(one, 0, tuple(one.shape), False) for i, one in enumerate(tensors)}, 0, 1)
+    copy.take()
+    _, *parts = copy.safetensors()
+    for tensor, part in zip(tensors, parts, strict=True):
+        assert torch.equal(torch.frombuffer(part, dtype=tensor.dtype), tensor)
+    assert len({host.untyped_storage().data_ptr() for host, _ in copy._host.result()[1]}) == 1
 
 
 class LateCopy(HostCopy):

@@ -27,8 +27,10 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SHARDING = "DCP_SHARDING_INFO"
 # Largest gap, in elements, between two tensors of one buffer that are copied together.
 MAX_GAP = 4096
-# Bytes of one copy of several tensors: torch rounds pinned memory up to a power of two, which wastes much at gigabytes.
+# Bytes of one copy of several tensors, and of an allocation in host memory: torch rounds pinned memory up to a power of
+# two. Alone, the 873 tensors of a rank of 6.9B took a third more than their bytes.
 MAX_COPY_BYTES = 1 << 29
+ALIGNED = 64  # bytes of a tensor in an allocation
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,25 @@ class HostCopy:
         """The host tensor of each piece, and the (host, live) pairs of the copies."""
         if self._stream:
             torch.cuda.set_device(self._stream.device)  # a new thread starts on device 0
+        runs: list[tuple[list[str], Tensor]] = []
+        for names in contiguous_runs({name: piece.live for name, piece in self.pieces.items()}):
+            first, last = (self.pieces[name].live for name in (names[0], names[-1]))
+            runs.append(
+                (names, first.as_strided((last.storage_offset() + last.numel() - first.storage_offset(),), (1,)))
+            )
+        sizes = [-(-live.nbytes // ALIGNED) * ALIGNED for _, live in runs]
+        left, buffer = sum(sizes), torch.empty(0)
         host_tensors: dict[str, Tensor] = {}
         copies: list[tuple[Tensor, Tensor]] = []
-        for names in contiguous_runs({name: piece.live for name, piece in self.pieces.items()}):
-            lives = [self.pieces[name].live for name in names]
-            start, end = lives[0].storage_offset(), lives[-1].storage_offset() + lives[-1].numel()
-            live = lives[0].as_strided((end - start,), (1,))
-            host = torch.empty(end - start, dtype=live.dtype, pin_memory=self._stream is not None)
+        for (names, live), size in zip(runs, sizes, strict=True):
+            if size > len(buffer):
+                bytes_ = max(size, min(left, MAX_COPY_BYTES))
+                buffer = torch.empty(bytes_, dtype=torch.uint8, pin_memory=self._stream is not None)
+            host, buffer, left = buffer[: live.nbytes].view(live.dtype), buffer[size:], left - size
             copies.append((host, live))
-            for name, t in zip(names, lives, strict=True):
-                offset = t.storage_offset() - start
+            for name in names:
+                t = self.pieces[name].live
+                offset = t.storage_offset() - live.storage_offset()
                 host_tensors[name] = host[offset : offset + t.numel()]
         return {name: host_tensors[name] for name in self.pieces}, copies
 
