@@ -10,7 +10,7 @@ runs are RUN_SHARE of bench's, measured on H100s in bf16.
 For comparison, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB in 94 min, 60% MFU;
 1558M on 8 x H100 in 24 h, 50%; the latter on 16 x H100 in 12 h, so without loss between two nodes over InfiniBand. So
 our assumption is too low on A100. It is probably too high on small cards, whose power or memory limits them earlier.
-Several nodes have TCP between them, and never ran on GPUs: TCP_BYTES_PER_SECOND is an assumption.
+Several nodes never ran on GPUs; TCP_BYTES_PER_SECOND between them is an assumption.
 """
 
 import math
@@ -58,8 +58,9 @@ def nearest_step(model: ModelConfig, engine: str, gpu: str) -> tuple[Speed, floa
     return best, best.mfu or 0.0
 
 
-def speed_on(recipe: Recipe, accelerators: str, nodes: int = 1) -> Throughput:
-    """Tokens a second on `nodes` nodes with these GPUs. UserError for an unknown GPU."""
+def speed_on(recipe: Recipe, accelerators: str, nodes: int = 1, between: float = TCP_BYTES_PER_SECOND) -> Throughput:
+    """Tokens a second on `nodes` nodes with these GPUs, each of which sends `between` bytes a second to the others.
+    UserError for an unknown GPU."""
     peak = peak_of(accelerators)
     if peak is None:
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")
@@ -81,7 +82,7 @@ def speed_on(recipe: Recipe, accelerators: str, nodes: int = 1) -> Throughput:
     seconds, limit = max(
         (batch * model.flops_per_token / (mfu * nodes * peak), f"{mfu:.0%} MFU"),
         (model.n_layer * SECONDS_PER_LAYER, f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer, to launch its kernels"),
-        (sent / TCP_BYTES_PER_SECOND, network),
+        (sent / between, network),
     )
     kind = "estimated" if gpu_of(accelerators) == gpu_of(step.gpus) else "assumed"
     return Throughput(batch / seconds, kind, f"{limit}, from {step.size} on {step.gpus}")
@@ -90,11 +91,11 @@ def speed_on(recipe: Recipe, accelerators: str, nodes: int = 1) -> Throughput:
 def network_bytes(recipe: Recipe, engine: str, accelerators: str, nodes: int) -> tuple[float, str]:
     """The bytes that a node sends in a step over the network, and as many that it receives, in NCCL's rings; and the
     name of this limit, with what would help."""
-    model, runtime, gpus, tcp = recipe.model, recipe.runtime, gpu_count(accelerators), "TCP between the nodes"
+    model, runtime, gpus, name = recipe.model, recipe.runtime, gpu_count(accelerators), "the network between nodes"
     reduced, ranks, muon = 2 if runtime.reduce_dtype == "bf16" else 4, nodes * gpus, recipe.train.optimizer == "muon"
     if nodes == 1 or engine != "sharded":  # fused is ZeRO-1; the others all-reduce float32
         per_parameter = reduced + 2 if engine.startswith("fused") else 8
-        return float(model.parameters * per_parameter * (nodes > 1)), tcp
+        return float(model.parameters * per_parameter * (nodes > 1)), name
     size, memory = runtime.shard_size or ranks, memory_on(accelerators) or math.inf
     once = gathers_once(model, runtime, muon, ranks, memory)
     share = math.ceil(recipe.train.batch_tokens / model.block_size / ranks)
@@ -106,13 +107,13 @@ def network_bytes(recipe: Recipe, engine: str, accelerators: str, nodes: int) ->
     between = count if reduced == 2 else 1  # all-reduces of the copies
     sent = 2 * reduced * between * min(1.0, gpus / size) if size < ranks else 0.0
     if size <= gpus:
-        return model.parameters * sent, tcp
+        return model.parameters * sent, name
     sent += 2 + reduced if once else (2 * 2 + reduced) * count  # weights are gathered forward and backward
     inside = runtime.model_copy(update={"shard_size": gpus})
     fits = memory_of("sharded", model, inside, ranks, muon).total <= USABLE * memory
     better = f"runtime.shard_size: {gpus}" if fits else "more nodes"
     times = "once a step" if once else f"in each of {count} micro-batches"
-    return model.parameters * sent, f"{tcp} {times} ({better}, EFA or InfiniBand would help)"
+    return model.parameters * sent, f"{name} {times} ({better} or a faster one would help)"
 
 
 def trains_on_a_small_gpu(recipe: Recipe) -> bool:

@@ -58,8 +58,7 @@ ASSUMED = (
     f"{INSTALL_SECONDS / 60:.0f} more where it installs the packages (no image)",
     f"text and weights are transferred at {BYTES_PER_SECOND / 1e6:.0f} MB/s, checkpoints at "
     f"{CHECKPOINT_BYTES_PER_SECOND / 1e6:.0f} MB/s",
-    "evaluation has the MFU of eager training; several nodes scale as the GPUs of one, as far as TCP at "
-    f"{TCP_BYTES_PER_SECOND / 1e9:.0f} GB/s lets them",
+    "evaluation has the MFU of eager training",
 )
 
 Report = Callable[["Finding | CloudPlan"], None]
@@ -78,6 +77,7 @@ class Workload:
     place: CloudRegion | None = None  # of the store
     text: int = 0  # tokens to make, and those of them that are held out, as far as the text is known
     held_out: int = sys.maxsize
+    between: float = TCP_BYTES_PER_SECOND  # that a node sends to the others
 
 
 @dataclass(frozen=True)
@@ -146,18 +146,20 @@ def cloud_plan(
     places: Iterable[str] = CLOUDS,
     plans: dict[str, ArtifactPlan] | None = None,
     installs: bool = False,
+    network: float | None = None,
 ) -> CloudPlan:
     """Candidates for the rest of a run, on spot and on demand. UserError without prices, or without a machine that can
     train it.
 
     Without `nodes`: the fewest that have the memory. Without `train_nodes`: TRAIN_NODES, or those of a launch for a
-    small training and for private clusters.
+    small training and for private clusters. `network`: Gbit/s between nodes, in each direction; None: those of TCP.
     """
     plans, places, small = plans or plans_of(recipe), list(places), trains_on_a_small_gpu(recipe)
     stages = missing(store, plans, [*plans][-1])
     if text_is_only_here(recipe, places) and "tokenize" in stages:  # `launch` tokenizes it on this machine
         stages.remove("tokenize")
     work = workload(recipe, store, plans, stages, installs)
+    work = work if network is None else replace(work, between=network * 1e9 / 8)
     name, infra = run_name(plans), ",".join(places)
     jobs = [
         managed_job(LaunchRequest(name, store.uri, infra=infra, spot=spot, gpus=gpus), work.stages, small)
@@ -248,7 +250,7 @@ def plan_run(
                 found_notes[f"{nodes or MOST_NODES} x {gpus}: {error}"] = None
                 continue
             with suppress(UserError):  # a GPU of unknown speed
-                speed = work.own.get((gpus, nodes)) or speed_on(recipe, gpus, nodes)
+                speed = work.own.get((gpus, nodes)) or speed_on(recipe, gpus, nodes, work.between)
             known = others | {"train": estimate_stage("train", work, machine, nodes, speed=speed)}
         stages = {stage: known[stage] for stage in work.stages if stage in known}
         hours, usd = (sum(getattr(one, name) for one in stages.values()) for name in ("hours", "usd"))
@@ -259,7 +261,9 @@ def plan_run(
     chosen = next((i for i, one in enumerate(candidates) if limits.allow(one)), None)
     if chosen is None:
         found_notes[f"no machine is within {limits}; raise them to continue"] = None
-    return CloudPlan(candidates, chosen, list(found_notes))
+    network = f"{'TCP at ' if work.between == TCP_BYTES_PER_SECOND else ''}{8 * work.between / 1e9:g} Gbit/s"
+    scale = f"several nodes scale as the GPUs of one, as far as {network} between them (plan --network) allows"
+    return CloudPlan(candidates, chosen, list(found_notes), (*ASSUMED, scale))
 
 
 def holds(machine: Machine, recipe: Recipe) -> bool:

@@ -37,6 +37,9 @@ def plan(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Train on so many nodes [the fewest with the memory].")
     ] = None,
+    network: Annotated[
+        float | None, typer.Option(min=0.1, metavar="GBIT", help="Assume so many Gbit/s between nodes [40: TCP].")
+    ] = None,
     infra: Infra = None,
     as_json: Json = False,
 ) -> None:
@@ -52,8 +55,9 @@ def plan(
     loaded, plans = planned(recipe, set_ or [], opened)
     found = plan_of(loaded, opened, plans)
     if not cloud:
-        if deadline or budget or gpus or infra or nodes:
-            raise UserError("plan: --deadline, --budget, --gpus, --nodes and --infra belong to --cloud; add it")
+        if deadline or budget or gpus or infra or nodes or network:
+            options = "--deadline, --budget, --gpus, --nodes, --network and --infra"
+            raise UserError(f"plan: {options} belong to --cloud; add it")
         print(json.dumps(asdict(found))) if as_json else print_plan(found)
         for name, rows in checked_rows(loaded, opened, plans["tokenize"]).items() if not as_json else ():
             size = f"{len(rows.train):,} rows, {rows.tokens:,} tokens, {rows.cropped:,} rows cropped"
@@ -71,7 +75,7 @@ def plan(
     train_nodes = gpus.split(",") if gpus else ()
     places = [place.strip() for place in infra.split(",")] if infra else CLOUDS
     installs = (ours.image or WORK_TREE) == WORK_TREE  # as `launch` would
-    rented = cloud_plan(loaded, opened, limits, train_nodes, nodes, places, plans, installs)
+    rented = cloud_plan(loaded, opened, limits, train_nodes, nodes, places, plans, installs, network)
     if as_json:
         print(json.dumps(asdict(found) | {"cloud": rented.to_json()}))
     else:

@@ -254,6 +254,8 @@ def test_the_plan_fits_the_terminal_and_says_what_it_assumes(
     assert "~" in shown and "tokens/s assumed: " in shown and "MFU, from 1558M on H200:1" in shown
     assert f"{first.hours:.2f} {first.usd:,.2f}" in shown and "assumed: a spot node lasts 2 h" in shown
     assert "chosen: aws/us-east-1/p5.48xlarge/spot" in shown
+    fast = planned(tmp_path, "gpt3-175b", network=3200)
+    assert fast.candidates[0].hours < EXPECTED["gpt3-175b"][0] / 5 and "as far as 3200 Gbit/s" in fast.assumed[-1]
     print_cloud_plan(planned(tmp_path, places=("slurm/here",)))
     shown = " ".join(capsys.readouterr().out.split())
     assert "slurm H100:8 ? " in shown and " ? slurm/H100:1" in shown
