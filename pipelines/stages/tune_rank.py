@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipelines.artifacts.s3_store import open_store
 from pipelines.nodes.ranks import RankSpec
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, RewardConfig, TuneConfig
@@ -231,11 +233,10 @@ class Tuning:
 
         return score
 
-    def learned(self, row: dict[str, Any], longest: int) -> dict[str, list[int]]:
+    def learned(self, row: dict[str, Any], longest: int) -> dict[str, np.ndarray]:
         """A conversation for SFTTrainer: it learns the answers alone."""
-        ids, learned = self.tokens.conversation(row["messages"])
-        labels = [token if answers else -100 for token, answers in zip(ids, learned, strict=True)]
-        return {"input_ids": ids[:longest], "labels": labels[:longest]}
+        ids, learned = (np.array(column[:longest]) for column in self.tokens.conversation(row["messages"]))
+        return {"input_ids": ids.astype(np.int32), "labels": np.where(learned, ids, -100).astype(np.int32)}
 
     @property
     def precision(self) -> str:
