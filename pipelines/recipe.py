@@ -191,7 +191,9 @@ class TuneConfig(Section):
         "embeddings and head; merged into the weights at the end of the step. null: all weights",
     )
     generations: int = Field(default=8, ge=2, description="grpo, rloo: answers to a prompt; must divide batch")
-    max_answer: int = Field(default=64, ge=1, description="grpo, rloo: longest generated answer [tokens]")
+    max_answer: int = Field(
+        default=64, ge=1, description="Longest answer of grpo and rloo, and to held-out rows [tokens]"
+    )
     rewards: list[RewardConfig] = Field(
         default=[],
         max_length=20,
