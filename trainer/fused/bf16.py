@@ -1,5 +1,5 @@
-"""Products in bf16: operands are plain bf16 tensors, sums are fp32, and the GELU rides on the MLP's products. ReLU²
-works in place; its output is all that is saved, since its root is the input where that has a gradient.
+"""Products in bf16: operands are plain bf16 tensors, sums are fp32, and the activation rides on the MLP's products. Of
+ReLU² the output is all that is saved, since its root is the input where that has a gradient.
 
 A block saves 16·C bf16 numbers a token (x, norm, qkv 3, attention, x, norm, MLP 4 + 4). `recompute` leaves out the
 outputs of the norms and of the GELU (6·C); the backward pass makes them again.
@@ -8,7 +8,7 @@ outputs of the norms and of the GELU (6·C); the backward pass makes them again.
 import torch
 from torch import Tensor
 
-from trainer.fused import gemm, kernels
+from trainer.fused import epilogues, gemm, kernels
 from trainer.fused.kernels import Activation
 from trainer.fused.products import Linear, NormBackwardKernel, Normed, NormKernel, Products, ResidualGrad, head_chunks
 
@@ -53,8 +53,8 @@ class Bf16Products(Products[Tensor]):
         if activation == "gelu":
             assert layer.bias is not None
             return gemm.linear_gelu(x, layer.weight, layer.bias)
-        act = self.linear(layer, x, layer.bias)
-        kernels.relu2(act)
+        assert layer.bias is None
+        act = epilogues.relu2_linear(x, layer.weight)
         return act, act
 
     def input_grad(self, layer: Linear, dy: Tensor) -> Tensor:
@@ -72,8 +72,7 @@ class Bf16Products(Products[Tensor]):
         if activation == "gelu":
             dpre = gemm.input_grad_gelu(dy, layer.weight, kept)
         else:
-            dpre = self.input_grad(layer, dy)
-            kernels.relu2_backward(dpre, kept)
+            dpre = epilogues.relu2_input_grad(dy, layer.weight, kept)
         if sums is not None:
             kernels.column_sums(dpre, sums)
         return dpre

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpoint.pieces import Piece
-from trainer.fused import gemm, kernels
+from trainer.fused import epilogues, gemm, kernels
 from trainer.fused.bf16 import Bf16Products
 from trainer.fused.kernels import Activation, Fp8Out
 from trainer.fused.products import Linear, NormBackwardKernel, Normed, NormKernel, Products, ResidualGrad, head_chunks
@@ -252,8 +252,17 @@ class Fp8Products(Products[Fp8Operand]):
         activation: Activation,
         sums: Tensor | None = None,
     ) -> Fp8Operand:
+        w, tensor = self._weight(layer), self.scales.of("gradient", writer)
+        if activation == "relu2" and epilogues.fit(dy.plain, w.transposed):
+            assert sums is None
+
+            def kernel(out: Fp8Out) -> tuple[Tensor, Tensor]:
+                return epilogues.relu2_input_grad8(dy.plain, w.transposed, (dy.inverse, w.inverse), kept, out)
+
+            dpre8, dpre8t = self._rounded(tensor, kernel, 0)
+            return Fp8Operand(dpre8, dpre8t, tensor.inverse)
         dact = self.input_grad(layer, dy)
-        return self._cast(self.scales.of("gradient", writer), dact, activation, h=kept, sums=sums)
+        return self._cast(tensor, dact, activation, h=kept, sums=sums)
 
     def weight_grad(self, layer: Linear, dy: Fp8Operand, x: Fp8Operand, accumulate: bool) -> None:
         x_t = x.transposed

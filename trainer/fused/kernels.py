@@ -10,7 +10,6 @@ micro-batch of M tokens, bf16 activations of width C and V logits a token:
                                   gradients of weight, bias and the next bias; with a mix 14·M·C: what is mixed in,
                                   and its gradient in place
     gelu            16·M·C        of 4C columns
-    relu2           16·M·C        in place; backward 24·M·C, from its output, which is all that is saved
     column_sums     2·M·C         of the output of a product or of cuDNN: gradients of biases
     cross_entropy   4·M·V         the gradient overwrites the logits; the second read of a row is from the L2 cache
     adamw           30 a parameter, once a step: master, both moments (read and written), gradient, bf16 weight
@@ -53,7 +52,6 @@ from trainer.fused.triton_kernels import (
     muon_squared_kernel,
     norm_backward_kernel,
     norm_kernel,
-    relu2_kernel,
     transpose8_kernel,
 )
 from trainer.optim.muon import Polynomial
@@ -263,22 +261,6 @@ def gelu(h: Tensor) -> Tensor:
     block, warps = _gelu_shape(h.device)
     gelu_kernel[(triton.cdiv(h.numel(), block),)](h, a, h.numel(), BLOCK=block, num_warps=warps)
     return a
-
-
-def relu2(x: Tensor) -> None:
-    """relu(x)² in place of x, bf16, any shape (So et al. 2021, Primer)."""
-    _relu2(x, None)
-
-
-def relu2_backward(gradient: Tensor, act: Tensor) -> None:
-    """From the gradient of act = relu(x)², in place, to that of x, which is 2·√act times it."""
-    _relu2(act, gradient)
-
-
-def _relu2(x: Tensor, gradient: Tensor | None) -> None:
-    _check(x, gradient)
-    block, warps = _relu2_shape(x.device)
-    relu2_kernel[(triton.cdiv(x.numel(), block),)](x, gradient, x.numel(), BLOCK=block, num_warps=warps)
 
 
 def column_sums(x: Tensor, sums: Tensor) -> None:
@@ -526,11 +508,6 @@ def norm_warps(C: int, columns: int) -> int:
 def _gelu_shape(device: torch.device) -> tuple[int, int]:
     """Elements a program, warps."""
     return (4096, 8) if device.type == "cuda" else (65536, 4)
-
-
-def _relu2_shape(device: torch.device) -> tuple[int, int]:
-    """Elements a program, warps."""
-    return (2048, 4) if device.type == "cuda" else (65536, 4)
 
 
 def _adamw_shape(device: torch.device) -> tuple[int, int]:

@@ -292,18 +292,51 @@ def gelu_kernel(h_ptr, a_ptr, n, BLOCK: tl.constexpr):
     tl.store(a_ptr + at, _bf16(_gelu_of(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32))), mask=mask)
 
 
+# ── products ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 @triton.jit
-def relu2_kernel(x_ptr, gradient_ptr, n, BLOCK: tl.constexpr):
-    """x becomes relu(x)², in place. With gradient_ptr, x is that result, and its gradient becomes that of the input."""
-    at = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < n
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if gradient_ptr is not None:
-        g = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(gradient_ptr + at, _bf16(2.0 * tl.sqrt(x) * g), mask=mask)
+def relu2_product_kernel(
+    a, b, out, saved, out_t_ptr, a_inverse_ptr, b_inverse_ptr, scale_ptr, amax_ptr, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Tiles of relu(a (M, K) @ b (N, K)ᵀ)². With `saved`, the result of that, they are (a @ b (K, N)) · 2·√saved. With
+    scale_ptr operands are fp8, b is (N, K), `saved` is before the activation, and the result is also stored (N, M)."""
+    rows, cols = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), rows * cols, tl.num_programs(0), flatten=True):
+        first = tile // (GROUP * cols) * GROUP
+        size = tl.minimum(rows - first, GROUP)
+        m, n = (first + tile % size) * BM, tile % (GROUP * cols) // size * BN
+        total = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            left = a.load([m, k])
+            right = b.load([k, n]) if saved is not None and scale_ptr is None else b.load([n, k]).T
+            if INTERPRETED:
+                left, right = left.to(tl.float32), right.to(tl.float32)
+            total = tl.dot(left, right, total)
+        if scale_ptr is not None:
+            total *= tl.load(a_inverse_ptr) * tl.load(b_inverse_ptr)
+        # In halves, so that their memory and that of three stages of loads fit.
+        one, two = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1)))
+        _finish(one, out, saved, out_t_ptr, scale_ptr, amax_ptr, m, n, M, N)
+        _finish(two, out, saved, out_t_ptr, scale_ptr, amax_ptr, m, n + BN // 2, M, N)
+
+
+@triton.jit
+def _finish(x, out, saved, out_t_ptr, scale_ptr, amax_ptr, m, n, M, N):
+    """The epilogue of a part of a tile, from row m and column n on."""
+    if saved is None:
+        x = tl.maximum(x, 0.0)
+        out.store([m, n], _bf16(x * x))
+    elif scale_ptr is None:
+        out.store([m, n], _bf16(2.0 * tl.sqrt(saved.load([m, n]).to(tl.float32)) * x))
     else:
-        root = tl.maximum(x, 0.0)
-        tl.store(x_ptr + at, _bf16(root * root), mask=mask)
+        x *= 2.0 * tl.maximum(saved.load([m, n]).to(tl.float32), 0.0)
+        out.store([m, n], _fp8(x * tl.load(scale_ptr), True))
+        turned = tl.trans(_fp8(x * tl.load(scale_ptr, volatile=True), True))  # rounded once more, as in cast8_kernel
+        row, col = (m + tl.arange(0, x.shape[0])).to(tl.int64), (n + tl.arange(0, x.shape[1])).to(tl.int64)
+        tl.store(out_t_ptr + col[:, None] * M + row[None, :], turned, mask=(col < N)[:, None] & (row < M)[None, :])
+        tl.atomic_max(amax_ptr, tl.max(tl.max(tl.abs(x), 1), 0))  # x is 0 outside: so are the operands there
 
 
 # ── column sums ──────────────────────────────────────────────────────────────────────────────────────────────────
