@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pipelines.cloud.request import LaunchRecord, last_launch
+from pipelines.cloud.request import LaunchRecord, last_launch, launched_runs
 from pipelines.cloud.skypilot import (
     Cluster,
     TaskStatus,
@@ -26,15 +26,13 @@ from pipelines.cloud.skypilot import (
     take_down,
 )
 from pipelines.cloud.tasks import run_label
-from pipelines.tracking.account import Forecast, forecast, location
+from pipelines.tracking.account import Forecast
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.releases import Release, read_releases, write_releases
 from pipelines.tracking.run_record import RunRecord
 from pipelines.tracking.runs import Run, Summary, store_summary, usable_runs
 from pipelines.tracking.stop_request import StopRequest, request_stop
-from trainer.amounts import steps_to_come
-from trainer.config import TrainConfig
 from trainer.errors import EXIT_DONE, UserError
 from trainer.store import Store
 
@@ -68,19 +66,18 @@ class Status:
     stepless_seconds: float | None = None  # of a training that runs, from its last row to its last heartbeat
 
 
-def status_of(run: Run, launched: LaunchRecord | None, all_tasks: list[TaskStatus]) -> Status:
-    """The status of a run, from its snapshot, its last launch and SkyPilot's tasks."""
+def status_of(run: Run, launched: LaunchRecord | None, all_tasks: list[TaskStatus], stoppable: bool = True) -> Status:
+    """The status of a run, from its snapshot, its last launch and SkyPilot's tasks. Not `stoppable`: the store has no
+    request to stop it."""
     tasks = tasks_of(launched, all_tasks) if launched else []
     recoveries, budget = sum(task.recoveries for task in tasks), launched.request.budget if launched else None
-    if (listed := run.listed).state == "done":
-        return Status(run.name, "done", listed.steps, listed.steps, listed, tasks, recoveries, budget)
-    machines = [attempt.machine for attempt in run.account.attempts]
-    summary, present = run.summary, run.record.prefixes.values()
-    stored = max((one for one in run.heartbeats if one.prefix in present), key=lambda o: o.beat.started, default=None)
-    newest = stored.beat if stored else None
+    if (summary := run.listed).state == "done":
+        return Status(run.name, "done", summary.steps, summary.steps, summary, tasks, recoveries, budget)
+    outlook = run.outlook
+    newest = outlook.newest
     progress = newest.progress if newest else Progress()
     running = newest is not None and newest.state == "running"
-    training = running and newest is not None and newest.stage == "train" and summary.steps < run.last_step
+    training = running and newest is not None and newest.stage == "train" and summary.steps < outlook.last_step
     waiting = summary.state in ("interrupted", "lost") and any(not task.over for task in tasks)
     # The job that was stopped runs until its machine is released; a newer one waits for its machine.
     waiting |= summary.state in ("stopped", "failed") and any(not (task.over or task.works) for task in tasks)
@@ -89,28 +86,19 @@ def status_of(run: Run, launched: LaunchRecord | None, all_tasks: list[TaskStatu
         run=run.name,
         state="waiting" if waiting else summary.state,
         step=summary.steps,
-        max_steps=run.last_step,
+        max_steps=outlook.last_step,
         summary=summary,
         newest=newest,
-        places=list(dict.fromkeys(f"{m.cloud}/{location(m)}" for m in machines if m.cloud and location(m))),
+        places=outlook.places,
         recoveries=recoveries,
-        to_come=training_to_come(run, run.recipe.train),
-        stop_request=run.stop_request,
+        to_come=outlook.to_come,
+        stop_request=run.stop_request if stoppable else None,
         unsaved_seconds=newest.time - progress.unsaved_since if newest and progress.unsaved_since else None,
         tasks=tasks,
-        silent_seconds=max(0.0, run.store.clock() - (stored.stored or 0.0)) if stored and running else None,
+        silent_seconds=run.silent_seconds if running else None,
         stepless_seconds=newest.time - progress.time if newest and training and progress.time else None,
         budget=budget,
     )
-
-
-def training_to_come(run: Run, train: TrainConfig) -> Forecast | None:
-    """The forecast of the rest of the training; None if nothing is left or known."""
-    steps, prefix = max(run.summary.steps, train.first_step), run.record.prefixes.get("train")
-    if steps >= run.last_step or prefix is None:
-        return None
-    attempts = [attempt for attempt in run.account.attempts if attempt.prefix == prefix]
-    return forecast(attempts, steps_to_come(steps, train))
 
 
 def reported_tasks(note: Callable[[str], None]) -> tuple[list[TaskStatus], str | None]:
@@ -152,13 +140,15 @@ def on_another_server(launched: LaunchRecord) -> str | None:
 def record_releases(runs: list[Run], launches: Mapping[str, LaunchRecord]) -> list[Run]:
     """Record when SkyPilot has released the machines of launched runs, if that is not on record and the store may be
     written. Returns the runs, new snapshots of those with other bills."""
-    missing = [run for run in runs if run.name in launches and not run.stored_summary and run.unreleased]
+    # The stored summary of a run that has ended has all releases.
+    known_to_end = {run.name for run in runs if run.stored_summary and run.stored_summary.state != "running"}
+    missing = [run for run in runs if run.name in {*launches} - known_to_end and run.outlook.unreleased]
     found, again = clusters() if missing else [], dict[str, Run]()
     for run in missing:
         label = run_label(launches[run.name].request.job_name)
         ours = {Release(one.name, one.since, one.until) for one in found if one.run == label and one.until}
         with suppress(UserError, OSError):
-            if not ours <= {*run.releases}:
+            if ours and not ours <= {*run.releases}:
                 known = {*read_releases(run.store, run.name)}  # another server may have recorded its own meanwhile
                 write_releases(run.store, run.name, sorted(known | ours, key=lambda one: one.since))
                 again[run.name] = Run(run.store, run.record)
@@ -307,9 +297,10 @@ def find_orphans(store: Store, now: float, note: Callable[[str], None]) -> Itera
     runs: dict[str, Run] = {}  # by the name of the last job
 
     def read(run: Run) -> None:
-        if run.attempts is not None and (launched := last_launch(store, run.name)):
+        if run.name in names and run.attempts is not None and (launched := last_launch(store, run.name)):
             runs[launched.request.job_name] = run
 
+    names = launched_runs(store)
     usable_runs(store, [], read, note)
     tasks = [task for task in managed_tasks(unfinished=True) if not task.over]
     found = [cluster for cluster in clusters() if cluster.until is None]

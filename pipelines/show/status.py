@@ -14,6 +14,7 @@ from pipelines.tracking.account import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
 from trainer.errors import EXIT_STOPPED
+from trainer.record import LAST_SECOND
 
 STEPLESS_SECONDS = 120.0  # without a row, before `status` says so
 ENDED = ("failed", "interrupted", "lost", "stopped")  # states in which nobody trains
@@ -97,7 +98,7 @@ def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None, l
 
 def to_go(run: Status, rest: Forecast) -> str:
     """ "4 min 10 s and $0.31 to go; trained about Mon 30 Nov 12:00, $2.40 in all"."""
-    end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + rest.hours * 3600))
+    end = time.strftime("%a %d %b %H:%M", time.localtime(min(LAST_SECOND, time.time() + rest.hours * 3600)))
     usd, total = (f" and ${rest.usd:,.2f}", f", ${run.summary.usd + rest.usd:,.2f} in all") if rest.usd else ("", "")
     return f"{duration(3600 * rest.hours)}{usd} to go" + ("" if run.state in ENDED else f"; trained about {end}{total}")
 

@@ -76,10 +76,9 @@ class Progress(StoredRecord):
     metrics: Mapping[str, Number] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object: a metric's name has a slash, no field's name has one. A metric that is not a number is left
-        out."""
+        """One flat object: a metric's name has a slash, no field's name has one."""
         values = without_none(asdict(self))
-        return values | {name: value for name, value in values.pop("metrics").items() if math.isfinite(value)}
+        return values | values.pop("metrics")
 
     @staticmethod
     def fields_of(values: Any) -> Any:
@@ -90,8 +89,9 @@ class Progress(StoredRecord):
         return plain | {"metrics": {name: value for name, value in values.items() if "/" in name}}
 
     def updated(self, metrics: Mapping[str, float] | None = None, **changes: Any) -> Self:
-        """This progress with the changes; metrics are merged."""
-        return replace(self, **changes, metrics={**self.metrics, **(metrics or {})})
+        """This progress with the changes; metrics are merged, but for those that are not a number."""
+        numbers = {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}
+        return replace(self, **changes, metrics={**self.metrics, **numbers})
 
 
 @dataclass(frozen=True)

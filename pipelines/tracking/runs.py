@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,18 +12,28 @@ from pydantic import ValidationError
 
 from pipelines.artifacts.manifest import DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import REWARD, Recipe
-from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, account, cost_until
+from pipelines.tracking.account import (
+    TRAFFIC,
+    Account,
+    Cost,
+    Forecast,
+    StoredHeartbeat,
+    account,
+    cost_until,
+    forecast,
+    location,
+)
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_over, process_exists
 from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.tracking.releases import Release, read_releases, until_release
 from pipelines.tracking.run_record import RunRecord, full_names, key_of, read_record, read_records
 from pipelines.tracking.stop_request import StopRequest, read_stop_request
-from trainer.amounts import tokens_before, tokens_of_steps
+from trainer.amounts import steps_to_come, tokens_before, tokens_of_steps
 from trainer.checkpoint.commits import series
 from trainer.config import TARGETS
 from trainer.config_errors import explain
 from trainer.errors import NotAFile, UserError
-from trainer.record import DamagedRecord, NewerRecord, StoredRecord, reading, record_at
+from trainer.record import Count, DamagedRecord, NewerRecord, StoredRecord, reading, record_at
 from trainer.store import Entry, Store, side_by_side
 
 SUMMARY_SECONDS = 20.0  # between two summaries of a run that works
@@ -62,10 +72,22 @@ class Summary(StoredRecord):
 
 
 @dataclass(frozen=True)
+class Outlook(StoredRecord):
+    """What `status` shows of a run that is not done, beside its summary."""
+
+    last_step: Count
+    newest: Heartbeat | None  # of the newest attempt
+    places: list[str]  # of the rented machines, in the order of time, each once
+    to_come: Forecast | None  # of training
+    unreleased: list[str]  # clusters whose release is not on record
+
+
+@dataclass(frozen=True)
 class StoredSummary(Summary):
     """The summary of a run in the store: since it ended, or while `process` worked on it."""
 
     process: ProcessId = ProcessId()
+    outlook: Outlook | None = None  # unknown before version 0.2, and of runs that are done
 
 
 @dataclass(frozen=True)
@@ -86,7 +108,8 @@ class Run:
 
     store: Store
     record: RunRecord
-    is_fresh: bool = False  # its summary was stored less than 60 s ago, by the store's clock
+    # Seconds since its summary was stored, by the store's clock; None: nobody lists it, so the summary is not read.
+    summary_age: float | None = None
 
     @property
     def name(self) -> str:
@@ -230,17 +253,60 @@ class Run:
         return None
 
     @property
-    def stored_summary(self) -> Summary | None:
-        """The summary in the store; None if there is none, or if the run works or began again since."""
-        return self._stored if self._stored and self._stored.state != "running" else None
+    def stored_summary(self) -> StoredSummary | None:
+        """In a list of runs, the summary in the store, up to 20 s old, if its process has ended the run or works."""
+        if self.summary_age is None or not (stored := self._stored):
+            return None
+        exists = stored.state != "running" or process_exists(stored.process)
+        return stored if exists or (exists is None and self.summary_age < FRESH_SECONDS) else None
 
     @property
     def listed(self) -> Summary:
-        """The summary for a list of runs: the stored one, up to 20 s old, if its process has ended the run or works."""
-        if (stored := self._stored) and stored.state == "running":
-            exists = process_exists(stored.process)
-            return stored if exists or (exists is None and self.is_fresh) else self.summary
-        return stored or self.summary
+        """The summary for a list of runs: the stored one, if it holds."""
+        if stored := self.stored_summary:
+            return Summary(**{one.name: getattr(stored, one.name) for one in fields(Summary)})
+        return self.summary
+
+    @property
+    def outlook(self) -> Outlook:
+        """For a list of runs, as `listed`."""
+        return (self.stored_summary and self.stored_summary.outlook) or self._outlook
+
+    @cached_property
+    def _outlook(self) -> Outlook:
+        machines = [attempt.machine for attempt in self.account.attempts]
+        newest = self._newest
+        return Outlook(
+            self.last_step,
+            newest.beat if newest else None,
+            list(dict.fromkeys(f"{m.cloud}/{location(m)}" for m in machines if m.cloud and location(m))),
+            self._to_come,
+            [beat.machine.cluster or "" for beat in self.unreleased],
+        )
+
+    @property
+    def _newest(self) -> StoredHeartbeat | None:
+        present = self.record.prefixes.values()
+        return max(
+            (one for one in self.heartbeats if one.prefix in present), key=lambda o: o.beat.started, default=None
+        )
+
+    @property
+    def silent_seconds(self) -> float | None:
+        """Since the last heartbeat of the newest attempt, or since the stored summary, if that is listed."""
+        if self.stored_summary and self.stored_summary.outlook:
+            return self.summary_age
+        return max(0.0, self.store.clock() - (self._newest.stored or 0.0)) if self._newest else None
+
+    @property
+    def _to_come(self) -> Forecast | None:
+        """The forecast of the rest of the training; None if nothing is left or known."""
+        train, prefix = self.recipe.train, self.record.prefixes.get("train")
+        steps = max(self.summary.steps, train.first_step)
+        if steps >= self.last_step or prefix is None:
+            return None
+        attempts = [attempt for attempt in self.account.attempts if attempt.prefix == prefix]
+        return forecast(attempts, steps_to_come(steps, train))
 
     def with_attempt(self, prefix: str, beat: Heartbeat) -> "Run":
         """This snapshot beside an attempt that has begun since, without another look at the store."""
@@ -331,7 +397,8 @@ def store_summary(run: Run, process: ProcessId | None = None) -> None:
     """Store the summary of a run that has ended and whose bill is complete, or on which `process` works: lists of many
     runs read this one object of each."""
     if process or (run.state != "running" and not run.unreleased):
-        stored = StoredSummary(**vars(run.summary), process=process or ProcessId())
+        outlook = None if run.state == "done" else run.outlook
+        stored = StoredSummary(**vars(run.summary), process=process or ProcessId(), outlook=outlook)
         run.store.put(summary_key(run.name), json.dumps(asdict(stored)).encode())
 
 
@@ -380,7 +447,9 @@ def usable_runs(
         try:
             with reading(f"{store.uri}/{key_of(name)}"):
                 if run := find_run(store, name):
-                    run = replace(run, is_fresh=now - written.get(summary_key(name), 0.0) < FRESH_SECONDS)
+                    run = (
+                        run if named else replace(run, summary_age=max(0.0, now - written.get(summary_key(name), 0.0)))
+                    )
                     need(run)
                 return run
         except UserError as error:

@@ -33,6 +33,11 @@ def read_stop_request(store: Store, run: str) -> StopRequest | None:
     return record_at(StopRequest, store, key_of(run))
 
 
+def requested_stops(store: Store) -> set[str]:
+    """The runs that somebody has requested to stop."""
+    return {run for entry in store.entries("control/") if entry.key == key_of(run := entry.key.split("/")[1])}
+
+
 def request_stop(store: Store, run: str, reason: str) -> StopRequest:
     """Request that a run stops; an earlier request stays as it is."""
     request = StopRequest(time.time(), f"{getpass.getuser()}@{platform.node()}", reason)

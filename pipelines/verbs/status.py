@@ -28,20 +28,21 @@ def status(
     from pipelines.show.findings import print_note_on_stderr
     from pipelines.show.status import print_jobs, print_status
     from pipelines.tracking.runs import Run, usable_runs, without_failed_trials
+    from pipelines.tracking.stop_request import requested_stops
     from trainer.errors import UserError
 
     if orphans:
         print_orphans(store, as_json)
     opened, launches = open_store(store_uri(store)), dict[str, LaunchRecord]()
     try:
-        names = launched_runs(opened)
+        names, stops = launched_runs(opened), requested_stops(opened)
     except (UserError, OSError):
         tasks, _ = control.reported_tasks(print_note_on_stderr) if opened.uri.startswith("s3:") else ([], None)
         print_jobs([task for task in tasks if task.name.startswith(tuple(runs or [""])) and not task.over])
         raise
 
     def read(run: Run) -> None:
-        control.status_of(run, None, [])
+        control.status_of(run, None, [], run.name in stops)
         if run.name in names and (launched := last_launch(opened, run.name)):
             launches[run.name] = launched
 
@@ -50,7 +51,7 @@ def status(
     tasks, failure = control.reported_tasks(print_note_on_stderr) if launches else ([], None)
     if launches and not failure:
         found = control.record_releases(found, launches)
-    states = [control.status_of(run, launches.get(run.name), tasks) for run in found]
+    states = [control.status_of(run, launches.get(run.name), tasks, run.name in stops) for run in found]
     if as_json:
         print(json.dumps([asdict(one) for one in states]), flush=True)
     elif not found:

@@ -28,6 +28,7 @@ from stage_work import NoSignals
 
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.artifacts.traffic import traffic_here
+from pipelines.cloud import control
 from pipelines.pipeline import Pipeline
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import STAGES, missing, planned
@@ -37,13 +38,13 @@ from pipelines.tracking.records import Billing, Progress
 from pipelines.tracking.run_record import full_names
 from pipelines.tracking.runs import (
     Run,
-    StoredSummary,
-    Summary,
     read_run,
     store_summary,
     usable_runs,
     without_failed_trials,
 )
+from pipelines.verbs.report import report
+from pipelines.verbs.status import status
 from trainer.errors import UserError
 from trainer.models.model_config import REMOVED_FIELDS
 from trainer.store import LocalStore
@@ -120,19 +121,35 @@ def test_the_progress_of_an_unfinished_run_is_in_its_heartbeats(store: LocalStor
     assert (summary.train_loss, summary.val_loss) == (2.9, 3.1)
 
 
+@pytest.mark.parametrize(("command", "of_all"), [("report", 3), ("status", 5)])  # listings, and the store's clock
 @pytest.mark.parametrize("state", ["done", "interrupted", "stopped", "failed", "running"])
-def test_a_list_asks_a_bucket_twice_for_a_run_and_three_times_for_all(
-    state: str, fresh_s3_store: Callable[[S3Account], S3Store], moto_server: S3Account
+def test_a_list_asks_a_bucket_twice_for_a_run_and_a_few_times_for_all(
+    command: str,
+    of_all: int,
+    state: str,
+    fresh_s3_store: Callable[[S3Account], S3Store],
+    moto_server: S3Account,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     store = fresh_s3_store(moto_server)
-    attempted(store, "train", state=state, process=this_process(), progress=Progress(step=5))
-    record = done_run(store) if state == "done" else recorded(store)
-    store_summary(Run(store, record), this_process() if state == "running" else None)
+    progress = Progress(step=5, metrics={"train/loss": 2.5, "perf/tokens_per_second": 1e3})
+    attempted(store, "train", 1, state="interrupted", progress=progress, started=1.0)
+    attempted(store, "train", 2, state=state, process=this_process(), progress=progress)
+    run = Run(store, done_run(store) if state == "done" else recorded(store))
+    store_summary(run, this_process() if state == "running" else None)
+    monkeypatch.setattr("pipelines.artifacts.s3_store.open_store", lambda uri: store)
     before = traffic_here()
-    (run,) = usable_runs(store, [], lambda run: run.listed, lambda text: None)
+    (status if command == "status" else report)(store=store.uri, as_json=command == "status")
     asked = traffic_here() - before
-    assert asked.reads + asked.writes == 3 + 2
-    assert run.listed.state == state and vars(run.summary).items() <= vars(run.listed).items()
+    assert asked.reads + asked.writes == of_all + 2
+    output = capsys.readouterr().out
+    if command == "report":
+        assert output.splitlines()[1].split()[:2] == [RUN, state]
+        return
+    (found,) = json.loads(output)
+    live = json.loads(json.dumps(asdict(control.status_of(Run(store, run.record), None, []))))
+    assert found | {"silent_seconds": 0} == live | {"silent_seconds": 0}
 
 
 def test_a_run_that_works_stores_its_summary_which_no_list_believes_after_a_crash(
@@ -147,30 +164,33 @@ def test_a_run_that_works_stores_its_summary_which_no_list_believes_after_a_cras
     beat = attempted(store, "train", state="running", process=this_process(), progress=Progress(step=5))
     made._watch(beat)
 
-    def listed() -> Summary:
-        (run,) = usable_runs(store, [], lambda run: run.listed, lambda text: None)
-        return run.listed
-
-    assert isinstance(found := listed(), StoredSummary)
-    assert (found.state, found.steps, found.usd) == ("running", 5, pytest.approx(10.0))
-    for process, state, kind in ((GONE, "lost", Summary), (ELSEWHERE, "running", StoredSummary)):
+    found = listed(store).stored_summary
+    assert found and (found.state, found.steps, found.usd) == ("running", 5, pytest.approx(10.0))
+    assert found.outlook and found.outlook.newest == beat
+    for process, state, believed in ((GONE, "lost", False), (ELSEWHERE, "running", True)):
         attempted(store, "train", state="running", process=process)
         store.put(f"summaries/{RUN}.json", json.dumps(asdict(replace(found, process=process))).encode())
-        assert listed().state == state and type(listed()) is kind
+        assert listed(store).listed.state == state and bool(listed(store).stored_summary) is believed
     then = time.time() - 300
     for path in (*store.root.glob("summaries/*"), *store.root.glob("*/*/attempts/*/heartbeat.json")):
         os.utime(path, (then, then))
-    assert listed().state == "lost"
+    assert listed(store).listed.state == "lost"
+
+
+def listed(store: LocalStore) -> Run:
+    (run,) = usable_runs(store, [], lambda run: run.listed, lambda text: None)
+    return run
 
 
 def test_the_summary_of_a_run_that_began_again_or_of_another_one_is_not_read(store: LocalStore) -> None:
     store_summary(Run(store, done_run(store)))
+    before = json.loads(store.get(f"summaries/{RUN}.json") or b"") | {"usd": 99.0}
+    store.put(f"summaries/{RUN}.json", json.dumps(before).encode())
+    assert listed(store).listed.usd == 99.0 and read_run(store, RUN).listed.usd == pytest.approx(20.0)
     recorded(store)
-    other = json.loads(store.get(f"summaries/{RUN}.json") or b"") | {"usd": 99.0}
-    store.put(f"summaries/{RUN}.json", json.dumps(other).encode())
-    assert read_run(store, RUN).listed.usd == pytest.approx(20.0)
+    assert listed(store).listed.usd == pytest.approx(20.0)
     store.put(f"summaries/{RUN}.json", b"{")
-    assert read_run(store, RUN).listed.usd == pytest.approx(20.0)
+    assert listed(store).listed.usd == pytest.approx(20.0)
 
 
 def test_a_failed_run_leaves_the_lists_once_its_recipe_has_a_newer_run(store: LocalStore) -> None:

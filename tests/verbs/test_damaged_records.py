@@ -4,16 +4,18 @@ import json
 import os
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import in_process
 import pytest
-from run_records import RUN, TRAIN, attempted, committed, done_run, finished, places, row, segment
+from run_records import ELSEWHERE, RUN, TRAIN, attempted, committed, done_run, finished, places, row, segment
 
 from pipelines.artifacts.manifest import File, key_of
 from pipelines.cloud.request import LaunchRecord, LaunchRequest, write_launch
 from pipelines.tracking.records import Progress
+from pipelines.tracking.runs import Run, store_summary
 from pipelines.tracking.stop_request import request_stop
 from pipelines.verbs.run import reporting
 from trainer.checkpoint.commits import _digest
@@ -79,12 +81,14 @@ def records(store: LocalStore) -> dict[str, bytes]:
     shards = {"train_000000.bin": 300_000}
     files = tuple(File(name, f"a0001/{name}", shard_bytes(tokens), "0" * 64) for name, tokens in shards.items())
     finished(store, "tokenize", files, shards=shards)
-    done_run(store)
+    record = done_run(store)
     attempted(store, "train", 2, state="running", progress=Progress(step=200, metrics={"train/loss": 2.5}))
     committed(store, 200, attempt=2)
     segment(store, 2, 1, [row(1, 5.0), row(2, 4.0) | {"samples": ["a text"], "data/checksum": 12}])
     write_launch(store, LaunchRecord(LaunchRequest(RUN, store.uri), ["train"], [3], [], 1.0))
     request_stop(store, RUN, "enough")
+    unfinished = replace(record, prefixes=record.prefixes | {"export": "export/other-12345678"})
+    store_summary(Run(store, unfinished), ELSEWHERE)
     return {entry.key: store.get(entry.key) or b"" for entry in store.entries("")}
 
 
