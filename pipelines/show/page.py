@@ -24,15 +24,7 @@ from pipelines.recipe import Recipe
 from pipelines.show.card import changes_by_tuning, passed_text
 from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.tracking.account import (
-    Account,
-    AttemptAccount,
-    cost_until,
-    late_share,
-    location,
-    market_of,
-    merge_waits,
-)
+from pipelines.tracking.account import Account, AttemptAccount, cost_until, late_share, market_of, merge_waits
 from pipelines.tracking.runs import Run
 from trainer.amounts import batch_stages
 from trainer.errors import UserError
@@ -269,7 +261,7 @@ def smoothed(values: Sequence[float], reach: int) -> list[float]:
 def machine_name(one: AttemptAccount) -> str:
     """Market, instance type and place of a rented machine; the host name of an own machine."""
     machine = one.machine
-    parts = [machine.instance or machine.accelerators, location(machine)]
+    parts = [machine.instance or machine.accelerators, machine.location]
     return ", ".join([market_of(machine), *(part for part in parts if part)]) if machine.cloud else one.host
 
 

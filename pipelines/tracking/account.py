@@ -229,13 +229,6 @@ def market_of(machine: Machine) -> str:
     return machine.cloud + ("" if machine.spot is None else " spot" if machine.spot else " on demand")
 
 
-def location(machine: Machine) -> str | None:
-    """The zone of a rented machine if its name has the region's ("us-east-1a"), else the region: a partition of a Slurm
-    cluster does not tell where it is."""
-    region, zone = machine.region or "", machine.zone or ""
-    return (zone if zone.startswith(region) else region) or None
-
-
 def merge_waits(attempts: Iterable[AttemptAccount]) -> Iterator[tuple[str, AttemptAccount]]:
     """Rows of a table of attempts: a number, and the attempt.
 

@@ -32,6 +32,13 @@ class Machine(StoredRecord):
     usd_per_hour: float | None = None  # dollars of one node, by the catalog
     vcpus: float | None = None
 
+    @property
+    def location(self) -> str | None:
+        """The zone of a rented machine if its name has the region's ("us-east-1a"), else the region: a partition of a
+        Slurm cluster does not tell where it is."""
+        region, zone = self.region or "", self.zone or ""
+        return (zone if zone.startswith(region) else region) or None
+
     def to_json(self) -> dict[str, Any]:
         return without_none(asdict(self))
 

@@ -12,17 +12,7 @@ from pydantic import ValidationError
 
 from pipelines.artifacts.manifest import DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import REWARD, Recipe
-from pipelines.tracking.account import (
-    TRAFFIC,
-    Account,
-    Cost,
-    Forecast,
-    StoredHeartbeat,
-    account,
-    cost_until,
-    forecast,
-    location,
-)
+from pipelines.tracking.account import TRAFFIC, Account, Cost, Forecast, StoredHeartbeat, account, cost_until, forecast
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_over, process_exists
 from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.tracking.releases import Release, read_releases, until_release
@@ -275,16 +265,15 @@ class Run:
     @cached_property
     def _outlook(self) -> Outlook:
         machines = [attempt.machine for attempt in self.account.attempts]
-        newest = self._newest
         return Outlook(
             self.last_step,
-            newest.beat if newest else None,
-            list(dict.fromkeys(f"{m.cloud}/{location(m)}" for m in machines if m.cloud and location(m))),
+            self._newest.beat if self._newest else None,
+            list(dict.fromkeys(f"{m.cloud}/{m.location}" for m in machines if m.cloud and m.location)),
             self._to_come,
             [beat.machine.cluster or "" for beat in self.unreleased],
         )
 
-    @property
+    @cached_property
     def _newest(self) -> StoredHeartbeat | None:
         present = self.record.prefixes.values()
         return max(

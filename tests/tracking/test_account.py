@@ -15,7 +15,6 @@ from pipelines.tracking.account import (
     account,
     cost_metrics,
     forecast,
-    location,
     market_of,
     merge_waits,
     settled_phases,
@@ -77,7 +76,7 @@ def test_dollars_are_divided_by_stage_by_phase_and_by_market() -> None:
     assert bill.goodput == pytest.approx(1.75 / 3)
     assert market_of(Machine(cloud="gcp")) == "gcp"
     machines = [Machine("aws", "us-east-1", "us-east-1a"), Machine("slurm", "north", "gpu"), Machine("aws"), Machine()]
-    assert [location(machine) for machine in machines] == ["us-east-1a", "north", None, None]
+    assert [machine.location for machine in machines] == ["us-east-1a", "north", None, None]
 
 
 # --- steps, and the cost of interruptions
