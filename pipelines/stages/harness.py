@@ -24,6 +24,7 @@ from pipelines.text.tokenizer import tokenizer_of
 from trainer.errors import UserError, cut
 
 PACKAGE = "lm_eval"
+OTHERS_SETTINGS = ("AWS_", "MLFLOW_", "SKYTRAIN_", "SKYPILOT_")
 POLL_SECONDS = 0.2  # between two checks of the stop signal
 # Prints the names of its arguments that the harness does not know. It takes some seconds to list 14,000 tasks.
 UNKNOWN = """
@@ -40,7 +41,7 @@ def verify_tasks(tasks: Sequence[str]) -> None:
         raise UserError(
             "evaluate.lm_eval: needs the package lm-eval: make install, pip install 'lm-eval[hf]', or set it to null"
         )
-    done = subprocess.run([sys.executable, "-c", UNKNOWN, *tasks], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", UNKNOWN, *tasks], capture_output=True, text=True, env=environment())
     if done.returncode:
         raise UserError(f"evaluate.lm_eval: {cause_in(done.stderr)}")
     if unknown := json.loads(done.stdout.splitlines()[-1]):
@@ -69,11 +70,8 @@ def harness_facts(work: Work, path: Path) -> dict[str, Any]:
         *("--model_args", f"pretrained=hf,dtype={dtype}{trust}", "--device", "cuda:0" if on_gpu else "cpu"),
         *("--batch_size", "auto" if on_gpu else "16", "--output_path", "results.json", "--tasks", ",".join(tasks)),
     ]
-    # Without the store's secrets, and without messages of how to use threads.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MLFLOW_"))}
-    environment["TOKENIZERS_PARALLELISM"] = "false"
     with log.open("wb") as output, work.screen.bar("lm-eval", None) as bar:
-        harness = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment)
+        harness = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment())
         try:
             while harness.poll() is None:
                 work.check()
@@ -87,6 +85,13 @@ def harness_facts(work: Work, path: Path) -> dict[str, Any]:
         raise UserError(f"evaluate.lm_eval: lm-eval failed: {cause_in(log.read_text(errors='replace'))}")
     facts = scores_in(json.loads(found[-1].read_text()))
     return facts | {"lm_eval_version": importlib.metadata.version(PACKAGE)}
+
+
+def environment() -> dict[str, str]:
+    """That of the harness: without the secrets of the store, of MLflow and of SkyPilot. Gated data sets, such as
+    gpqa's, need HF_TOKEN."""
+    known = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS_SETTINGS)}
+    return known | {"TOKENIZERS_PARALLELISM": "false"}  # otherwise it prints how to use threads
 
 
 def scores_in(results: Mapping[str, Any]) -> dict[str, float]:

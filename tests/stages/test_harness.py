@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.cloud import request
 from pipelines.recipe import load_recipe
 from pipelines.stage import Work
 from pipelines.stages import evaluate, harness
@@ -93,10 +94,15 @@ def test_the_harness_scores_the_trained_weights_as_a_plain_loop_does(
     assert facts["lm_eval_version"]
 
 
-def test_a_stop_ends_the_harness(work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_ends_the_harness_which_gets_no_secret_but_that_of_the_hub(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine, started, popen = asking(work("evaluate"), "piqa"), list[Any](), harness.subprocess.Popen
+    for name in request.SECRETS:
+        monkeypatch.setenv(name, "a secret")
 
     def start(command: list[str], **how: Any) -> Any:
+        assert [name for name, value in how["env"].items() if value == "a secret"] == ["HF_TOKEN"]
         started.append(popen(["sleep", "1000"], **how))
         mine.stop.asked = True
         return started[0]
