@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -25,6 +26,7 @@ from trainer.events import (
     Checkpointed,
     CheckpointFailed,
     PhaseChanged,
+    Row,
     event_to_json,
 )
 
@@ -41,6 +43,34 @@ def test_a_failed_checkpoint_is_a_warning_and_a_stopped_run_names_its_last_commi
         Follower(train_work).handle(Checkpointed(1300, 0.1, 7), bar)
     assert warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
     assert notes == ["  step 1,300 is committed"]
+
+
+def test_a_follower_reads_each_byte_of_the_events_a_few_times_however_many_there_are(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0)
+    train_work, looks = work("train"), iter(range(200))
+    events = train_work.folder / follow.EVENTS_FILE
+
+    class RanksThatLogTenStepsBetweenTwoLooks:
+        def poll(self) -> int | None:
+            if (look := next(looks, None)) is None:
+                return 0
+            rows = (Row(10 * look + n, 1.0, {"tune/loss": 1.0}, {"train": 1.0}, "train") for n in range(10))
+            with events.open("a") as file:
+                file.writelines(event_to_json(row) + "\n" for row in rows)
+            return None
+
+        def wait(self) -> int:
+            return 0
+
+    def bytes_read() -> int:
+        """By this process."""
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = bytes_read()
+    assert follow.follow(train_work, cast(subprocess.Popen[bytes], RanksThatLogTenStepsBetweenTwoLooks())) == 1999
+    assert bytes_read() - before < 3 * events.stat().st_size
 
 
 def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:
