@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 
 from pipelines.text.documents import column_documents, utf8
 from pipelines.text.hub import reading, with_retries
-from pipelines.text.machine import free_memory
+from pipelines.text.machine import free_memory, memory_error_beyond
 from trainer.errors import UserError
 from trainer.store import Entry, sha256_of
 
@@ -23,7 +23,8 @@ PIECE_BYTES = 64 << 20  # of text
 COLUMN_BYTES = 8 << 20  # of text, decoded at once
 BUFFER_BYTES = 1 << 20  # of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of some editors
-COPIES = 4  # of a document, at most, between its file and its tokens: 944 MB of JSON took 2.9 GB
+# Of a document, at most, between its file and its tokens: 945 MB of JSON took 3.5 GB, 500 MB of Parquet 1.6 GB.
+COPIES = 4
 BINARY_BYTES = 8000  # at the start of a file; as git does, a NUL in them means that it is not text
 
 
@@ -150,11 +151,16 @@ class Files:
         # With a buffer, memory does not depend on the size of a row group.
         with (
             reading(path),
+            memory_error_beyond(COPIES * piece.bytes),
             opened(path) as file,
             pq.ParquetFile(file, metadata=metadata_of(path), buffer_size=BUFFER_BYTES) as parquet,
         ):
             for found in parquet.iter_batches(at_once, groups, [self.column], use_threads=False):
-                yield from column_documents(found.column(0))
+                for document in column_documents(found.column(0)):
+                    # Two of the copies exist by now.
+                    if len(document) > PIECE_BYTES and len(document) * COPIES // 2 > free_memory():
+                        raise too_long(path, len(document))
+                    yield document
 
     # Lines and whole files
 
@@ -294,11 +300,16 @@ def bounded(path: str, read: Callable[[int], bytes]) -> bytes:
         most = free_memory() // COPIES
         found += read(max(0, most - PIECE_BYTES))
         if len(found) >= most:
-            raise UserError(
-                f"tokens.source: a document of '{path}' has {most / 1e6:,.0f} MB or more, and needs {COPIES} times as "
-                "much memory, which is not free; split it"
-            )
+            raise too_long(path, most)
     return found
+
+
+def too_long(path: str, size: int) -> UserError:
+    """The error for a document of `size` bytes or more that does not fit into memory."""
+    return UserError(
+        f"tokens.source: a document of '{path}' has {size / 1e6:,.0f} MB or more, and needs {COPIES} times as much "
+        "memory, which is not free; split it"
+    )
 
 
 def sha256_of_text(path: str) -> str:

@@ -58,11 +58,15 @@ def is_transient(error: BaseException | None) -> bool:
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """UserError for a text that is truncated, damaged or removed, or whose server does not answer."""
+    """UserError for a text that is truncated, damaged, removed or too large, or whose server does not answer."""
     try:
         yield
     except (UserError, StoreUnavailable):
         raise
+    except MemoryError as error:
+        raise UserError(
+            f"tokens.source: a document of '{where}' needs more memory than is free ({reason_of(error)}); split it"
+        ) from error
     except Exception as error:
         # pyarrow's by its name: texts other than parquet don't wait for its import.
         known = isinstance(error, EOFError | zlib.error | OSError | ImportError) or is_transient(error)

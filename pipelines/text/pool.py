@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.text.documents import batches_of, read_ahead
 from pipelines.text.encode import Encoder, TokenBatch
 from pipelines.text.files import Files, TextShare
+from pipelines.text.hub import reading
 from pipelines.text.machine import cores
 from trainer.errors import Interrupted, UserError
 from trainer.process import die_with_parent
@@ -83,7 +84,8 @@ def _place(files: Files, pieces: Sequence[TextShare], document: int) -> tuple[in
 
 def _encoded(files: Files, encoder: Encoder, piece: TextShare, start: int) -> Generator[TokenBatch, None, None]:
     """The tokens of a piece from document `start` on."""
-    with closing(read_ahead(batches_of(itertools.islice(files.read(piece), start, None)))) as batches:
+    documents = itertools.islice(files.read(piece), start, None)
+    with reading(piece.names[0]), closing(read_ahead(batches_of(documents))) as batches:
         yield from map(encoder.tokens, batches)
 
 
