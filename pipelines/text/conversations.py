@@ -13,13 +13,14 @@ from typing import Any
 
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, TuneConfig
 from pipelines.text.chat import ROLES, ChatTokens, Message
-from pipelines.text.files import Files, opened, sha256_of_text, unpacked
+from pipelines.text.files import Files, parquet_batches, sha256_of_text, unpacked
 from pipelines.text.hub import reading
 from pipelines.text.sources import Text, open_source
 from trainer.errors import UserError, cut, shown
 
 ADDITION = "addition"
 ADDENDS = 10  # of 0 to 9
+ROWS = 10_000  # of a parquet file at once
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,8 @@ def read_rows(files: Files) -> Iterator[dict[str, Any]]:
     """The rows of all files, in order. UserError for a damaged file, with its place."""
     for path in files.paths:
         if files.kind == "parquet":
-            import pyarrow.parquet as pq
-
-            with reading(path), opened(path) as file:
-                yield from (row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist())
+            with reading(path):
+                yield from (row for batch in parquet_batches(path, ROWS, None, None) for row in batch.to_pylist())
             continue
         with reading(path), unpacked(path) as file:
             for number, line in enumerate(file, 1):

@@ -26,6 +26,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of some editors
 # Of a document, at most, between its file and its tokens: 945 MB of JSON took 3.5 GB, 500 MB of Parquet 1.6 GB.
 COPIES = 4
 BINARY_BYTES = 8000  # at the start of a file; as git does, a NUL in them means that it is not text
+MOST_ODD = 16  # places at the start of a text that are not UTF-8, or 1%: a Latin-1 text has more
 
 
 @dataclass(frozen=True)
@@ -137,25 +138,19 @@ class Files:
             for path in piece.names:
                 with reading(path), unpacked(path) as file:
                     found = bounded(path, file.read).removeprefix(BYTE_ORDER_MARK)
-                if b"\0" in found[:BINARY_BYTES]:
-                    raise UserError(f"tokens.source: '{path}' is binary (it contains NUL); name files of text")
+                start = found[:BINARY_BYTES]
+                odd = start.decode(errors="replace").count("\ufffd") - start.count("\ufffd".encode())
+                if b"\0" in start or odd > max(MOST_ODD, len(start) // 100):
+                    why = "it contains NUL" if b"\0" in start else f"{odd:,} places at its start are not UTF-8"
+                    raise UserError(f"tokens.source: '{path}' is binary ({why}); name files of text in UTF-8")
                 yield found.decode(errors="replace").encode()
 
     def _rows(self, piece: TextShare) -> Iterator[bytes]:
         """The text column of some row groups."""
-        import pyarrow.parquet as pq
-
         (path,) = piece.names
         at_once = max(1, (piece.documents or 0) * COLUMN_BYTES // max(piece.bytes, COLUMN_BYTES))
-        groups = range(piece.first, piece.end or 0)
-        # With a buffer, memory does not depend on the size of a row group.
-        with (
-            reading(path),
-            memory_error_beyond(COPIES * piece.bytes),
-            opened(path) as file,
-            pq.ParquetFile(file, metadata=metadata_of(path), buffer_size=BUFFER_BYTES) as parquet,
-        ):
-            for found in parquet.iter_batches(at_once, groups, [self.column], use_threads=False):
+        with reading(path), memory_error_beyond(COPIES * piece.bytes):
+            for found in parquet_batches(path, at_once, range(piece.first, piece.end or 0), [self.column]):
                 for document in column_documents(found.column(0)):
                     # Two of the copies exist by now.
                     if len(document) > PIECE_BYTES and len(document) * COPIES // 2 > free_memory():
@@ -246,6 +241,17 @@ def opened(path: str) -> IO[bytes]:
 
     file: Any = with_retries(lambda: fsspec.open(path, "rb").open())
     return io.BufferedReader(file, BUFFER_BYTES)  # whose readline takes a limit
+
+
+def parquet_batches(path: str, rows: int, groups: Iterable[int] | None, columns: list[str] | None) -> Iterator[Any]:
+    """Rows of a parquet file, so many at once, from all groups and columns by default. This thread alone reads: one of
+    Arrow's that still reads at the end of the process would abort it. With a buffer, memory does not depend on the size
+    of a row group."""
+    import pyarrow.parquet as pq
+
+    how = {"metadata": metadata_of(path), "buffer_size": BUFFER_BYTES, "pre_buffer": False}
+    with opened(path) as file, pq.ParquetFile(file, **how) as parquet:
+        yield from parquet.iter_batches(rows, groups, columns, use_threads=False)
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,12 +1,14 @@
 """Promises of text and tokenizers: the same documents every time, the same ids as everyone else's."""
 
 import gzip
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from answers import Hub, answering
 from servers import free_ports
 from texts import ODD_TEXTS
 
-from pipelines.text.sources import open_source
+from pipelines.text import files
+from pipelines.text.conversations import read_rows
+from pipelines.text.sources import first_documents, open_source
 from pipelines.text.tokenizer import (
     tokenizer,
     tokenizer_files,
@@ -119,12 +123,32 @@ def test_bytes_that_are_not_utf8_become_the_replacement_character(tmp_path: Path
     assert read(tmp_path / "l.jsonl") == [*expected, "\ufffd"]
 
 
+def test_a_parquet_file_is_read_by_no_thread_of_arrow_which_could_outlive_its_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set[type]()
+
+    class Watched(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            threads.add(type(threading.current_thread()))
+            return super().readinto(buffer)
+
+    pq.write_table(pa.table({"text": ["a text"] * 100}), tmp_path / "a.parquet", row_group_size=10)
+    monkeypatch.setattr(files, "opened", lambda path: io.BufferedReader(Watched(path)))
+    source = open_source(f"{tmp_path}/a.parquet", None, None, "text")
+    assert next(first_documents(source)) == "a text" and next(read_rows(source.resolved())) == {"text": "a text"}
+    assert threads and threading._DummyThread not in threads  # which is one that Python has not started
+
+
 def test_a_text_file_is_one_document_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"two\r\n\r\nlines\xff")
     (tmp_path / "a.txt").write_bytes(b"one")
     assert read(tmp_path / "*.txt") == ["one", "two\r\n\r\nlines\ufffd"]
     (tmp_path / "b.txt").write_bytes(b"GIF89a\0\1")
     with pytest.raises(UserError, match=r"b.txt' is binary \(it contains NUL\); name files of text"):
+        read(tmp_path / "*.txt")
+    (tmp_path / "b.txt").write_bytes("déjà vu ".encode("latin-1") * 100)
+    with pytest.raises(UserError, match=r"b.txt' is binary \(200 places at its start are not UTF-8\)"):
         read(tmp_path / "*.txt")
 
 
