@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.nodes.address import NodeAddress, nvidia_gpus
-from pipelines.nodes.ranks import LOG_FILE, RANK_MODULE, RankSpec
+from pipelines.nodes.ranks import FAILING_SECONDS, LOG_FILE, RANK_MODULE, RankSpec
 from pipelines.nodes.results import KILLED, signal_name
 from trainer.process import StopSignal, die_with_parent
 
-FAILING_SECONDS = 4.0  # for the other ranks to leave once one has failed; see also trainer/parallel.py
 POLL_SECONDS = 1.0
 
 

@@ -36,7 +36,9 @@ RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; imported by name
 SPEC_FILE = "spec.json"
 LOG_FILE = "train.log"  # output of the launcher and its ranks
 LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error file
-FAILING_SECONDS = 4.0  # for ranks to fail and write their error files, once those of another node failed
+# For ranks to fail and write their error files, once another rank failed, or those of another node; see also
+# trainer/parallel.py.
+FAILING_SECONDS = 4.0
 
 
 @dataclass(frozen=True)

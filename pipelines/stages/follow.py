@@ -244,10 +244,8 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
     if STUCK in first:
         raise crashed(first[STUCK].message)
     if cause := cause_of_crash(results):
-        can_restart = GONE not in first
-        raise crashed(
-            cause if step is None else f"{cause} after step {step:,}", Crashed if can_restart else Interrupted
-        )
+        ending = Interrupted if GONE in first else Crashed
+        raise crashed(cause if step is None else f"{cause} after step {step:,}", ending)
     messages = "\n".join(result.message for result in results if result.kind)
     raise RuntimeError(
         f"the processes of {work.plan.stage} failed; their output is in {work.folder / LOG_FILE}:\n{messages}"

@@ -56,11 +56,7 @@ def run(
     ] = False,
     exited: Annotated[
         int | None,
-        typer.Option(
-            hidden=True,
-            metavar="CODE",
-            help="Internal: run again after this command was killed with the exit code CODE.",
-        ),
+        typer.Option(hidden=True, metavar="CODE", help="Internal: go on after this command was killed, with CODE."),
     ] = None,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Run the recipe's own reward functions, with your rights.")

@@ -25,6 +25,7 @@ from pipelines.artifacts.manifest import (
     fetch,
     find,
     fingerprint_of,
+    keep_copy,
     read_manifest,
     upload,
 )
@@ -215,6 +216,17 @@ def test_a_cached_copy_that_was_overwritten_is_fetched_again(
     file = finished(store, tmp_path).files[0]
     path = fetch(store, PLAN.prefix, file, tmp_path / "cache")
     path.write_bytes(bytes(len(BODY)))
+    assert fetch(store, PLAN.prefix, file, tmp_path / "cache").read_bytes() == BODY
+
+
+def test_final_weights_are_not_downloaded_to_the_machine_that_made_them(
+    fresh_s3_store: Callable[[S3Account], Store], moto_server: S3Account, tmp_path: Path
+) -> None:
+    store = fresh_s3_store(moto_server)
+    file = finished(store, tmp_path).files[0]
+    keep_copy(tmp_path / file.name, file, tmp_path / "cache")
+    (tmp_path / file.name).unlink()
+    store.delete(f"{PLAN.prefix}/{file.key}")
     assert fetch(store, PLAN.prefix, file, tmp_path / "cache").read_bytes() == BODY
 
 
