@@ -284,7 +284,11 @@ def read_apart(hub: Hub, home: Path, *calls: tuple[Any, ...]) -> list[list[str]]
     code = (
         "import json, os, sys\n"
         "from pipelines.text.sources import first_documents, open_source; from trainer.errors import UserError\n"
-        "documents = lambda *call: first_documents(open_source(*call))\n"
+        "from pipelines.text.conversations import read_rows\n"
+        "def documents(*call):\n"
+        "    source = open_source(*call)\n"
+        "    if call[3] == 'text': return first_documents(source)\n"
+        "    return (row[call[3]] for row in read_rows(source.resolved()))\n"
         "for call in json.loads(sys.argv[1]):\n"
         "    try: print(json.dumps(list(documents(*call))))\n"
         "    except UserError as error: print(json.dumps([f'UserError: {error}']))\n"
@@ -316,6 +320,11 @@ def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: Hub, tm
     hub.files = {"README.md": b"", **{name: text.encode() for name, text in lines_of.items()}}  # found as parquet is
     (lines,) = read_apart(hub, tmp_path / "another home", (source, None, COMMIT, "text"))
     assert lines == [f"line {name}.{n}" for name in range(3) for n in range(2)]
+    chats = [{"messages": [{"role": "user", "content": f"{n}+1"}], "source": "sums"} for n in range(3)]
+    pq.write_table(pa.Table.from_pylist(chats), tmp_path / "chats.parquet")
+    hub.files = {"README.md": b"", "train-00000-of-00001.parquet": (tmp_path / "chats.parquet").read_bytes()}
+    (found,) = read_apart(hub, tmp_path / "a third home", (source, None, COMMIT, "messages"))
+    assert found == [chat["messages"] for chat in chats]
 
 
 # Tokenizer files
