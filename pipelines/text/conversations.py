@@ -7,13 +7,14 @@ text.
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, TuneConfig
 from pipelines.text.chat import ROLES, ChatTokens, Message
-from pipelines.text.files import Files, parquet_batches, sha256_of_text, unpacked
+from pipelines.text.files import Files, parquet_batches, sha256_of_text
 from pipelines.text.hub import reading
 from pipelines.text.sources import Text, open_source
 from trainer.errors import UserError, cut, shown
@@ -48,18 +49,27 @@ def content_of(step: TuneConfig) -> str:
 
 def source_of(step: TuneConfig) -> Text:
     """The files of the data. UserError if there are none."""
-    try:
+    with naming(step):
         source = open_source(step.data, None, step.revision, "messages")
-    except UserError as error:
-        raise UserError(str(error).replace("tokens.", f"tune.{step.name}.", 1)) from error
     if isinstance(source, Files) and source.kind not in ("parquet", "jsonl"):
         raise UserError(f"tune.{step.name}: {step.data}: conversations are rows of .jsonl or .parquet files")
     return source
 
 
+@contextmanager
+def naming(step: TuneConfig) -> Iterator[None]:
+    """Let errors of the source name the step's field."""
+    try:
+        yield
+    except UserError as error:
+        reason = str(error).replace("tokens.source", "tokens.data", 1)
+        raise UserError(reason.replace("tokens.", f"tune.{step.name}.", 1)) from error
+
+
 def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
     """All rows, checked. UserError names the first row that is wrong, and how many are."""
-    found = addition() if step.data == ADDITION else list(read_rows(source_of(step).resolved()))
+    with naming(step):
+        found = addition() if step.data == ADDITION else list(read_rows(source_of(step).resolved()))
     longest, wrong = step.max_length or block_size, list[str]()
     checked: list[dict[str, Any]] = []
     lengths: list[int] = []
@@ -83,18 +93,11 @@ def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
 
 def read_rows(files: Files) -> Iterator[dict[str, Any]]:
     """The rows of all files, in order. UserError for a damaged file, with its place."""
-    for path in files.paths:
-        if files.kind == "parquet":
-            with reading(path):
-                yield from (row for batch in parquet_batches(path, ROWS, None, None) for row in batch.to_pylist())
-            continue
-        with reading(path), unpacked(path) as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    if line.strip():
-                        yield json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{path}: line {number:,} is not JSON ({error})") from error
+    for path in files.paths if files.kind == "parquet" else ():
+        with reading(path):
+            yield from (row for batch in parquet_batches(path, ROWS, None, None) for row in batch.to_pylist())
+    for piece in files.pieces() if files.kind == "jsonl" else ():
+        yield from (files.row_of(line, piece, n) for n, line in files.lines(piece) if not line.isspace())
 
 
 def checked_row(step: TuneConfig, row: Any) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Files:
     def count(self, piece: TextShare) -> int:
         """The number of documents of a piece."""
         if piece.documents is None and self.kind == "jsonl":
-            return sum(1 for _, line in self._lines(piece) if not line.isspace())
+            return sum(1 for _, line in self.lines(piece) if not line.isspace())
         return sum(1 for _ in self.read(piece)) if piece.documents is None else piece.documents
 
     def read(self, piece: TextShare) -> Iterator[bytes]:
@@ -131,7 +131,7 @@ class Files:
         if self.kind == "parquet":
             yield from self._rows(piece)
         elif self.kind == "jsonl":
-            for number, line in self._lines(piece):
+            for number, line in self.lines(piece):
                 if not line.isspace():  # strip would copy a long one
                     yield utf8(self._text_of(line, piece, number))
         else:
@@ -176,7 +176,7 @@ class Files:
         for first in range(0, size, PIECE_BYTES):
             yield TextShare((path,), first, min(size, first + PIECE_BYTES))
 
-    def _lines(self, piece: TextShare) -> Iterator[tuple[int, bytes]]:
+    def lines(self, piece: TextShare) -> Iterator[tuple[int, bytes]]:
         """The lines that begin in a piece, numbered from 0."""
         path, at = piece.names[0], piece.first
         with reading(path), unpacked(path) as file:
@@ -191,25 +191,28 @@ class Files:
                 yield number, line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
                 at, number = at + len(line), number + 1
 
+    def row_of(self, line: bytes, piece: TextShare, number: int) -> Any:
+        """The JSON of line `number` of a piece. UserError with its place for a damaged one."""
+        try:
+            return json.loads(line.decode(errors="replace"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"tokens.source: {self._place(piece, number)} is not JSON ({error})") from error
+
     def _text_of(self, line: bytes, piece: TextShare, number: int) -> str:
         """The text of line `number` of a piece. UserError with its place for a damaged one."""
-
-        def place() -> str:
-            path = piece.names[0]
-            before = sum(1 for _ in self._lines(TextShare(piece.names, 0, piece.first))) if piece.first else 0
-            return f"line {before + number + 1} of '{path}'"
-
-        try:
-            row = json.loads(line.decode(errors="replace"))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"tokens.source: {place()} is not JSON ({error})") from error
+        row = self.row_of(line, piece, number)
         if not isinstance(row, dict) or self.column not in row:
-            raise no_column(self.column, place(), row if isinstance(row, dict) else ())
+            raise no_column(self.column, self._place(piece, number), row if isinstance(row, dict) else ())
         value = row[self.column]
         if not isinstance(value, str):
             kind = "null" if value is None else type(value).__name__
-            raise UserError(f"tokens.text_column: '{self.column}' of {place()} is {kind}, not a string")
+            place = self._place(piece, number)
+            raise UserError(f"tokens.text_column: '{self.column}' of {place} is {kind}, not a string")
         return value
+
+    def _place(self, piece: TextShare, number: int) -> str:
+        before = sum(1 for _ in self.lines(TextShare(piece.names, 0, piece.first))) if piece.first else 0
+        return f"line {before + number + 1} of '{piece.names[0]}'"
 
 
 def grouped(sizes: list[int]) -> Iterator[range]:

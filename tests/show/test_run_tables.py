@@ -15,6 +15,7 @@ from pipelines.show.runs import print_series
 from pipelines.tracking.records import Machine, Progress
 from pipelines.tracking.runs import Run, Summary, read_run
 from pipelines.verbs.report import report
+from pipelines.verbs.status import status
 from trainer.errors import UserError
 from trainer.store import LocalStore
 
@@ -89,32 +90,38 @@ def test_report_prints_json_and_csv_for_programs(
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"),
+    ("key", "damage", "reason"),
     [
+        ("runs/{}.json", lambda values: [], "input should be"),
         (
+            "runs/{}.json",
             lambda values: values | {"format": 2},
-            "written by a newer skytrain (format 2, this one reads 1); upgrade skytrain",
+            "written by a newer skytrain (format 2, this one reads",
         ),
-        (lambda values: values | {"recipe": values["recipe"] | {"mood": "good"}}, "mood: unknown field"),
+        ("runs/{}.json", lambda v: v | {"recipe": v["recipe"] | {"mood": "good"}}, "mood: unknown field"),
+        ("train/{}/MANIFEST.json", lambda values: {"format": 2}, "written by a newer skytrain (format 2, this one"),
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"html": "page.html"}])
-def test_a_report_of_all_runs_names_an_unreadable_one_and_shows_the_others(
+@pytest.mark.parametrize(("command", "page"), [(report, False), (report, True), (status, False)])
+def test_a_list_of_all_runs_names_an_unreadable_one_and_shows_the_others(
     store: LocalStore,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    key: str,
     damage: Callable[[dict[str, Any]], Any],
     reason: str,
-    options: dict[str, Any],
+    command: Callable[..., None],
+    page: bool,
 ) -> None:
     done_run(store)
-    values = json.loads(store.get(f"runs/{RUN}.json") or b"")
-    store.put("runs/other-12345678.json", json.dumps(damage(values | {"run": "other-12345678"})).encode())
-    options = {name: tmp_path / value if name == "html" else value for name, value in options.items()}
-    report(None, store=store.uri, **options)
+    values = json.loads(store.get(f"runs/{RUN}.json") or b"") | {"run": "other-12345678"}
+    values["prefixes"]["train"] = "train/other-12345678"
+    store.put("runs/other-12345678.json", json.dumps(values).encode())
+    store.put(key.format("other-12345678"), json.dumps(damage(values)).encode())
+    html = {"html": tmp_path / "page.html"} if page else {}
+    command(None, store=store.uri, **html)
     out, err = capsys.readouterr()
-    page = (tmp_path / "page.html").read_text() if "html" in options else ""
-    assert RUN in out + page
-    assert err.startswith("other-12345678: left out: ") and reason in err and err.count("\n") == 1
-    with pytest.raises(UserError, match=re.escape(reason)):
-        report(["other"], store=store.uri, **options)
+    assert RUN in out + (html["html"].read_text() if html else "")
+    assert err.startswith("other-12345678: left out: ") and reason in err.lower() and err.count("\n") == 1
+    with pytest.raises(UserError, match=f"(?i){re.escape(reason)}"):
+        command(["other"], store=store.uri, **html)
