@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -16,13 +17,17 @@ class Request(BaseHTTPRequestHandler):
     server: "Server"
 
     def do_GET(self) -> None:
-        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        vars(self).pop("body", None)  # of the connection's last request
         self.server.answer(self)
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
+
+    @cached_property
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def respond(self, status: int, body: str | bytes = b"", **headers: str) -> None:
-        whole = body.encode() if isinstance(body, str) else body
+        _, whole = self.body, body.encode() if isinstance(body, str) else body
         self.send_response(status)
         for name, value in ({"Content_Length": str(len(whole))} | headers).items():
             if value:

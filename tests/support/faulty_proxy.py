@@ -1,13 +1,13 @@
 """An HTTP proxy in front of a server, with faults on demand."""
 
+import contextlib
 import http.client
-import http.server
 import socket
 import struct
 import threading
 from dataclasses import dataclass, field
 
-from servers import LOOPBACK
+from answers import Request, answering
 
 
 @dataclass(frozen=True)
@@ -47,32 +47,22 @@ class FaultyProxy:
     requests: list[tuple[str, str]] = field(default_factory=list)
     _faults: list[tuple[str, Fault]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    stopping: threading.Event = field(default_factory=threading.Event)
+    _stopping: threading.Event = field(default_factory=threading.Event)
 
     def fail(self, *faults: Fault, method: str = "") -> None:
         with self._lock:
             self._faults += [(method, fault) for fault in faults]
 
     def __enter__(self) -> "FaultyProxy":
-        host, port = self.upstream.removeprefix("http://").split(":")
-        handler = type("Handler", (_ProxyHandler,), {"proxy": self, "upstream": (host, int(port))})
-        self._server = http.server.ThreadingHTTPServer((LOOPBACK, 0), handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        self._thread.start()
+        self._server = answering(self._answer)
+        self.endpoint = self._server.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stopping.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._stopping.set()
+        self._server.__exit__(None, None, None)
 
-    @property
-    def endpoint(self) -> str:
-        return f"http://{LOOPBACK}:{self._server.server_port}"
-
-    def next_fault(self, method: str, path: str) -> Fault | None:
+    def _next_fault(self, method: str, path: str) -> Fault | None:
         with self._lock:
             self.requests.append((method, path))
             for number, (wanted, fault) in enumerate(self._faults):
@@ -81,71 +71,44 @@ class FaultyProxy:
                     return fault
         return None
 
-
-class _ProxyHandler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    proxy: FaultyProxy
-    upstream: tuple[str, int]
-
-    def asked(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        """Upstream's status, headers and body. The Host header stays as it is, for the signature."""
-        connection = http.client.HTTPConnection(*self.upstream, timeout=60)
-        try:
-            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in self.headers.items():
+    def _pass_on(self, request: Request, body: bytes) -> tuple[int, bytes, dict[str, str]]:
+        """Upstream's status, body and headers. The Host header stays as it is, for the signature."""
+        connection = http.client.HTTPConnection(self.upstream.removeprefix("http://"), timeout=60)
+        with contextlib.closing(connection):
+            connection.putrequest(request.command, request.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in request.headers.items():
                 if name.lower() not in ("expect", "connection"):
                     connection.putheader(name, value)
             connection.endheaders(body)
             answer = connection.getresponse()
-            return answer.status, answer.getheaders(), answer.read()
-        finally:
-            connection.close()
+            ours = {"transfer-encoding", "connection", "date", "server", "content-length"}
+            headers = {name: value for name, value in answer.getheaders() if name.lower() not in ours}
+            whole = answer.read()
+            length = answer.getheader("Content-Length") if request.command == "HEAD" else None  # whose body is absent
+            return answer.status, whole, headers | {"Content_Length": length or str(len(whole))}
 
-    def answer(self, status: int, headers: list[tuple[str, str]], body: bytes, sent: int | None = None) -> None:
-        """Answer the client; with `sent`, only so many bytes of the body, under its whole length."""
-        self.send_response_only(status)
-        length = str(len(body))
-        for name, value in headers:
-            if name.lower() == "content-length":
-                length = value  # of HEAD, whose body is absent
-            elif name.lower() not in ("transfer-encoding", "connection"):
-                self.send_header(name, value)
-        self.send_header("Content-Length", length)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body[:sent])
-
-    def log_message(self, format: str, *args: object) -> None:
-        """No log."""
-
-    def _serve(self) -> None:
-        fault = self.proxy.next_fault(self.command, self.path)
-        if fault and fault.reset_at is not None:
-            self.rfile.read(min(fault.reset_at, int(self.headers.get("Content-Length", 0))))
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.close_connection = True
-            return
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+    def _answer(self, request: Request) -> None:
+        fault = self._next_fault(request.command, request.path)
         if fault is None:
-            self.answer(*self.asked(body))
-            return
+            status, whole, headers = self._pass_on(request, request.body)
+            return request.respond(status, whole, **headers)
+        if fault.reset_at is not None:
+            request.rfile.read(min(fault.reset_at, int(request.headers.get("Content-Length", 0))))
+            request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            request.close_connection = True
+            return None
+        body, sent = request.body, fault.body_bytes
         if fault.silence_s:
-            self.proxy.stopping.wait(fault.silence_s)
+            self._stopping.wait(fault.silence_s)
         if fault.status is not None:
             text = f"<Error><Code>{fault.code}</Code><Message>a fault of the test</Message></Error>".encode()
             kind = "application/xml" if fault.body is None else "text/html"
-            self.answer(fault.status, [("Content-Type", kind)], text if fault.body is None else fault.body)
-        elif fault.twice:
-            self.asked(body)
-            self.answer(*self.asked(body))
-        elif fault.damage:
-            self.answer(*self.asked(bytes([body[0] ^ 1]) + body[1:]))
-        elif fault.body_bytes is not None:
-            self.answer(*self.asked(body), sent=fault.body_bytes)
-            self.close_connection = True
-        else:
-            if fault.forward:
-                self.asked(body)
-            self.close_connection = True
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
+            return request.respond(fault.status, text if fault.body is None else fault.body, Content_Type=kind)
+        if fault.twice or fault.forward:
+            self._pass_on(request, body)
+        if fault.damage:
+            body = bytes([body[0] ^ 1]) + body[1:]
+        if fault.twice or fault.damage or sent is not None:
+            status, whole, headers = self._pass_on(request, body)
+            request.respond(status, whole[:sent], **headers)
+        request.close_connection |= not (fault.twice or fault.damage)

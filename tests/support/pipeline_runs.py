@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import yaml
 from in_process import skytrain
+from trainer_command import kill_tree
 
 from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest
 from pipelines.tracking.runs import read_runs
@@ -224,13 +224,7 @@ class Project:
 
     def kill_all(self, process: subprocess.Popen[str]) -> None:
         """SIGKILL to the command and all its descendants at once: none can clean up."""
-        if process.poll() is None:
-            process.send_signal(signal.SIGSTOP)
-            descendants = psutil.Process(process.pid).children(recursive=True)
-            process.kill()
-            for one in descendants:
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
+        kill_tree(process)
         while left := self.alive():  # started in between, or orphaned before
             for one in left:
                 with suppress(psutil.NoSuchProcess):

@@ -104,6 +104,8 @@ class Command:
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
     """SIGKILL a process and all its descendants, so that none can clean up."""
+    if process.poll() is not None:
+        return
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
         for one in [parent, *parent.children(recursive=True)]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pytest
 import torch
+from pipeline_runs import flip_a_bit
 from trainer_command import comparable, read_events
 
 from trainer.__main__ import TrainerConfig
@@ -221,10 +222,7 @@ def committed_steps(store: Store) -> list[int]:
 
 
 def flip_a_byte(folder: Path) -> None:
-    path = next(folder.glob("*.safetensors"))
-    body = bytearray(path.read_bytes())
-    body[-5] ^= 1
-    path.write_bytes(body)
+    flip_a_bit(next(folder.glob("*.safetensors")))
 
 
 def weights(model: LanguageModel) -> str:
