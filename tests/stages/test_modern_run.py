@@ -14,7 +14,10 @@ from trainer.errors import UserError
 from trainer.models.family import plain_model, to_hf
 from trainer.models.weights import open_weights
 
-OPTIONS = {"value_embeddings": True, "window": 8, "smear": True, "qk_scale": 1.2}
+OPTIONS = dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), True) | {
+    "window": 8,
+    "qk_scale": 1.2,
+}
 MODERN: dict[str, Any] = TINY | {
     "model": TINY["model"] | {"family": "modern", "n_head": 4, "n_kv_head": 2} | OPTIONS,
     "train": TINY["train"] | {"optimizer": "muon", "embedding_learning_rate": 0.1, "learning_rate": 4.0e-3},
@@ -34,7 +37,7 @@ def test_a_killed_run_of_modern_and_muon_ends_as_an_undisturbed_one_and_transfor
     project.run("run", "tiny.yaml")
     assert project.claims("train") == 2
     assert_as_undisturbed(project, finished)
-    assert finished.artifact("evaluate").facts["val/loss"] < 2.0
+    assert finished.artifact("evaluate").facts["val/loss"] < 2.4
 
     prompt = "the store keeps"
     words = ["sample", run, "--prompt", prompt, "--tokens", "30", "--temperature", "0"]

@@ -121,7 +121,7 @@ def mix_gradients(numbers: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class NormWeights:
-    """The parameters of a norm, (C,) bf16: with a bias it is a LayerNorm, else an RMSNorm, which may have no weight."""
+    """A norm's parameters, (C,): a LayerNorm's in bf16; without a bias it is an RMSNorm, whose weight, if any, is fp32."""
 
     weight: Tensor | None
     bias: Tensor | None

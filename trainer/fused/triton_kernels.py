@@ -332,11 +332,14 @@ def _finish(x, out, saved, out_t_ptr, scale_ptr, amax_ptr, m, n, M, N):
         out.store([m, n], _bf16(2.0 * tl.sqrt(saved.load([m, n]).to(tl.float32)) * x))
     else:
         x *= 2.0 * tl.maximum(saved.load([m, n]).to(tl.float32), 0.0)
-        out.store([m, n], _fp8(x * tl.load(scale_ptr), True))
-        turned = tl.trans(_fp8(x * tl.load(scale_ptr, volatile=True), True))  # rounded once more, as in cast8_kernel
+        scale = tl.load(scale_ptr)
+        out.store([m, n], _fp8(x * scale, True))
+        again = _fp8(x * tl.load(scale_ptr, volatile=True), True)  # rounded once more, as in cast8_kernel
         row, col = (m + tl.arange(0, x.shape[0])).to(tl.int64), (n + tl.arange(0, x.shape[1])).to(tl.int64)
-        tl.store(out_t_ptr + col[:, None] * M + row[None, :], turned, mask=(col < N)[:, None] & (row < M)[None, :])
-        tl.atomic_max(amax_ptr, tl.max(tl.max(tl.abs(x), 1), 0))  # x is 0 outside: so are the operands there
+        mask = (col < N)[:, None] & (row < M)[None, :]
+        tl.store(out_t_ptr + col[:, None] * M + row[None, :], tl.trans(again), mask=mask)
+        inside = (m + tl.arange(0, x.shape[0]) < M)[:, None]
+        tl.atomic_max(amax_ptr, tl.max(tl.max(tl.where(inside, tl.abs(x), 0.0), 1), 0))
 
 
 # ── column sums ──────────────────────────────────────────────────────────────────────────────────────────────────
