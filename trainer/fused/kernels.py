@@ -121,7 +121,7 @@ def mix_gradients(numbers: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class NormWeights:
-    """A norm's parameters, (C,): a LayerNorm's in bf16; without a bias it is an RMSNorm, whose weight, if any, is fp32."""
+    """A norm's parameters, (C,): a LayerNorm's in bf16; without a bias it is an RMSNorm, a weight in fp32."""
 
     weight: Tensor | None
     bias: Tensor | None
