@@ -157,9 +157,15 @@ def make_all_shards(work: Work) -> list[ShardReceipt]:
         receipts = next(shards)
         before = stored = sum(receipt.tokens for receipt in receipts)  # of earlier attempts
         work.report(tokens=before)
-        for receipts in shards:
-            stored = sum(receipt.tokens for receipt in receipts)
-            work.report(tokens=stored, tokens_per_second=(stored - before) / (time.monotonic() - started))
+        try:
+            for receipts in shards:
+                stored = sum(receipt.tokens for receipt in receipts)
+                work.report(tokens=stored, tokens_per_second=(stored - before) / (time.monotonic() - started))
+        except MemoryError as error:
+            raise UserError(
+                f"tokenize: memory for the longest document and a shard beside it is not free ({error}); "
+                f"split the document, lower tokens.shard_tokens, or take a machine with more"
+            ) from error
         bar.update(total or stored, f"{short_number(stored)} tokens")
     work.check()
     return receipts

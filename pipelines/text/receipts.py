@@ -54,7 +54,7 @@ def existing_receipts(
     while receipt := _receipt_in(store, receipt_key(plan.prefix, len(receipts)), note):
         receipts.append(receipt)
     if receipts:
-        note(f"  {len(receipts)} shards exist from an earlier attempt")
+        note(f"  {len(receipts)} shard(s) exist from an earlier attempt")
     # The listing is newer than the receipts.
     folders = {receipt.attempt for receipt in receipts}
     entries = (entry for number in folders for entry in store.entries(f"{plan.prefix}/a{number:04d}/"))

@@ -1,9 +1,11 @@
 """The stage tokenize: which shards it makes again, and which texts it rejects."""
 
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from stage_work import SMALL, tokenized
 from texts import FourFiles, made
@@ -71,6 +73,18 @@ def test_a_finished_text_leaves_its_shards_alone_and_counts_the_document_that_is
     shards = [read_shard(tmp_path / "store" / entry.key) for entry in mine.store.entries("tokens/")
               if entry.key.endswith(".bin")]  # fmt: skip
     assert manifest.facts["documents"] == sum(int((shard == 256).sum()) for shard in shards) == 7
+
+
+def test_a_shard_beyond_the_memory_of_the_machine_is_refused(work: Callable[[str], Work], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    fields = [f"tokens.source={tmp_path}/a.txt", "tokens.max_tokens=null", f"tokens.shard_tokens={2**31 - 1}"]
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (1 << 30), limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"tokenize: memory for .* is not free \(.* 4.00 GiB .*lower tokens.sha"):
+            tokenized(work("tokenize"), load_recipe("smoke", [*SMALL, *fields]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_a_text_without_a_training_sequence_is_refused() -> None:
