@@ -192,7 +192,7 @@ class TuneConfig(Section):
     )
     generations: int = Field(default=8, ge=2, description="grpo, rloo: answers to a prompt; must divide batch")
     max_answer: int = Field(
-        default=64, ge=1, description="Longest answer of grpo and rloo, and to held-out rows [tokens]"
+        default=64, ge=1, description="Longest generated answer, in grpo and rloo and for held-out rows [tokens]"
     )
     rewards: list[RewardConfig] = Field(
         default=[],

@@ -51,8 +51,8 @@ class HandedOver(Interrupted):
 
 
 class RepeatedCrash(Exception):
-    """A signal ended a process of the run, and the same command would not help: it has no commit to resume from, or
-    it died several times in a row without a new commit."""
+    """A signal ended a process of the run, and the same command would not help: it
+    crashed several times in a row without a new commit."""
 
 
 class StaleAttempt(Exception):

@@ -194,8 +194,12 @@ def print_log(name: str, follow: bool, output: io.TextIOBase) -> int:
     while True:
         before = newest_job(managed_tasks(name))
         machines = tail_logs(before[0].job, follow, output)
-        tasks = newest_job(managed_tasks(name))
-        over = all(task.over for task in tasks)
+        while True:
+            tasks = newest_job(managed_tasks(name))
+            over = all(task.over for task in tasks)
+            if not follow or over or waiting_task(tasks) or begun(tasks) > begun(before):
+                break
+            time.sleep(POLL_SECONDS)
         all_printed = machines > begun(tasks) - begun(before) or all(task.over for task in before)
         if not follow or (over and all_printed):
             return next((task.exit_code for task in tasks if over and task.exit_code), EXIT_DONE)

@@ -32,7 +32,7 @@ from pipelines.cloud.skypilot import (
 from pipelines.cloud.tasks import ManagedJob, managed_job
 from pipelines.plan import stage_plan
 from pipelines.recipe import Recipe
-from pipelines.stage import TUNE, missing
+from pipelines.stage import STAGES, TUNE, missing
 from pipelines.stages.tune import checked_rows
 from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.ledger import Attempt, Meter, claim, latest_number, working_attempt
@@ -68,8 +68,10 @@ class Launch:
         usd = math.inf if plan is None or plan.chosen is None else plan.candidates[plan.chosen].usd
         expected = f"about ${usd:,.2f}" if usd < math.inf else "an unknown price"
         budget = "" if self.request.budget is None else f" of a budget of ${self.request.budget:,.2f}"
-        without = ", without tune," if TUNE in self.job.stages else ""
-        return f"{first} {self.request.run} ({', '.join(self.stages)}) for {expected}{without}{budget}?"
+        if TUNE in self.job.stages:  # its speed is unknown
+            known = any(stage in STAGES for stage in self.stages)
+            expected = f"{expected} without tune" if known else "an unknown price"
+        return f"{first} {self.request.run} ({', '.join(self.stages)}) for {expected}{budget}?"
 
 
 def planned_launch(

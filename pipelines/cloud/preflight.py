@@ -149,7 +149,7 @@ def text_is_only_here(recipe: Recipe, places: Iterable[str]) -> bool:
 
 def benchmarks_readable(recipe: Recipe, stages: Iterable[str], remote: bool) -> Iterator[Finding]:
     """Whether HellaSwag and CORE can be read. A run that could not score them would train in vain."""
-    if not {"train", "evaluate"} & set(stages):
+    if not {"train", "evaluate", TUNE} & set(stages):
         return
     readers = (("hellaswag", recipe.evaluate.hellaswag, read_source), ("core", recipe.evaluate.core, verify_items))
     for name, source, read in readers:

@@ -62,7 +62,7 @@ Deadline = Annotated[
 ]
 BudgetUsd = Annotated[
     float | None,
-    typer.Option(min=0.001, metavar="USD", help="Limit the cost of the whole run: it commits and stops before."),
+    typer.Option(min=0.001, metavar="USD", help="Commit and stop before the whole run costs more than this."),
 ]
 Image = Annotated[
     str | None,

@@ -346,6 +346,10 @@ def test_without_an_answer_of_the_store_status_and_logs_show_what_skypilot_knows
         ([(1, "FAILED", 0, "Job exited with exit codes [0, 2] (user program failure)")], 2),
         ([(1, "FAILED_NO_RESOURCE", 0, "no machine")], 1),
         ([(1, "CANCELLED", 0, None)], 75),
+        (
+            [(1, "CANCELLING", 0, None)],
+            75,
+        ),  # SkyPilot would print the same log again at once, until the machine is gone
     ],
 )
 def test_a_followed_log_has_every_machine_and_ends_with_the_code_of_the_job(
@@ -355,13 +359,18 @@ def test_a_followed_log_has_every_machine_and_ends_with_the_code_of_the_job(
     launched(store)
     jobs = [job_record(1, JOB, "STARTING", 1e9, None)]
     with_skypilot(monkeypatch, jobs, [])
-    monkeypatch.setattr(control, "POLL_SECONDS", 0.0)
     left = list(tails)
+
+    def cancelled(_: float) -> None:
+        if jobs[0].status.value == "CANCELLING":
+            jobs[0].status = SimpleNamespace(value="CANCELLED", is_terminal=lambda: True)
+
+    monkeypatch.setattr("pipelines.cloud.control.time.sleep", cancelled)
 
     def tail(job_id: int, follow: bool, output_stream: Any) -> int:
         """SkyPilot ends the log of the first machine, which exited with 75, before it recovers."""
         machines, status, jobs[0].recovery_count, jobs[0].failure_reason = left.pop(0)
-        jobs[0].status = SimpleNamespace(value=status, is_terminal=lambda: status != "RECOVERING")
+        jobs[0].status = SimpleNamespace(value=status, is_terminal=lambda: status not in ("RECOVERING", "CANCELLING"))
         print("├── Waiting for task resources on 2 nodes.\nlog\n" * machines, end="", file=output_stream)
         return 101
 

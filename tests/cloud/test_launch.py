@@ -1,7 +1,9 @@
 """`skytrain launch`: its record, its dry run, and the faults that it refuses. test_cluster.py submits jobs."""
 
+import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +131,8 @@ def test_text_that_only_this_machine_has_is_tokenized_here_before_the_launch(tex
     run_here(launch, "tokenize")
     assert find(store, launch.plans["tokenize"]) and signal.getsignal(signal.SIGINT) is before
     assert launch_of("tiny.yaml", store, infra="aws").here == ()
+    step = {"name": "sft", "method": "sft", "data": "addition"}
+    tuned = launch_of("tiny.yaml", store, f"tune=[{json.dumps(step)}]", infra="aws")
+    assert tuned.question(plan).endswith("evaluate.sft) for about $4.20 without tune?")
+    only = replace(tuned, stages=["tune.sft", "evaluate.sft"])
+    assert only.question(plan).endswith("(tune.sft, evaluate.sft) for an unknown price?")
