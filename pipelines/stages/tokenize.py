@@ -163,7 +163,7 @@ def make_all_shards(work: Work) -> list[ShardReceipt]:
                 work.report(tokens=stored, tokens_per_second=(stored - before) / (time.monotonic() - started))
         except MemoryError as error:
             raise UserError(
-                f"tokenize: memory for the longest document and a shard beside it is not free ({error}); "
+                f"tokenize: not enough free memory for the longest document plus one shard ({error}); "
                 f"split the document, lower tokens.shard_tokens, or take a machine with more"
             ) from error
         bar.update(total or stored, f"{short_number(stored)} tokens")

@@ -66,7 +66,10 @@ def build(work: Work) -> Built:
     wanted = processes_on_this_node(recipe.runtime)
     ranks = next(n for n in range(wanted, 0, -1) if step.at_once % n == 0)
     if ranks < wanted:
-        work.screen.note(f"  {ranks} of {wanted} ranks tune: they must divide tune.{step.name}.batch {step.batch}")
+        work.screen.note(
+            f"  {ranks} of {wanted} ranks tune: their number must divide {step.at_once}, "
+            f"tune.{step.name}.batch by its gradient_accumulation_steps"
+        )
     made = facts_of_ranks(work, replace(rank_spec(work, NodeAddress(), ranks), weights=str(weights), tune=step.name))
     folder = work.folder / TUNED
     work.clock.enter("upload")

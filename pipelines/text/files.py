@@ -67,6 +67,8 @@ class Files:
         if self.objects:
             return identity | {"etag": [one.etag.strip('"') for one in self.objects.values()]}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
+            if look and self.kind == "txt":
+                list(pool.map(look_at_start, self.paths))
             return identity | {"sha256": list(pool.map(sha256_of_text, self.paths))}
 
     def _look(self) -> None:
@@ -138,11 +140,7 @@ class Files:
             for path in piece.names:
                 with reading(path), unpacked(path) as file:
                     found = bounded(path, file.read).removeprefix(BYTE_ORDER_MARK)
-                start = found[:BINARY_BYTES]
-                odd = start.decode(errors="replace").count("\ufffd") - start.count("\ufffd".encode())
-                if b"\0" in start or odd > max(MOST_ODD, len(start) // 100):
-                    why = "it contains NUL" if b"\0" in start else f"{odd:,} places at its start are not UTF-8"
-                    raise UserError(f"tokens.source: '{path}' is binary ({why}); name files of text in UTF-8")
+                refuse_binary(path, found[:BINARY_BYTES])
                 yield found.decode(errors="replace").encode()
 
     def _rows(self, piece: TextShare) -> Iterator[bytes]:
@@ -191,16 +189,16 @@ class Files:
                 yield number, line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
                 at, number = at + len(line), number + 1
 
-    def row_of(self, line: bytes, piece: TextShare, number: int) -> Any:
+    def row_of(self, line: bytes, piece: TextShare, number: int, errors: str = "strict") -> Any:
         """The JSON of line `number` of a piece. UserError with its place for a damaged one."""
         try:
-            return json.loads(line.decode(errors="replace"))
+            return json.loads(line.decode(errors=errors))
         except (ValueError, RecursionError) as error:
             raise UserError(f"tokens.source: {self._place(piece, number)} is not JSON ({error})") from error
 
     def _text_of(self, line: bytes, piece: TextShare, number: int) -> str:
         """The text of line `number` of a piece. UserError with its place for a damaged one."""
-        row = self.row_of(line, piece, number)
+        row = self.row_of(line, piece, number, "replace")
         if not isinstance(row, dict) or self.column not in row:
             raise no_column(self.column, self._place(piece, number), row if isinstance(row, dict) else ())
         value = row[self.column]
@@ -213,6 +211,22 @@ class Files:
     def _place(self, piece: TextShare, number: int) -> str:
         before = sum(1 for _ in self.lines(TextShare(piece.names, 0, piece.first))) if piece.first else 0
         return f"line {before + number + 1} of '{piece.names[0]}'"
+
+
+def look_at_start(path: str) -> None:
+    """UserError if a local file is not text in UTF-8, before another machine is rented to find that out."""
+    with reading(path), unpacked(path) as file:
+        refuse_binary(path, file.read(BINARY_BYTES))
+
+
+def refuse_binary(path: str, start: bytes) -> None:
+    """UserError if the first bytes of a file are not text in UTF-8."""
+    if b"\0" in start:
+        raise UserError(f"tokens.source: '{path}' is binary (it contains NUL); name files of text in UTF-8")
+    odd = start.decode(errors="replace").count("\ufffd") - start.count("\ufffd".encode())
+    if odd > max(MOST_ODD, len(start) // 100):
+        where = f"{odd:,} places of its first {len(start):,} bytes"
+        raise UserError(f"tokens.source: '{path}' is not UTF-8 ({where}); convert it: iconv -f latin1 -t utf8")
 
 
 def grouped(sizes: list[int]) -> Iterator[range]:

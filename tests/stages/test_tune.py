@@ -335,10 +335,11 @@ def test_a_wrong_row_is_named_before_anything_is_spent(tmp_path: Path, row: Any,
     with pytest.raises(UserError, match=r"tune\.a: .*pairs\.jsonl: row 2: .*1 of 2 rows are wrong") as refused:
         rows_of(step_of(data=data, held_out=2), ChatTokens(tokenizer("bytes")), 64)
     assert wrong in str(refused.value)
-    with open(data, "a") as file:
-        file.write("\n{]\n")
-    with pytest.raises(UserError, match=r"^tune\.a\.data: line 3 of '.*pairs\.jsonl' is not JSON"):
-        rows_of(step_of(data=data, held_out=2), ChatTokens(tokenizer("bytes")), 64)
+    rows = Path(data).read_bytes()
+    for damaged in (b"{]", '{"messages": "dé"}'.encode("latin-1")):
+        Path(data).write_bytes(rows + b"\n" + damaged + b"\n")
+        with pytest.raises(UserError, match=r"^tune\.a\.data: line 3 of '.*pairs\.jsonl' is not JSON"):
+            rows_of(step_of(data=data, held_out=2), ChatTokens(tokenizer("bytes")), 64)
 
 
 @pytest.mark.parametrize(

@@ -148,8 +148,10 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"b.txt' is binary \(it contains NUL\); name files of text"):
         read(tmp_path / "*.txt")
     (tmp_path / "b.txt").write_bytes("déjà vu ".encode("latin-1") * 100)
-    with pytest.raises(UserError, match=r"b.txt' is binary \(200 places at its start are not UTF-8\)"):
+    with pytest.raises(UserError, match=r"b.txt' is not UTF-8 \(200 places of its first 800 bytes\)"):
         read(tmp_path / "*.txt")
+    with pytest.raises(UserError, match=r"b.txt' is not UTF-8 .*iconv -f latin1"):  # before a machine is rented
+        open_source(f"{tmp_path}/*.txt", None, None, "text").identity()
 
 
 def test_compressed_files_are_read_as_their_contents(tmp_path: Path) -> None:
