@@ -282,9 +282,9 @@ class Run:
 
     @property
     def silent_seconds(self) -> float | None:
-        """Since the last heartbeat of the newest attempt, or since the stored summary, if that is listed."""
+        """Since the last heartbeat of the newest attempt, or since a stored summary, if that is listed, was due."""
         if self.stored_summary and self.stored_summary.outlook:
-            return self.summary_age
+            return max(0.0, (self.summary_age or 0.0) - SUMMARY_SECONDS)
         return max(0.0, self.store.clock() - (self._newest.stored or 0.0)) if self._newest else None
 
     @property
