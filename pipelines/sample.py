@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import Manifest, fetch, fetch_folder, read_manifest
+from pipelines.recipe import CHAT_TOKENS
 from pipelines.text.chat import ChatTokens
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.run_record import key_of
@@ -35,6 +36,7 @@ class Fragment:
     text: str
     finish: str | None = None
     tokens: int = 0  # of the whole text so far
+    ids: Sequence[int] = ()  # of the whole text so far, and of a special token that ends it
 
 
 class GrowingText:
@@ -45,10 +47,12 @@ class GrowingText:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.held = ""
         self.tokens = 0
+        self.ids: list[int] = []
         self.finish: str | None = None
 
     def add(self, token: int) -> bool:
         """Add a token. Returns whether the text ends here."""
+        self.ids.append(token)
         if token == self.encoding.eot_token or token >= self.encoding.n_vocab:  # a special token of ChatML
             self.finish = "stop"
             return True
@@ -91,6 +95,25 @@ class TextModel:
         """The ids of a prompt as the start of a document."""
         return [self.encoding.eot_token, *self.encoding.encode_ordinary(prompt)]
 
+    def bytes_of(self, token: int) -> bytes:
+        special = token - self.encoding.n_vocab
+        return CHAT_TOKENS[special].encode() if special >= 0 else self.encoding.decode_single_token_bytes(token)
+
+    def name_of(self, token: int) -> str:
+        """A token in OpenAI's notation: its text, which shows the bytes of incomplete characters."""
+        content = self.bytes_of(token)
+        text = content.decode("utf-8", "backslashreplace")
+        return text if text.encode() == content else f"bytes:{text}"
+
+    def text_of(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """The text of tokens, and for each the number of characters before the one that has its first byte."""
+        decoder, text, offsets = codecs.getincrementaldecoder("utf-8")("replace"), "", []
+        for content in map(self.bytes_of, ids):
+            text += decoder.decode(content[:1])
+            offsets.append(len(text) + bool(decoder.getstate()[0]) - 1)  # a state: the character is incomplete
+            text += decoder.decode(content[1:])
+        return text + decoder.decode(b"", final=True), offsets
+
     def continue_prompt(
         self, prompt: Sequence[int], tokens: int, seeds: Sequence[int], sampling: "Sampling", stop: Sequence[str] = ()
     ) -> Iterator[list[Fragment]]:
@@ -102,7 +125,7 @@ class TextModel:
         growing = dict(enumerate(texts))
 
         def fragments() -> list[Fragment]:
-            made = [Fragment(n, text.take(), text.finish, text.tokens) for n, text in growing.items()]
+            made = [Fragment(n, text.take(), text.finish, text.tokens, text.ids) for n, text in growing.items()]
             for one in made:
                 if one.finish:
                     del growing[one.number]

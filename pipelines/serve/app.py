@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
-from starlette.concurrency import iterate_in_threadpool
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -55,6 +55,8 @@ HEADERS = {
 }
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Many = Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)
 
 
 class Refused(Exception):
@@ -108,13 +110,17 @@ class TextRequest(BaseModel):
 
 
 class CompletionRequest(TextRequest):
-    """A request to continue one or several prompts."""
+    """A request to continue one or several prompts, which are texts, or token ids that are taken as they are."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)] = ""
+    prompt: str | Annotated[list[str], Many] | Ids | Annotated[list[Ids], Many] = ""
+    max_tokens: int = Field(default=16, ge=0, le=1 << 20)
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=5)  # OpenAI's limit
 
     @property
-    def prompts(self) -> list[str]:
-        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+    def prompts(self) -> Sequence[str | list[int]]:
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 class ChatMessage(BaseModel):
@@ -216,7 +222,12 @@ def make_app(
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
-        prompts = checked_prompts(model, asked, [model.ids_of(prompt) for prompt in asked.prompts], "prompt")
+        if not asked.max_tokens and not asked.echo:
+            raise Refused(400, "max_tokens: should be greater than or equal to 1 without echo", "max_tokens")
+        if asked.stream and (asked.echo or asked.logprobs is not None):
+            raise Refused(400, "stream: not with echo or logprobs; leave it out", "stream")
+        ids = [model.ids_of(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+        prompts = checked_prompts(model, asked, ids, "prompt")
         return await writer.answer(asked, prompts, TEXT, request)
 
     return Guard(app, hosts)
@@ -270,14 +281,20 @@ class Writer:
         if asked.stream:
             stream = self.events(asked, prompts, base | {"object": shape.streamed}, shape)
             return StreamingResponse(stream, media_type="text/event-stream")
-        texts, ends = [""] * len(prompts) * asked.n, [Fragment(0, "")] * len(prompts) * asked.n
+        own = asked if isinstance(asked, CompletionRequest) else CompletionRequest()
+        given = [self.model.text_of(prompt[unseen(asked) :])[0] if own.echo else "" for prompt in prompts]
+        texts, ends = [text for text in given for _ in range(asked.n)], [Fragment(0, "")] * len(given) * asked.n
+        scores: dict[int, Any] = {}
         async for one in self.fragments(asked, prompts):
-            texts[one.number] += one.text
-            ends[one.number] = one
+            n = one.number
+            texts[n] += one.text
+            ends[n] = one
+            if one.finish and own.logprobs is not None:  # still in the turn of the request
+                scores[n] = await run_in_threadpool(self.logprobs, own, prompts[n // asked.n], texts[n], one)
             if await request.is_disconnected():
                 return Response(status_code=499)
-        choices = [choice(n, shape.whole(text), end) for n, (text, end) in enumerate(zip(texts, ends, strict=True))]
-        usage = usage_of(prompts, [end.tokens for end in ends])
+        choices = [choice(n, shape.whole(texts[n]), end) | {"logprobs": scores.get(n)} for n, end in enumerate(ends)]
+        usage = usage_of(asked, prompts, [end.tokens for end in ends])
         return Answer(base | {"choices": choices, "usage": usage})
 
     async def fragments(self, asked: TextRequest, prompts: list[list[int]]) -> AsyncIterator[Fragment]:
@@ -295,7 +312,25 @@ class Writer:
                     if time.monotonic() > late:
                         raise Refused(503, f"the generation took more than {self.seconds:g} s", code="timeout")
                     for one in step:
-                        yield Fragment(first * asked.n + one.number, one.text, one.finish, one.tokens)
+                        yield replace(one, number=first * asked.n + one.number)
+
+    def logprobs(self, asked: CompletionRequest, prompt: list[int], text: str, end: Fragment) -> dict[str, list[Any]]:
+        """The log probabilities of a text's tokens, in one pass; with `echo` after its prompt's, whose first has none.
+        Tokens that a stop string cut off are left out; an end-of-text token is the last."""
+        model, first = self.model, unseen(asked) if asked.echo else len(prompt)
+        given, offsets = model.text_of(prompt[first:])
+        made = [len(given) + offset for offset in model.text_of(end.ids)[1]]
+        offsets += [offset for n, offset in enumerate(made) if offset < len(text) or n >= end.tokens]
+        ids = [*prompt, *end.ids][: first + len(offsets)]
+        scores = [None, *model.decoder.score(ids, asked.logprobs or 0)]
+        if first < len(prompt):
+            scores[first] = None
+        return {
+            "tokens": [model.name_of(token) for token in ids[first:]],
+            "token_logprobs": [score and score[token] for token, score in zip(ids, scores, strict=True)][first:],
+            "top_logprobs": [score and {model.name_of(i): p for i, p in score.items()} for score in scores[first:]],
+            "text_offset": offsets,
+        }
 
     async def events(
         self, asked: TextRequest, prompts: list[list[int]], base: dict[str, Any], shape: Shape
@@ -308,7 +343,7 @@ class Writer:
                 tokens[one.number] = one.tokens
                 yield event(base | {"choices": [choice(one.number, shape.part(one.text), one)]} | more)
             if usage:
-                yield event(base | {"choices": [], "usage": usage_of(prompts, tokens)})
+                yield event(base | {"choices": [], "usage": usage_of(asked, prompts, tokens)})
         except (Refused, UserError) as error:
             yield event((error if isinstance(error, Refused) else Refused(500, str(error))).body)
         yield "data: [DONE]\n\n"
@@ -322,9 +357,14 @@ def event(values: dict[str, Any]) -> str:
     return f"data: {json.dumps(values)}\n\n"
 
 
-def usage_of(prompts: Sequence[list[int]], texts: list[int]) -> dict[str, int]:
+def unseen(asked: TextRequest) -> int:
+    """The tokens before a prompt that its client did not send: one begins the document of a text."""
+    return 0 if isinstance(asked, CompletionRequest) and isinstance(asked.prompts[0], list) else 1
+
+
+def usage_of(asked: TextRequest, prompts: Sequence[list[int]], texts: list[int]) -> dict[str, int]:
     """Tokens of the prompts, without the one that begins each document, and of the texts."""
-    given, made = sum(len(prompt) - 1 for prompt in prompts), sum(texts)
+    given, made = sum(len(prompt) - unseen(asked) for prompt in prompts), sum(texts)
     return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 
 
@@ -335,11 +375,14 @@ def checked_prompts(model: TextModel, asked: TextRequest, prompts: list[list[int
         raise Refused(404, message, "model", "model_not_found")
     if len(prompts) * asked.n > MAX_TEXTS:
         raise Refused(400, f"n: {len(prompts)} prompts x {asked.n} are more than {MAX_TEXTS} texts", "n")
-    longest = max(map(len, prompts))
+    vocabulary = (model.chat or model.encoding).n_vocab
+    if wrong := [token for prompt in prompts for token in prompt if not 0 <= token < vocabulary]:
+        raise Refused(400, cut(f"{param}: {wrong[0]} is not a token id, 0 to {vocabulary - 1}"), param)
+    longest, begins = max(map(len, prompts)), " (one begins the document)" * unseen(asked)
     if longest + asked.max_tokens > model.context:
         message = (
-            f"this model's maximum context length is {model.context} tokens; a prompt has {longest} (one begins the "
-            f"document) and max_tokens is {asked.max_tokens}; shorten the prompt, or ask for less"
+            f"this model's maximum context length is {model.context} tokens; a prompt has {longest}{begins} and "
+            f"max_tokens is {asked.max_tokens}; shorten the prompt, or ask for less"
         )
         raise Refused(400, message, param, "context_length_exceeded")
     return prompts
@@ -353,7 +396,8 @@ def refused(error: RequestValidationError) -> Refused:
     field = cut(str(problem["loc"][1]))
     if problem["type"] == "extra_forbidden":
         return Refused(400, f"unrecognized request argument: {field}", field)
-    return Refused(400, cut(f"{field}: {problem['msg']}"), field)
+    kinds = f"should be a valid string, a list of token ids, or a list of 1 to {MAX_TEXTS} of one kind"
+    return Refused(400, cut(f"{field}: {kinds if field == 'prompt' else problem['msg']}"), field)
 
 
 def page(name: str, media_type: str) -> Callable[[], Coroutine[Any, Any, Response]]:

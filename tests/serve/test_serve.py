@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from browser import COMPLAINTS, Browser, open_browser
 from in_process import clean_environment
 from tiny_models import model_of
 
-from pipelines.sample import GrowingText, TextModel
+from pipelines.sample import Fragment, GrowingText, TextModel
+from pipelines.serve import app as serve
 from pipelines.serve.app import MAX_BYTES, MAX_TEXTS, ImpatientProtocol, Queue, Refused, make_app
 from pipelines.text.chat import ChatTokens
-from pipelines.text.tokenizer import tokenizer
+from pipelines.text.tokenizer import tokenizer, tokenizer_files
 from pipelines.verbs.serve import listen
 from trainer.errors import UserError
 from trainer.models.decoder import Decoder, Sampling
@@ -145,6 +146,69 @@ def test_a_stream_says_the_same_text_and_ends_with_done(endpoint: Endpoint) -> N
     assert json.loads(last)["choices"] == [] and json.loads(last)["usage"]["completion_tokens"] == 48
 
 
+def test_echo_and_logprobs_are_those_of_the_whole_text_in_one_pass(endpoint: Endpoint) -> None:
+    asked: dict[str, Any] = {"prompt": ["dé", "xy" * 150], "max_tokens": 3, "logprobs": 2, "temperature": 0}
+    plain, echoed = (endpoint.ask(body=asked | {"echo": echo})[1]["choices"] for echo in (False, True))
+    for choice, alone, prompt in zip(echoed, plain, asked["prompt"], strict=True):
+        assert choice["text"] == prompt + alone["text"] and choice["finish_reason"] == "length"
+        found, ids = choice["logprobs"], endpoint.model.ids_of(prompt)
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert found["token_logprobs"][-3:] == [max(top.values()) for top in found["top_logprobs"][-3:]]  # greedy
+        assert alone["logprobs"] == {name: values[-3:] for name, values in found.items()} | {
+            "text_offset": [offset - len(prompt) for offset in found["text_offset"][-3:]]
+        }
+        logits = GPT.forward(endpoint.plain, torch.tensor([ids]))[0].log_softmax(-1)
+        expected = [logits[n, token].item() for n, token in enumerate(ids[1:])][1:]
+        assert found["token_logprobs"][1:-3] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "made", "text", "offsets", "last"),
+    [
+        ("\U0001f389\U0001f389 abc", b"", "", [0, 0, 0, 0, 1, 1, 1, 1, 2, 3, 4, 5], "c"),
+        ([0xF0, 0x9F, 65, 0x89, END, 0xC3], b"", "", [0, 0, 1, 2, 3, 16], "bytes:\\xc3"),
+        ("x", b"ab! cd", "ab", [0, 1, 2], "b"),
+        ("", "é!".encode(), "é", [0, 0], "bytes:\\xa9"),
+        ("x", [97, 0xC3, END], "a\ufffd", [0, 1, 2, 3], "<|endoftext|>"),
+    ],
+    ids=["emoji", "bytes", "stop", "stop after a character", "end of text"],
+)
+def test_a_token_of_the_text_has_the_offset_of_its_first_character(
+    endpoint: Endpoint, prompt: Any, made: Sequence[int], text: str, offsets: list[int], last: str
+) -> None:
+    growing = GrowingText(tokenizer("bytes"), ["!"])
+    assert any(map(growing.add, made)) == bool(made) and growing.take() == text
+    asked = serve.CompletionRequest(prompt=prompt, echo=True, logprobs=0)
+    ids = endpoint.model.ids_of(prompt) if isinstance(prompt, str) else prompt
+    whole, end = (
+        endpoint.model.text_of(ids[serve.unseen(asked) :])[0] + text,
+        Fragment(0, text, "stop", growing.tokens, growing.ids),
+    )
+    found = serve.Writer(endpoint.model, Queue(1, 1.0), 1.0).logprobs(asked, ids, whole, end)
+    assert (found["text_offset"], found["tokens"][-1], len(found["tokens"])) == (offsets, last, len(offsets))
+
+
+def test_lm_evals_model_of_completions_scores_through_the_endpoint(endpoint: Endpoint, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval (pip)")
+    pytest.importorskip("tenacity", reason="needs lm-eval[api] (pip)")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    for name, body in tokenizer_files(tokenizer("bytes"), CONTEXT).items():
+        (tmp_path / name).write_bytes(body)
+    address = f"http://{endpoint.address}/v1/completions"
+    where = {"base_url": address, "model": "speaker", "tokenizer": str(tmp_path), "max_length": 128}
+    pairs = [("def f", "(x)"), ("", "import os"), ("a =", " 1")]
+    asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    found = LocalCompletionsAPI(**where, batch_size=2).loglikelihood(asked)
+    for (context, ending), (loglikelihood, greedy) in zip(pairs, found, strict=True):
+        ids, begin = [*(context.encode() or [END]), *ending.encode()], len(context.encode()) or 1
+        logits = GPT.forward(endpoint.plain, torch.tensor([ids]))[0].log_softmax(-1)
+        expected = [logits[n - 1, ids[n]].item() for n in range(begin, len(ids))]
+        assert loglikelihood == pytest.approx(sum(expected), abs=1e-4)
+        assert greedy == all(int(logits[n - 1].argmax()) == ids[n] for n in range(begin, len(ids)))
+
+
 def test_a_stop_string_ends_a_text_before_it(endpoint: Endpoint) -> None:
     whole = text_of(endpoint, "a", 40, 1, ALL)
     stop = whole[10:12]
@@ -160,10 +224,14 @@ def test_a_stop_string_ends_a_text_before_it(endpoint: Endpoint) -> None:
     [
         ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": CONTEXT}, 400, "prompt", f"maximum context length is {CONTEXT} tokens; a prompt has 1"),
-        ({"prompt": [1, 2]}, 400, "prompt", "valid string"),
+        ({"prompt": [1, "a"]}, 400, "prompt", "valid string, a list of token ids, or a list of 1 to 16 of one kind"),
+        ({"prompt": [[1], [257]]}, 400, "prompt", "257 is not a token id, 0 to 256"),
+        ({"prompt": [-1]}, 400, "prompt", "-1 is not a token id"),
+        ({"echo": True, "stream": True}, 400, "stream", "not with echo or logprobs"),
+        ({"logprobs": 0, "stream": True}, 400, "stream", "not with echo or logprobs"),
         ({"prompt": ["a"] * 9, "n": 2}, 400, "n", f"9 prompts x 2 are more than {MAX_TEXTS} texts"),
         ({"top_p": "0.5"}, 400, "top_p", "valid number"),
-        ({"logprobs": 1}, 400, "logprobs", "unrecognized request argument"),
+        ({"logprobs": 6}, 400, "logprobs", "less than or equal to 5"),
         ({"stop": list("abcde")}, 400, "stop", "at most 4 items"),
         ({"stop": [1]}, 400, "stop", "valid string"),
         ({"model": "\ud83c"}, 404, "model", "does not exist"),
@@ -225,6 +293,9 @@ def test_openais_own_client_chats_streams_and_reads_errors(chatty: Endpoint) -> 
     assert "".join(one.delta.content for part in parts for one in part.choices) == text
     stopped = client.chat.completions.create(**asked, stop=text[3:5])
     assert stopped.choices[0].message.content == text.partition(text[3:5])[0]
+    special = client.completions.create(model=model.id, prompt=[257, 65], max_tokens=0, echo=True, logprobs=5)
+    assert (special.choices[0].text, special.choices[0].logprobs.text_offset) == ("<|im_start|>A", [0, 12])
+    assert (special.usage.prompt_tokens, special.usage.completion_tokens) == (2, 0)
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(**asked | {"model": "gpt-4"})
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
@@ -238,6 +309,7 @@ def test_openais_own_client_chats_streams_and_reads_errors(chatty: Endpoint) -> 
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages", "'system', 'user' or 'assistant'"),
         ({"messages": [{"role": "user", "content": "a" * CONTEXT}]}, "messages", "maximum context length"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": []}, "tools", "unrecognized request argument"),
+        ({"messages": [{"role": "user", "content": "a"}], "logprobs": 1}, "logprobs", "unrecognized request argument"),
     ],
 )
 def test_a_wrong_conversation_is_refused_in_openais_shape(

@@ -225,6 +225,9 @@ def test_the_cached_decoder_gives_the_logits_of_the_module(config: ModelConfig) 
         for row in rows:
             row.append(7 * step + len(row))
         logits = decoder.step([row[-1] for row in rows])
+    likeliest = model(torch.tensor(rows))[0, :-1, : config.vocab_size].log_softmax(-1).max(-1).values
+    found = [max(scores.values()) for scores in decoder.score(rows[0], 1)]
+    assert found == pytest.approx(likeliest.tolist(), abs=2e-5)
 
 
 def test_the_fused_engine_has_no_step_for_backout_in_two_layers_and_says_so() -> None:

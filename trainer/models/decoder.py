@@ -27,6 +27,7 @@ TOP_K = 50
 # Not cuDNN's: it plans 70 ms for every new length, and each step has one (H100, torch 2.11).
 ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 FEW_ROWS = 32  # of an input; with more, int8 weights are converted to bf16, which then costs less
+SCORED_ROWS = 256  # tokens of a text that have logits at once
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,19 @@ class Decoder:
         return self._forward(torch.tensor(tokens)[:, None])
 
     @torch.inference_mode()
+    def score(self, ids: Sequence[int], top: int) -> list[dict[int, float]]:
+        """For each of 1 to block_size tokens after the first: its own log probability and those of the `top` likeliest
+        ids in its place, from one pass that leaves the cache alone. UserError if the weights give no finite logits."""
+        with sdpa_kernel(list(ATTENTION)):
+            hidden = self.model.hidden(torch.tensor([ids], device=self.device))[0, :-1]
+        scores = []
+        for first in range(0, len(hidden), SCORED_ROWS):
+            logits = finite(self.model.logits(self.head(hidden[first : first + SCORED_ROWS])).float())
+            for token, row in zip(ids[first + 1 :], logits.log_softmax(-1).cpu(), strict=False):
+                scores.append({i: row[i].item() for i in [*row.topk(top).indices.tolist(), token]})
+        return scores
+
+    @torch.inference_mode()
     def _forward(self, tokens: Tensor) -> Tensor:
         self.cache.extend(tokens.size(1))
         with sdpa_kernel(list(ATTENTION)):
@@ -178,11 +192,17 @@ def stream(
             logits = decoder.step(drawn)
 
 
+def finite(logits: Tensor) -> Tensor:
+    """The same logits. UserError if one is not finite."""
+    if not bool(logits.isfinite().all()):
+        raise UserError("the weights give logits that are not finite; take those of another step")
+    return logits
+
+
 @torch.inference_mode()
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """A token id, drawn from logits (vocab_size,) of the CPU."""
-    if not bool(logits.isfinite().all()):
-        raise UserError("the weights give logits that are not finite; take those of another step")
+    logits = finite(logits)
     if sampling.temperature == 0:
         return int(logits.argmax())
     among = None  # ascending ids, not ranks: rounding then moves the choice as little as possible
