@@ -132,7 +132,7 @@ def test_text_that_only_this_machine_has_is_tokenized_here_before_the_launch(tex
     assert find(store, launch.plans["tokenize"]) and signal.getsignal(signal.SIGINT) is before
     assert launch_of("tiny.yaml", store, infra="aws").here == ()
     step = {"name": "sft", "method": "sft", "data": "addition"}
-    tuned = launch_of("tiny.yaml", store, f"tune=[{json.dumps(step)}]", infra="aws")
+    tuned = launch_of("tiny.yaml", store, f"tune=[{json.dumps(step)}]", infra="aws", until="evaluate.sft")
     assert tuned.question(plan).endswith("evaluate.sft) for about $4.20 without tune?")
     only = replace(tuned, stages=["tune.sft", "evaluate.sft"])
     assert only.question(plan).endswith("(tune.sft, evaluate.sft) for an unknown price?")
