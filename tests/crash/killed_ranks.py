@@ -29,7 +29,8 @@ def kill_after(command: Command, ranks: int, way: str, steps: int) -> None:
     rows, commits = command.rows_logged() + steps, set(command.commits())
     with command.started(ranks) as process:
         command.wait_for(lambda: command.rows_logged() >= rows and set(command.commits()) - commits, process)
-        assert process.poll() is None, "the run ended before it was killed, without a new commit: give it more steps"
+        ended = "the run ended before it was killed, without a new commit: give it more steps"
+        assert process.poll() is None, f"{ended}\n{process.communicate()[0][-2000:]}"
         children = psutil.Process(process.pid).children(recursive=True)
         if way == "rank":
             children[-1].kill()

@@ -44,11 +44,12 @@ class Command:
     @contextmanager
     def started(self, ranks: int = 1) -> Iterator[subprocess.Popen[str]]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         arguments = [*self.program, str(self.config), "--data", str(self.data), "--out", str(self.out)]
         process = subprocess.Popen(
             [sys.executable, *(torchrun if ranks > 1 else []), *arguments],
             cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
