@@ -10,7 +10,7 @@ from kernel_checks import DEVICE, ROUNDED, fresh, near
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 
-from trainer.fused import epilogues, kernels  # noqa: E402
+from trainer.fused import epilogues, gemm, kernels  # noqa: E402
 
 
 @pytest.mark.parametrize("fit", [True, False])
@@ -21,9 +21,10 @@ def test_relu2_of_a_product_and_its_gradient_agree_with_float64(
     monkeypatch.setattr(epilogues, "fit", lambda *_: fit)
     x, w, dy, back = fresh(M, K), fresh(N, K), fresh(M, K), fresh(K, N)
     act = epilogues.relu2_linear(x, w)
-    near(act, F.relu(x.double() @ w.double().T).square(), ROUNDED if fit else 4 * ROUNDED)
+    near(act, F.relu(x.double() @ w.double().T).square(), ROUNDED if fit else 3 * ROUNDED)
     dpre = epilogues.relu2_input_grad(dy, back, act)
-    near(dpre, dy.double() @ back.double() * 2 * act.double().sqrt(), ROUNDED if fit else 4 * ROUNDED, 1e-4)
+    product = dy.double() @ back.double() if fit else gemm.input_grad(dy, back).double()
+    near(dpre, product * 2 * act.double().sqrt(), ROUNDED, 1e-4 if fit else 0.0)  # one pass, which rounds once
 
 
 @pytest.mark.parametrize(("M", "K", "N"), [(77, 48, 80), (1, 80, 48), (300, 208, 528)])

@@ -10,7 +10,7 @@ Not used, as they were slower than product and pass: the forward product in fp8 
 0.528 and 0.704), and rotary positions in the epilogue of the projections (0.542 and 0.925 against 0.436 and 0.707).
 
 Programs, one a multiprocessor, walk over the tiles in groups that share operands in the L2 cache; loads and stores go
-by TMA. Elsewhere than on sm_90, where tiles of this size spill or were not measured, the passes are plain torch.
+by TMA. Elsewhere than on sm_90, where tiles of this size spill or were not measured, each pass is a kernel of its own.
 """
 
 import torch
@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainer.fused import gemm
 from trainer.fused.kernels import Fp8Out
-from trainer.fused.triton_kernels import relu2_product_kernel
+from trainer.fused.triton_kernels import relu2_kernel, relu2_product_kernel
 
 
 def fit(*operands: Tensor) -> bool:
@@ -33,7 +33,7 @@ def fit(*operands: Tensor) -> bool:
 def relu2_linear(x: Tensor, w: Tensor) -> Tensor:
     """relu(x (M, K) @ w (N, K)ᵀ)² -> (M, N), bf16 (So et al. 2021, Primer)."""
     if not fit(x, w):
-        return gemm.linear(x, w).relu_().square_()
+        return _pass(gemm.linear(x, w))
     act = x.new_empty(len(x), len(w))
     _launch(x, w, act, None)
     return act
@@ -42,7 +42,7 @@ def relu2_linear(x: Tensor, w: Tensor) -> Tensor:
 def relu2_input_grad(dy: Tensor, w: Tensor, act: Tensor) -> Tensor:
     """(dy (M, N) @ w (N, K)) · 2·√act -> (M, K), bf16; act (M, K): of `relu2_linear`."""
     if not fit(dy, w):
-        return gemm.input_grad(dy, w).mul_(act.sqrt().mul_(2))
+        return _pass(act, gemm.input_grad(dy, w))
     dpre = torch.empty_like(act)
     _launch(dy, w, dpre, act)
     return dpre
@@ -57,6 +57,13 @@ def relu2_input_grad8(
     dpre8t = dpre8.new_empty(pre.shape[::-1])
     _launch(dy, w_t, dpre8, pre, dpre8t, *inverses, fp8.scale, fp8.amax)
     return dpre8, dpre8t
+
+
+def _pass(x: Tensor, gradient: Tensor | None = None) -> Tensor:
+    """relu(x)², in place; with a `gradient`, of that result x, the gradient of the input, in its place. Both bf16."""
+    block = 2048 if x.is_cuda else 65536
+    relu2_kernel[(triton.cdiv(x.numel(), block),)](x, gradient, x.numel(), BLOCK=block)
+    return x if gradient is None else gradient
 
 
 def _launch(a: Tensor, b: Tensor, out: Tensor, saved: Tensor | None, *more: Tensor | None) -> None:

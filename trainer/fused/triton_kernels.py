@@ -292,6 +292,20 @@ def gelu_kernel(h_ptr, a_ptr, n, BLOCK: tl.constexpr):
     tl.store(a_ptr + at, _bf16(_gelu_of(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32))), mask=mask)
 
 
+@triton.jit
+def relu2_kernel(x_ptr, gradient_ptr, n, BLOCK: tl.constexpr):
+    """x becomes relu(x)², in place. With gradient_ptr, x is that result, and its gradient becomes that of the input."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if gradient_ptr is None:
+        x = tl.maximum(x, 0.0)
+        tl.store(x_ptr + at, _bf16(x * x), mask=mask)
+    else:
+        gradient = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(gradient_ptr + at, _bf16(2.0 * tl.sqrt(x) * gradient), mask=mask)
+
+
 # ── products ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
