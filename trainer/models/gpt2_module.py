@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.language_model import Context, Embedding, LanguageModel, Linear, attention
+from trainer.models.language_model import Context, Embedding, LanguageModel, UninitializedLinear, attention
 from trainer.models.model_config import ModelConfig
 
 
@@ -23,8 +23,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.n_head, self.layer = config.n_head, layer
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = Linear(config.n_embd, config.n_embd)
+        self.c_attn = UninitializedLinear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = UninitializedLinear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         B, T, _ = x.shape
@@ -38,8 +38,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
+        self.c_fc = UninitializedLinear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = UninitializedLinear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))

@@ -62,7 +62,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causa
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 
 
-class Linear(nn.Linear):
+class UninitializedLinear(nn.Linear):
     """nn.Linear without initial weights: `initialize` or a checkpoint fills them."""
 
     def reset_parameters(self) -> None:

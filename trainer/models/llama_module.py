@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.language_model import Context, Embedding, LanguageModel, Linear
+from trainer.models.language_model import Context, Embedding, LanguageModel, UninitializedLinear
 from trainer.models.llama import LlamaConfig
 from trainer.models.model_config import ModelConfig
 from trainer.models.rotary import RMSNorm, RotaryAttention, waves
@@ -35,9 +35,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.n_embd, config.inner, bias=False)
-        self.up_proj = Linear(config.n_embd, config.inner, bias=False)
-        self.down_proj = Linear(config.inner, config.n_embd, bias=False)
+        self.gate_proj = UninitializedLinear(config.n_embd, config.inner, bias=False)
+        self.up_proj = UninitializedLinear(config.n_embd, config.inner, bias=False)
+        self.down_proj = UninitializedLinear(config.inner, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -69,7 +69,7 @@ class Llama(LanguageModel):
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.epsilon)
         if not config.tied_head:
-            self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
+            self.lm_head = UninitializedLinear(config.n_embd, config.padded_vocab_size, bias=False)
 
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """The last layer's output after its norm."""

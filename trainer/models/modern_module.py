@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.language_model import Context, Embedding, LanguageModel, Linear, band
+from trainer.models.language_model import Context, Embedding, LanguageModel, UninitializedLinear, band
 from trainer.models.model_config import ModelConfig
 from trainer.models.modern import GATE_SCALE, GATE_WIDTH, SMEAR_WIDTH, SOFTCAP, ModernConfig
 from trainer.models.rotary import RotaryAttention, rms_norm, waves
@@ -42,7 +42,7 @@ class Attention(RotaryAttention):
         if config.contexts[layer] < config.block_size:
             self.window = config.contexts[layer]
         if layer in config.value_layers:
-            self.ve_gate = Linear(min(GATE_WIDTH, config.n_embd), config.kv_heads, bias=False)
+            self.ve_gate = UninitializedLinear(min(GATE_WIDTH, config.n_embd), config.kv_heads, bias=False)
 
     def gated(self, x: Tensor, embedded: Tensor) -> Tensor:
         """Value embeddings (B, T, kv_heads · D) times a weight of 0 to 3 for each token and head, 1.5 at first."""
@@ -61,8 +61,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
-        self.up_proj = Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.down_proj = Linear(4 * config.n_embd, config.n_embd, bias=False)
+        self.up_proj = UninitializedLinear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.down_proj = UninitializedLinear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.relu(self.up_proj(x)).square())
@@ -111,7 +111,7 @@ class Modern(LanguageModel):
             self.smear_lambda = nn.Parameter(torch.empty(1))
         if config.backout:
             self.backout_lambda = nn.Parameter(torch.empty(1))
-        self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head = UninitializedLinear(config.n_embd, config.padded_vocab_size, bias=False)
 
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """The last layer's output after its norm."""

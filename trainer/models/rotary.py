@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.grouped import GroupedHeads
-from trainer.models.language_model import Context, Linear, attention
+from trainer.models.language_model import Context, UninitializedLinear, attention
 
 
 def waves(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
@@ -32,10 +32,10 @@ class RotaryAttention(nn.Module):
         super().__init__()
         self.n_head, self.kv_heads, self.layer = config.n_head, config.kv_heads, layer
         kv = config.kv_heads * config.head_size
-        self.q_proj = Linear(config.n_embd, config.attention_width, bias=False)
-        self.k_proj = Linear(config.n_embd, kv, bias=False)
-        self.v_proj = Linear(config.n_embd, kv, bias=False)
-        self.o_proj = Linear(config.attention_width, config.n_embd, bias=False)
+        self.q_proj = UninitializedLinear(config.n_embd, config.attention_width, bias=False)
+        self.k_proj = UninitializedLinear(config.n_embd, kv, bias=False)
+        self.v_proj = UninitializedLinear(config.n_embd, kv, bias=False)
+        self.o_proj = UninitializedLinear(config.attention_width, config.n_embd, bias=False)
 
     def placed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, H, T, D) with their positions."""
