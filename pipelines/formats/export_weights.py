@@ -58,19 +58,3 @@ def all_finite(tensor: "Tensor") -> bool:
     """Whether no element is infinite or NaN. `aminmax` passes NaN on, and takes a thirtieth of `isfinite().all()` in
     bf16."""
     return all(math.isfinite(bound) for bound in tensor.aminmax())
-
-
-def same(stored: "Tensor", expected: "Tensor") -> bool:
-    """Whether two tensors have the same type, shape and bits."""
-    import torch
-
-    if stored.dtype != expected.dtype or stored.shape != expected.shape:
-        return False
-    bits = {2: torch.int16, 4: torch.int32}[expected.element_size()]
-    return torch.equal(stored.contiguous().view(bits), expected.contiguous().view(bits))
-
-
-def require(holds: bool, path: Path, what: str) -> None:
-    """RuntimeError, with the file and what differs in it, unless `holds`: a fault of ours or of the disk."""
-    if not holds:
-        raise RuntimeError(f"{path.name}, read back, differs from the trained weights: {what}")

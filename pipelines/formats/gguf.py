@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.formats.export_weights import Weights, require
+from pipelines.formats.export_weights import Weights
 from pipelines.recipe import CHAT_TOKENS
 from pipelines.text.chat import TEMPLATE, ChatTokens
 from pipelines.text.tokenizer import vocabulary
@@ -23,25 +23,6 @@ if TYPE_CHECKING:
 
 KINDS = {"f16": "F16", "q8_0": "Q8_0"}  # by the file's name, in the library's names
 ROW = 32  # weights of a row that q8_0 gives one scale
-PARTS = {
-    "wte": "token_embd",
-    "wpe": "position_embd",
-    "ln_f": "output_norm",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "norm": "output_norm",
-    "lm_head": "output",
-    "attn_norm": "attn_norm",
-    **{f"attn.{one}_proj": f"attn_{one}" for one in "qkv"},
-    "attn.o_proj": "attn_output",
-    **{f"attn.{one}_norm": f"attn_{one}_norm" for one in "qk"},
-    "mlp_norm": "ffn_norm",
-    **{f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")},
-}
 TURNED = ("attn.q_proj.weight", "attn.k_proj.weight")  # whose rows have rotary positions
 
 
@@ -62,10 +43,11 @@ def write_kind(weights: Weights, path: Path, kind: str) -> Path:
     writer = gguf.GGUFWriter(path, architecture(weights.config))
     add_model(writer, weights, kind)
     add_tokenizer(writer, weights)
-    for name, shape in weights.shapes.items():
+    for name, theirs in gguf_names(weights.config).items():
+        shape = weights.shapes[name]
         stored = type_of(name, shape, kind)
         block, size = gguf.GGML_QUANT_SIZES[stored]
-        writer.add_tensor_info(gguf_name(name), shape, np.dtype("float32"), math.prod(shape) // block * size, stored)
+        writer.add_tensor_info(theirs, shape, np.dtype("float32"), math.prod(shape) // block * size, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -82,13 +64,12 @@ def architecture(config: ModelConfig) -> str:
     return "gpt2"
 
 
-def gguf_name(name: str) -> str:
-    """`h.3.attn.c_attn.weight` is `blk.3.attn_qkv.weight`."""
-    part, _, last = name.rpartition(".")
-    if not part.startswith("h."):
-        return f"{PARTS[part]}.{last}"
-    _, block, part = part.split(".", 2)
-    return f"blk.{block}.{PARTS[part]}.{last}"
+def gguf_names(config: ModelConfig) -> dict[str, str]:
+    """llama.cpp's names of the tensors, by ours: `h.3.attn.c_attn.weight` is `blk.3.attn_qkv.weight`."""
+    import gguf
+
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture(config).upper()], config.n_layer)
+    return {name: known.get_name(config.hf_name(name), (".weight", ".bias")) or name for name in config.shapes}
 
 
 def type_of(name: str, shape: tuple[int, ...], kind: str) -> "gguf.GGMLQuantizationType":
@@ -167,19 +148,3 @@ def add_tokenizer(writer: "gguf.GGUFWriter", weights: Weights) -> None:
     writer.add_bos_token_id(found.end_of_text)
     writer.add_eos_token_id(last)
     writer.add_add_bos_token(False)  # as transformers
-
-
-def verify(weights: Weights, folder: Path) -> None:
-    """RuntimeError unless the files, read back, have every trained weight in its number format."""
-    import gguf
-    import numpy as np
-
-    for kind in KINDS:
-        path = path_of(weights, folder, kind)
-        found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-        require(found.keys() == {gguf_name(name) for name in weights.shapes}, path, "the names of the tensors")
-        for name, shape in weights.shapes.items():
-            tensor = found[gguf_name(name)]
-            require(tensor.tensor_type == type_of(name, shape, kind), path, f"{name}: its number format")
-            require(tuple(tensor.shape[::-1]) == shape, path, f"{name}: its shape")
-            require(np.array_equal(tensor.data, converted(weights, name, kind)), path, name)

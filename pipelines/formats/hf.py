@@ -6,23 +6,22 @@ runs if its user says trust_remote_code=True; no command of ours loads an export
 """
 
 import json
-import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.formats.export_weights import Weights, require, same
+from pipelines.formats.export_weights import Weights
 from pipelines.text.tokenizer import tokenizer_files
 from trainer.models import modern
 from trainer.models.model_config import ModelConfig
-from trainer.models.weights import FLOATS, read_tensor, safetensors_header
+from trainer.models.weights import FLOATS, safetensors_header
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 MOST_BYTES = 10 * 10**9  # of a file
 REMOTE_CODE = f"{modern.REMOTE_CODE}.py"  # of a model that transformers has no class for
 COMPONENTS = "components"  # the folder where MLflow looks for the tokenizer
@@ -33,10 +32,9 @@ TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in saf
 def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
     """Write the checkpoint with weights in `dtype`."""
     end_of_text = weights.encoding.eot_token
-    config, tokenizer = (
-        hf_config(weights.config, dtype, end_of_text),
-        tokenizer_files(weights.encoding, weights.config.block_size),
-    )
+    config = hf_config(weights.config, dtype, end_of_text)
+    tokenizer = tokenizer_files(weights.encoding, weights.config.block_size)
+    tokenizer_class = json.loads(tokenizer["tokenizer_config.json"])["tokenizer_class"]
     texts = {
         "config.json": _json(config),
         # Without a length, a pipeline of transformers, so also MLflow, generates 256 tokens, beyond a short context.
@@ -46,14 +44,7 @@ def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
         ),
         **tokenizer,
         # So that MLflow loads the folder as the registered model.
-        "MLmodel": _json(
-            mlmodel(
-                config["architectures"][0],
-                json.loads(tokenizer["tokenizer_config.json"]),
-                dtype,
-                weights.config.block_size,
-            )
-        ),
+        "MLmodel": _json(mlmodel(config["architectures"][0], tokenizer_class, dtype, weights.config.block_size)),
         **{f"{COMPONENTS}/tokenizer/{name}": body for name, body in tokenizer.items()},
     }
     if "auto_map" in config:
@@ -63,8 +54,8 @@ def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
         write_safetensors(weights, folder / file, names, dtype)
     if len(files) > 1:
         theirs = {weights.config.hf_name(name): file for file, names in files.items() for name in names}
-        size = {"total_size": weights.config.parameters * FLOATS[TYPES[dtype]]}
-        texts[INDEX] = _json({"metadata": size, "weight_map": dict(sorted(theirs.items()))})
+        size = weights.config.parameters * FLOATS[TYPES[dtype]]
+        texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": dict(sorted(theirs.items()))})
     for name, body in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(body)
@@ -73,17 +64,12 @@ def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
 
 def files_of(weights: Weights, dtype: str) -> dict[str, list[str]]:
     """The tensors of each file, in the order of the model: one file, or several of at most MOST_BYTES."""
-    parts, size = [list[str]()], 0
-    for name, shape in weights.shapes.items():
-        bytes_of = math.prod(shape) * FLOATS[TYPES[dtype]]
-        if parts[-1] and size + bytes_of > MOST_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += bytes_of
-    if len(parts) == 1:
-        return {FILE: parts[0]}
-    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    number = getattr(torch, dtype)
+    sizes = {name: torch.empty(shape, dtype=number, device="meta") for name, shape in weights.shapes.items()}
+    return split_torch_state_dict_into_shards(sizes, max_shard_size=MOST_BYTES).filename_to_tensors
 
 
 def remote_code() -> bytes:
@@ -91,7 +77,7 @@ def remote_code() -> bytes:
     return (Path(__file__).parent / REMOTE_CODE).read_bytes()
 
 
-def mlmodel(architecture: str, tokenizer: dict[str, Any], dtype: str, block_size: int) -> dict[str, Any]:
+def mlmodel(architecture: str, tokenizer: str, dtype: str, block_size: int) -> dict[str, Any]:
     """MLflow's description of the folder as a pipeline of transformers, which samples as `sample` does, or as the
     params of a request say. Source: mlflow.transformers 3.17; JSON is YAML."""
     text = '[{"type": "string", "required": true}]'
@@ -102,7 +88,7 @@ def mlmodel(architecture: str, tokenizer: dict[str, Any], dtype: str, block_size
         "model_binary": ".",
         "pipeline_model_type": architecture,
         "task": "text-generation",
-        "tokenizer_type": tokenizer["tokenizer_class"],
+        "tokenizer_type": tokenizer,
         "torch_dtype": f"torch.{dtype}",
     }
     flavors = {"python_function": {"loader_module": "mlflow.transformers"}, "transformers": flavor}
@@ -116,6 +102,8 @@ def write_safetensors(weights: Weights, path: Path, ours: Iterable[str], dtype: 
     """Write some tensors, a few at a time."""
     import torch
 
+    from trainer.models.family import to_hf
+
     config = weights.config
     names = {config.hf_name(name): name for name in ours}
     shapes = {theirs: weights.shapes[name] for theirs, name in names.items()}
@@ -124,51 +112,15 @@ def write_safetensors(weights: Weights, path: Path, ours: Iterable[str], dtype: 
     path.write_bytes(start)
 
     def put(stored: str) -> None:
+        (tensor,) = to_hf({names[stored]: weights.rounded(names[stored], getattr(torch, dtype))}, config).values()
         with path.open("r+b") as file:
             file.seek(begins[stored])
-            file.write(hf_tensor(weights, names[stored], dtype).view(torch.uint8).numpy().data)
-
-    in_threads(put, names)
-
-
-def hf_tensor(weights: Weights, name: str, dtype: str) -> "Tensor":
-    """A tensor as transformers has it."""
-    import torch
-
-    from trainer.models.family import to_hf
-
-    (tensor,) = to_hf({name: weights.rounded(name, getattr(torch, dtype))}, weights.config).values()
-    return tensor
-
-
-def verify(weights: Weights, folder: Path, dtype: str) -> None:
-    """RuntimeError unless the files, read back by safetensors, have every trained weight, rounded to `dtype`."""
-    import torch
-    from safetensors import safe_open
-
-    config, place = weights.config, dict[str, Path]()
-    for file, names in files_of(weights, dtype).items():
-        with safe_open(folder / file, "pt") as opened:
-            stored = set(opened.keys())
-        require(stored == {config.hf_name(name) for name in names}, folder / file, "the names of the tensors")
-        place |= dict.fromkeys(names, folder / file)
-
-    def compare(name: str) -> None:
-        found = read_tensor(place[name], config.hf_name(name))
-        found = found.t() if config.hf_transposed(name) else found
-        require(same(found, weights.rounded(name, getattr(torch, dtype))), place[name], name)
-
-    in_threads(compare, weights.shapes)
-
-
-def in_threads(work: Callable[[str], None], names: Iterable[str]) -> None:
-    """Do the work for each name, each on one core. Raises the first error."""
-    import torch
+            file.write(tensor.view(torch.uint8).numpy().data)
 
     threads, at_once = torch.get_num_threads(), min(TENSORS_AT_ONCE, os.cpu_count() or 1)
     try:
-        with ThreadPoolExecutor(at_once, "export", torch.set_num_threads, (1,)) as pool:
-            list(pool.map(work, names))
+        with ThreadPoolExecutor(at_once, "export", torch.set_num_threads, (1,)) as pool:  # each tensor on one core
+            list(pool.map(put, names))
     finally:
         torch.set_num_threads(threads)
 

@@ -1,16 +1,13 @@
 """Promises of the export: what its own runtimes make of each format, and what people read in the card."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tiktoken
 import torch
-from pipeline_runs import flip_a_bit
 from safetensors.torch import load_file, save_file
 from stage_work import tiny_work
 from tiny_models import greedy
@@ -153,7 +150,6 @@ def test_llama_cpp_says_the_same_text_from_the_gguf(
 ) -> None:
     model, weights = trained(encoding, **shape)
     paths = dict(zip(gguf.KINDS, gguf.write(weights, tmp_path), strict=True))
-    gguf.verify(weights, tmp_path)
     ids = encoding.encode_ordinary(TEXT)
     text = encoding.decode_bytes(greedy(model, ids, 12))
     with torch.no_grad():
@@ -206,7 +202,6 @@ def test_a_reader_of_llmc_finds_the_weights_and_the_tokens(
     encoding = small_encoding()
     model, weights = trained(encoding)
     llmc.write(weights, tmp_path)
-    llmc.verify(weights, tmp_path)
     state = model.state_dict()
     for name, version, dtype in (("model.bin", 5, torch.bfloat16), ("model_fp32.bin", 3, torch.float32)):
         header, found = read_llmc(tmp_path / name)
@@ -229,24 +224,6 @@ def test_a_reader_of_llmc_finds_the_weights_and_the_tokens(
 
 
 # --- every format
-
-
-IN_BF16 = SimpleNamespace(write=partial(hf.write, dtype="bfloat16"), verify=partial(hf.verify, dtype="bfloat16"))
-FORMATS: dict[str, Any] = {"hf": IN_BF16, "gguf": gguf, "llmc": llmc}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_an_export_with_one_changed_weight_is_not_committed(
-    trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path, name: str
-) -> None:
-    _, weights = trained(small_encoding())
-    folder = tmp_path / name
-    folder.mkdir()
-    paths = FORMATS[name].write(weights, folder)
-    FORMATS[name].verify(weights, folder)
-    flip_a_bit(paths[0])
-    with pytest.raises(RuntimeError, match=f"{paths[0].name}, read back, differs from the trained weights: "):
-        FORMATS[name].verify(weights, folder)
 
 
 def test_each_format_has_a_folder_in_the_artifact(tmp_path: Path) -> None:
