@@ -20,7 +20,7 @@ from typing import IO, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pipelines.show.outage import show_outages
+from pipelines.show.warnings import make_warnings_printable
 from pipelines.verbs.bench import bench
 from pipelines.verbs.doctor import doctor
 from pipelines.verbs.down import down
@@ -201,7 +201,7 @@ def main() -> None:
     os.environ.update(CHILDREN)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ascii, latin-1 and cp1252 lack what tables are drawn with
-    show_outages()
+    make_warnings_printable()
     try:
         app(prog_name=PROGRAM)
     except (Exception, KeyboardInterrupt) as error:

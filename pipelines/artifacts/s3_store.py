@@ -13,6 +13,7 @@ restored. So a wrong key ends a command at its start, and a long run survives a 
 import base64
 import hashlib
 import logging
+import math
 import os
 import re
 import threading
@@ -21,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -49,28 +49,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_BYTES = 1 << 20  # of a download: their answer tells the size of the object, for which the other parts wait
+LINE_SECONDS = 30.0  # between two lines about an outage
+WORTH_A_LINE_SECONDS = 10.0  # of an outage, for a line about its end
 PART_ATTEMPTS = 5  # then the whole transfer begins again, until the time limit
 CONTENT_TYPES = {".json": "application/json", ".jsonl": "application/x-ndjson", ".md": "text/markdown; charset=utf-8"}
-
-
-@dataclass(frozen=True)
-class Outage:
-    """A request that is being repeated. Seconds by the monotonic clock."""
-
-    what: str  # "put s3://bucket/prefix/key"
-    cause: str  # of the last failure
-    began: float
-    time_limit_s: float
-    ended: float | None = None  # None: it is still being repeated
-    answered: bool = False
-
-    def text(self, now: float) -> str:
-        """One line for people, at `now`; the times come first, because a narrow terminal cuts the end."""
-        waited = f"{now - self.began:.0f} s"
-        if self.ended is not None:
-            return f"{self.what}: {'answered' if self.answered else 'given up'} after {waited}"
-        left = max(0.0, self.began + self.time_limit_s - now)
-        return f"{waited} without an answer, {left:.0f} s left: {self.what}: {self.cause}; trying again"
 
 
 class S3Store:
@@ -86,6 +68,7 @@ class S3Store:
         self._time_limit_s = time_limit_s
         self._given_client = client
         self._accepted: set[str] = set()  # kinds of requests that the server has accepted from this process
+        self._line_at = -math.inf  # by time.monotonic
         self._connect()
 
     def _connect(self) -> None:
@@ -130,7 +113,8 @@ class S3Store:
             except self._client.exceptions.ClientError as error:
                 if code_of(error) == "InvalidRange":  # the object ends before it
                     return 0, 0
-                raise self._absent(key) if code_of(error) == "NoSuchKey" else error from None
+                absent = code_of(error) == "NoSuchKey"
+                raise FileNotFoundError(2, "no such object", self._uri_of(key)) if absent else error from None
             size = int(answer.get("ContentRange", f"/{answer['ContentLength']}").rpartition("/")[2])
             return filled(buffer, answer), size
 
@@ -224,9 +208,6 @@ class S3Store:
                 digest.update(arriving.result())
         return digest.hexdigest()
 
-    def _absent(self, key: str) -> FileNotFoundError:
-        return FileNotFoundError(2, "no such object", self._uri_of(key))
-
     def entries(self, prefix: str) -> list[Entry]:
         return self.objects(checked_prefix(prefix))
 
@@ -313,25 +294,28 @@ class S3Store:
 
     def _until_answered(self, what: str, request: Callable[[], T]) -> T:
         """Call `request` until it answers, fails for good, or reaches the time limit, which begins with its first
-        failure."""
+        failure. Logs few lines: the times come first, because a narrow terminal cuts the end."""
         import tenacity
 
-        outage: Outage | None = None
+        began: float | None = None  # of the outage, by time.monotonic
         kind = what.partition(" ")[0].replace("create", "put")
 
         def may_pass(error: BaseException) -> bool:
             return is_transient(error) or (kind in self._accepted and is_refusal(error))
 
         def is_too_late(state: tenacity.RetryCallState) -> bool:
-            since = outage.began if outage else time.monotonic()
+            since = time.monotonic() if began is None else began
             return time.monotonic() + state.upcoming_sleep - since > self._time_limit_s
 
         def log_retry(state: tenacity.RetryCallState) -> None:
-            nonlocal outage
+            nonlocal began
             assert state.outcome is not None
             error, now = state.outcome.exception(), time.monotonic()
-            outage = Outage(what, brief(error), outage.began if outage else now, self._time_limit_s)
-            log.warning("%s", outage.text(now), extra={"outage": outage})
+            began = now if began is None else began
+            if now - self._line_at >= LINE_SECONDS:
+                self._line_at, left = now, max(0.0, began + self._time_limit_s - now)
+                times = f"{now - began:.0f} s without an answer, {left:.0f} s left"
+                log.warning("%s: %s: %s; trying again", times, what, brief(error))
             if error and is_refusal(error):
                 with suppress(UserError):
                     self._connect()
@@ -359,10 +343,8 @@ class S3Store:
                 raise StoreUnavailable(f"{reported}; refused for {self._time_limit_s:g} s") from error
             raise reported from error
         finally:
-            if outage:
-                now = time.monotonic()
-                end = replace(outage, ended=now, answered=answered)
-                log.info("%s", end.text(now), extra={"outage": end})
+            if began is not None and (seconds := time.monotonic() - began) > WORTH_A_LINE_SECONDS:
+                log.warning("%s: %s after %.0f s", what, "answered" if answered else "given up", seconds)
 
 
 def filled(buffer: memoryview, answer: Mapping[str, Any]) -> int:
