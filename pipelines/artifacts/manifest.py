@@ -47,6 +47,9 @@ SMALL = 16 << 20  # bytes of a cached file that is hashed at every start: 10 ms
 class DamagedArtifact(UserError):
     """A manifest is unreadable, or a file differs from its manifest."""
 
+    def __init__(self, where: str, what: str, remedy: str = "remove it to build the artifact again") -> None:
+        super().__init__(f"{where}: {what}; {remedy}")
+
 
 @dataclass(frozen=True)
 class File(StoredRecord):
@@ -112,17 +115,13 @@ class Manifest(StoredRecord):
         for file in self.files:
             if file.name == name:
                 return file
-        raise DamagedArtifact(
-            f"{key_of(self.prefix)}: damaged: it names no {name}; remove it to build the artifact again"
-        )
+        raise DamagedArtifact(key_of(self.prefix), f"damaged: it names no {name}")
 
     def fact(self, name: str) -> Any:
         """A fact that every artifact of the stage has."""
         if name in self.facts:
             return self.facts[name]
-        raise DamagedArtifact(
-            f"{key_of(self.prefix)}: damaged: its facts lack {name}; remove it to build the artifact again"
-        )
+        raise DamagedArtifact(key_of(self.prefix), f"damaged: its facts lack {name}")
 
     def to_json(self) -> bytes:
         values = asdict(self) | {"files": [file.to_json() for file in self.files]}
@@ -178,20 +177,18 @@ def fingerprint_of(identity: Mapping[str, Any]) -> str:
 
 def read_manifest(store: Store, prefix: str) -> Manifest | None:
     """The manifest under `prefix`, or None if the artifact does not exist (yet)."""
-    key = key_of(prefix)
+    key, where = key_of(prefix), f"{store.uri}/{key_of(prefix)}"
     body = store.get(key)
     if body is None:
         return None
     try:
-        manifest = Manifest.from_json(body, f"{store.uri}/{key}")
-        check_facts(manifest, f"{store.uri}/{key}: facts")
+        manifest = Manifest.from_json(body, where)
+        check_facts(manifest, f"{where}: facts")
     except DamagedRecord as error:
-        raise DamagedArtifact(f"{error}; remove it to build the artifact again") from error
+        raise DamagedArtifact(where, str(error).removeprefix(f"{where}: ")) from error
     known_stage = manifest.stage in FOLDERS
     if not (known_stage and fingerprint_of(manifest.identity) == manifest.fingerprint and manifest.prefix == prefix):
-        raise DamagedArtifact(
-            f"{store.uri}/{key}: its identity and its fingerprint do not match; remove it to build the artifact again"
-        )
+        raise DamagedArtifact(where, "its identity and its fingerprint do not match")
     return manifest
 
 
@@ -223,12 +220,10 @@ def commit(store: Store, manifest: Manifest, scratch: Iterable[str] = ()) -> Man
             for key in scratch:
                 store.delete(f"{manifest.prefix}/{key}")
         return manifest
-    winner = read_manifest(store, manifest.prefix)
+    winner, where = read_manifest(store, manifest.prefix), f"{store.uri}/{key_of(manifest.prefix)}"
     if winner is None:
         if not lost:
-            raise DamagedArtifact(
-                f"{store.uri}/{key_of(manifest.prefix)}: exists but is not a manifest; delete it and run again"
-            )
+            raise DamagedArtifact(where, "exists but is not a manifest", "delete it and run again")
         raise StoreUnavailable(f"{store.uri}/{lost[0]}: removed before {key_of(manifest.prefix)} was written")
     return winner
 
@@ -265,10 +260,8 @@ def place_of(store: Store, prefix: str, file: File, places: Collection[str] = ()
     if file.at is None:
         return store, f"{prefix}/{file.key}"
     if file.at != HERE and file.at not in places:
-        raise DamagedArtifact(
-            f"{store.uri}/{key_of(prefix)}: names {shown(file.name)} in {shown(file.at)}, which tokens.source does not "
-            "name; remove it to build the artifact again"
-        )
+        what = f"names {shown(file.name)} in {shown(file.at)}, which tokens.source does not name"
+        raise DamagedArtifact(f"{store.uri}/{key_of(prefix)}", what)
     return (store if file.at == HERE else _other_store(file.at)), file.key
 
 
@@ -365,21 +358,12 @@ def verify(store: Store, key: str, file: File, path: Path, digest: str | None = 
                 damage = "different from its manifest (sha256 differs)"
         except ABSENT:
             damage = "missing"
-    if damage and file.at == HERE:
-        artifact = "/".join(key.split("/")[:2])
-        raise DamagedArtifact(
-            f"{store.uri}/{key}: damaged: it is {damage}; remove {key_of(artifact)} and that of the "
-            "mixture to build them again"
-        )
-    if damage and file.at is not None:
-        raise DamagedArtifact(
-            f"{store.uri}/{key}: changed after it was adopted: it is {damage}; run again to adopt it anew"
-        )
+    if damage and file.at not in (None, HERE):
+        what = f"changed after it was adopted: it is {damage}"
+        raise DamagedArtifact(f"{store.uri}/{key}", what, "run again to adopt it anew")
     if damage:
-        artifact = key.removesuffix(f"/{file.key}")
-        raise DamagedArtifact(
-            f"{store.uri}/{key}: damaged: it is {damage}; remove {key_of(artifact)} to build it again"
-        )
+        manifests = key_of("/".join(key.split("/")[:2])) + " and that of the mixture" * (file.at == HERE)
+        raise DamagedArtifact(f"{store.uri}/{key}", f"damaged: it is {damage}", f"remove {manifests} to build it again")
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -51,10 +51,8 @@ def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
     max_ids, rows, shards = tokens.facts.get("max_ids", {}), tokens.facts.get("rows", {}), []
     for name, count in counts.items() if isinstance(counts, dict) else [("shards", counts)]:
         if not isinstance(count, int) or (form := form_of(sizes.get(name, 0), count)) is None:
-            raise DamagedArtifact(
-                f"{key_of(tokens.prefix)}: damaged: {name} has {count!r} tokens in its facts and "
-                f"{sizes.get(name, 'no')} bytes in its files; remove it to build the artifact again"
-            )
+            what = f"{name} has {count!r} tokens in its facts and {sizes.get(name, 'no')} bytes in its files"
+            raise DamagedArtifact(key_of(tokens.prefix), f"damaged: {what}")
         if name.startswith(split):
             (token_bytes, header), source = form, SOURCE.search(name) if "sources" in tokens.facts else None
             number = int(source[1]) if source else 0

@@ -84,7 +84,7 @@ def tokenizer_of(tokens: TokensConfig, store: Store, prefix: str) -> "tiktoken.E
     if body is None:
         return own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.file}", own.end_of_text)
     if sha256(body).hexdigest() != own.digest:
-        raise DamagedArtifact(f"{where}: damaged (sha256 differs); remove it, and `skytrain run` brings it again")
+        raise DamagedArtifact(where, "damaged (sha256 differs)", "remove it, and `skytrain run` brings it again")
     return own_tokenizer(body, where, own.end_of_text)
 
 
