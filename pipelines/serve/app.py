@@ -13,15 +13,16 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from importlib import resources
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -39,11 +40,7 @@ GENERATION_SECONDS = 600.0  # of one request, with the time that its client take
 ARRIVAL_SECONDS = 10.0  # of a request: else silent connections would use up all that the server takes
 MAX_STOPS = 4
 MAX_MESSAGES = 1000
-PAGE = {
-    "/": ("page.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-}
+PAGE = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -194,8 +191,8 @@ def make_app(
 
     for kind in (Exception, UserError, Refused, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, refusal)
-    for path, (name, media_type) in PAGE.items():
-        app.add_api_route(path, page(name, media_type), methods=["GET"])
+    for path, name in PAGE.items():
+        app.add_route(path, partial(page, name))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, Any]:
@@ -400,14 +397,9 @@ def refused(error: RequestValidationError) -> Refused:
     return Refused(400, cut(f"{field}: {kinds if field == 'prompt' else problem['msg']}"), field)
 
 
-def page(name: str, media_type: str) -> Callable[[], Coroutine[Any, Any, Response]]:
-    """The route of a file of the page."""
-    body = resources.files("pipelines.serve").joinpath("page", name).read_bytes()
-
-    async def read() -> Response:
-        return Response(body, media_type=f"{media_type}; charset=utf-8")
-
-    return read
+async def page(name: str, _: Request) -> Response:
+    """A file of the page."""
+    return FileResponse(Path(__file__).with_name("page") / name)
 
 
 class Guard:
@@ -424,24 +416,10 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", []), *more]}
             await send(message)
 
-        late, arriving = asyncio.get_running_loop().time() + ARRIVAL_SECONDS, scope["type"] == "http"
-
-        async def receive_in_time() -> Message:
-            nonlocal arriving
-            if not arriving:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(late):
-                    message = await receive()
-            except TimeoutError:
-                message = {"type": "http.disconnect"}
-            arriving = bool(message.get("more_body"))
-            return message
-
         if scope["type"] == "http" and (refusal := self.refusal(scope)):
             await Answer(refusal.body, refusal.status)(scope, receive, send_with_headers)
         elif scope["type"] != "websocket":  # there are none
-            await self.app(scope, receive_in_time, send_with_headers)
+            await self.app(scope, receive, send_with_headers)
 
     def refusal(self, scope: Scope) -> Refused | None:
         """Why a request is refused."""
@@ -459,26 +437,22 @@ class Guard:
 
 
 class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Closes a connection on which no request has arrived for ARRIVAL_SECONDS; uvicorn waits for ever."""
+    """Closes a connection on which no whole request has arrived for ARRIVAL_SECONDS; uvicorn waits for ever."""
 
     limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._limit_wait()
+        self._limit_arrival()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._limit_wait()
+        self._limit_arrival()
 
-    def _limit_wait(self) -> None:
-        if self.limit is None and self._waits():
-            self.limit = self.loop.call_later(ARRIVAL_SECONDS, self._close_if_silent)
-
-    def _close_if_silent(self) -> None:
-        self.limit = None
-        if self._waits():
-            self.transport.close()
-
-    def _waits(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+    def _limit_arrival(self) -> None:
+        if self.cycle and not self.cycle.more_body and not self.cycle.response_complete:
+            if self.limit:
+                self.limit.cancel()
+            self.limit = None
+        elif self.limit is None:
+            self.limit = self.loop.call_later(ARRIVAL_SECONDS, self.transport.close)
