@@ -5,6 +5,7 @@ manifests hold everything else.
 """
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from typing import Any, Self
 from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan
 from pipelines.artifacts.store_id import StoreIdText, settled_store_id
 from pipelines.recipe import REMOVED_FORMATS, Recipe
-from pipelines.tracking.mlflow.settings import experiment_name, own_tags
+from pipelines.tracking.mlflow.settings import own_tags
 from trainer.config import ADAMW_FIELDS, MUON_FIELDS
 from trainer.errors import UserError, shown
 from trainer.models.model_config import REMOVED_FIELDS
@@ -100,7 +101,8 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
                 earlier[stage] = [prefix for prefix in before.all_prefixes(stage) if prefix != now]
         prefixes = {stage: before.prefixes[stage] for stage in plans if stage in before.prefixes} | prefixes
     about = recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier
-    made = RunRecord(run, *about, experiment_name(), own_tags(), settled_store_id(store))
+    experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "skytrain"  # MLflow's own setting
+    made = RunRecord(run, *about, experiment, own_tags(), settled_store_id(store))
     store.put(key_of(run), made.to_json())
     return made
 

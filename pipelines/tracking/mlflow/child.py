@@ -23,7 +23,8 @@ from pipelines.artifacts.manifest import scratch
 from pipelines.artifacts.provenance import provenance
 from pipelines.artifacts.s3_store import open_store
 from pipelines.tracking.mlflow.mirror import Mirror
-from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, tracking_is_off, tracking_uri
+from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, tracking_uri
+from trainer.errors import UserError
 from trainer.events import EVENTS_FILE, Row, Sampled, events_after
 
 MODULE = "pipelines.tracking.mlflow.child"
@@ -42,7 +43,10 @@ class MirrorProcess:
 
     def __init__(self, store: str, run: str, home: Path, *, default_uri: str) -> None:
         self.store, self.run, self.home = store, run, home
-        self.off, self.flush_seconds = tracking_is_off(), flush_seconds()
+        tracking = os.environ.get("SKYTRAIN_TRACKING") or "on"
+        if tracking.lower() not in ("on", "off"):
+            raise UserError(f"SKYTRAIN_TRACKING: {tracking!r} is neither on nor off")
+        self.off, self.flush_seconds = tracking.lower() == "off", flush_seconds()
         self.uri = default_uri if self.off else tracking_uri(default_uri)
         self.log = home / "tracking" / run / "mlflow.log"
         self._child: subprocess.Popen[bytes] | None = None

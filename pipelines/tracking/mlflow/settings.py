@@ -33,19 +33,6 @@ def flush_seconds() -> float:
     return seconds_from_environment("SKYTRAIN_MLFLOW_FLUSH_SECONDS", 30.0)
 
 
-def tracking_is_off() -> bool:
-    """Whether SKYTRAIN_TRACKING is off. UserError if it is neither on nor off."""
-    value = os.environ.get("SKYTRAIN_TRACKING") or "on"
-    if value.lower() not in ("on", "off"):
-        raise UserError(f"SKYTRAIN_TRACKING: {value!r} is neither on nor off")
-    return value.lower() == "off"
-
-
-def experiment_name() -> str:
-    """The experiment in MLflow: MLFLOW_EXPERIMENT_NAME, which is MLflow's own setting, or "skytrain"."""
-    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or "skytrain"
-
-
 def own_tags() -> dict[str, str]:
     """The user's own tags of a run, from SKYTRAIN_TAGS: NAME=VALUE,NAME=VALUE. UserError for another form."""
     return parse_tags(filter(None, os.environ.get("SKYTRAIN_TAGS", "").split(",")), "SKYTRAIN_TAGS: ")
