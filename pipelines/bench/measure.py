@@ -43,8 +43,17 @@ SYNTHETIC_TEXT = "tokens drawn by Zipf's law; --data FOLDER reads llm.c's shards
 
 @dataclass(frozen=True)
 class Measurement:
-    """The steps of one engine. Sizes in bytes, of this rank's GPU; None: unknown on this device."""
+    """The steps of a recipe on this machine. Sizes in bytes, of this rank's GPU; None: unknown on this device, which
+    `left_out` says."""
 
+    recipe: str
+    device: str
+    torch: str  # version
+    text: str
+    parameters: int
+    flops_per_token: int
+    formula: str  # of MFU
+    left_out: list[str]
     engine: str  # its name, device and the reason for it
     precision: str
     world_size: int
@@ -66,50 +75,17 @@ class Measurement:
     kernel_seconds: dict[str, float] | None  # of a step, by name; their sum is less than the step where the GPU waits
 
 
-@dataclass(frozen=True)
-class BenchResult:
-    """The measurement of a recipe on this machine."""
-
-    recipe: str
-    device: str
-    world_size: int
-    torch: str  # version
-    text: str
-    parameters: int
-    flops_per_token: int
-    formula: str  # of MFU
-    measured: list[Measurement]  # one
-    left_out: list[str]
-
-
-def bench(name: str, recipe: "Recipe", steps: int, data: Path | None, trace: Path | None) -> BenchResult | None:
+def bench(name: str, recipe: "Recipe", steps: int, data: Path | None, trace: Path | None) -> Measurement | None:
     """Measure the engine of a recipe; None on every rank but 0. UserError for an engine that cannot run here."""
-    import torch
-
-    from trainer.metrics import MFU_FORMULA
     from trainer.parallel import World
 
     world = World.start(recipe.runtime)
-    on_gpu = world.device.type == "cuda"
-    if trace and not on_gpu:
+    if trace and world.device.type != "cuda":
         raise UserError("--trace: kernels are profiled on CUDA devices, and there is none here; leave it out")
     with training_data(recipe, data) as tokens:
-        measured = measure(recipe, tokens, world, steps, trace)
+        measured = measure(name, str(data or SYNTHETIC_TEXT), recipe, tokens, world, steps, trace)
     world.close()
-    if world.rank:
-        return None
-    return BenchResult(
-        recipe=name,
-        device=torch.cuda.get_device_name(world.device) if on_gpu else "CPU",
-        world_size=world.world_size,
-        torch=torch.__version__,
-        text=str(data) if data else SYNTHETIC_TEXT,
-        parameters=recipe.model.parameters,
-        flops_per_token=recipe.model.flops_per_token,
-        formula=MFU_FORMULA,
-        measured=[measured],
-        left_out=[] if on_gpu else ["memory, clock, power, MFU and kernels: only CUDA devices report them"],
-    )
+    return None if world.rank else measured
 
 
 def bench_recipe(name: str, changes: list[str]) -> "Recipe":
@@ -144,18 +120,21 @@ def training_data(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]
         yield split_of(Path(scratch))
 
 
-def measure(recipe: "Recipe", data: "TokenData", world: "World", steps: int, trace: Path | None) -> Measurement:
+def measure(
+    name: str, text: str, recipe: "Recipe", data: "TokenData", world: "World", steps: int, trace: Path | None
+) -> Measurement:
     """Warm up, time and profile the steps of a recipe."""
     import torch
 
     from trainer.amounts import check_shares, micro_batch_count
     from trainer.checkpoint.commits import TrainState
     from trainer.engine import make_engine
-    from trainer.metrics import mfu, peak_flops
+    from trainer.metrics import MFU_FORMULA, mfu, peak_flops
     from trainer.micro_batch import choose_micro_batch
 
     model, train, runtime, device = recipe.model, recipe.train, recipe.runtime, world.device
     on_gpu = device.type == "cuda"
+    device_name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
     check_shares(model, train, world.world_size)
     engine = make_engine(model, train, runtime, world)
     engine.initialize(train.seed)
@@ -170,8 +149,16 @@ def measure(recipe: "Recipe", data: "TokenData", world: "World", steps: int, tra
         seconds = timed(run, steps, device)
     kernels = kernel_seconds(run.several, trace if world.rank == 0 else None) if on_gpu else None
     speeds = Spread.of(train.batch_tokens / s for s in seconds)
-    peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
+    peak = peak_flops(device_name) if on_gpu else None
     return Measurement(
+        recipe=name,
+        device=device_name,
+        torch=torch.__version__,
+        text=text,
+        parameters=model.parameters,
+        flops_per_token=model.flops_per_token,
+        formula=MFU_FORMULA,
+        left_out=[] if on_gpu else ["memory, clock, power, MFU and kernels: only CUDA devices report them"],
         engine=engine.why,
         precision=engine.precision,
         world_size=world.world_size,

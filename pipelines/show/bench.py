@@ -3,25 +3,20 @@
 from collections.abc import Iterator
 
 from pipelines.bench.gauges import Spread
-from pipelines.bench.measure import BenchResult, Measurement
+from pipelines.bench.measure import Measurement
 from pipelines.show.console import say
 
 MOST_KERNELS = 10
 
 
-def print_bench(result: BenchResult) -> None:
+def print_bench(result: Measurement) -> None:
     say("\n".join(lines(result)))
 
 
-def lines(result: BenchResult) -> Iterator[str]:
-    yield f"{result.recipe}: {result.parameters:,} parameters, {result.world_size} x {result.device}"
-    yield f"torch {result.torch}; text: {result.text}"
-    for row in result.measured:
-        yield from ("", *lines_of(row, result.flops_per_token))
-    yield from ("", result.formula, *(f"left out: {text}" for text in result.left_out))
-
-
-def lines_of(row: Measurement, flops_per_token: int) -> Iterator[str]:
+def lines(row: Measurement) -> Iterator[str]:
+    yield f"{row.recipe}: {row.parameters:,} parameters, {row.world_size} x {row.device}"
+    yield f"torch {row.torch}; text: {row.text}"
+    yield ""
     speed, step = row.tokens_per_second, row.step_seconds
     micro_batches = row.accumulated * row.world_size
     yield f"{row.engine}; {row.precision}"
@@ -30,7 +25,7 @@ def lines_of(row: Measurement, flops_per_token: int) -> Iterator[str]:
     yield f"           {row.sustained_tokens_per_second:,.0f} tokens/s over all steps"
     yield f"  step     {1e3 * step.median:,.1f} ms ({1e3 * step.least:,.1f} to {1e3 * step.most:,.1f})"
     if row.mfu is not None:
-        yield f"  MFU      {row.mfu:.1%} at {flops_per_token / 1e9:.3f} GFLOP a token"
+        yield f"  MFU      {row.mfu:.1%} at {row.flops_per_token / 1e9:.3f} GFLOP a token"
     if row.allocated_bytes is not None and row.reserved_bytes is not None:
         allocated, reserved = row.allocated_bytes / 2**30, row.reserved_bytes / 2**30
         yield f"  memory   {allocated:.1f} GiB allocated at most, {reserved:.1f} reserved"
@@ -44,6 +39,7 @@ def lines_of(row: Measurement, flops_per_token: int) -> Iterator[str]:
         yield from (f"           {1e3 * seconds:,.2f} ms  {name[:80]}" for name, seconds in longest)
     yield f"  loss     {row.first_loss:.3f}, then {row.last_loss:.3f}; all finite"
     yield from (f"  slow     {remark}" for remark in row.remarks)
+    yield from ("", row.formula, *(f"left out: {text}" for text in row.left_out))
 
 
 def spread(values: Spread) -> str:

@@ -159,7 +159,7 @@ def run_data(run: Run) -> dict[str, Any]:
         "max_steps": run.last_step,
         "parameters": model.parameters,
         "text": text_name(recipe),
-        "fineweb": is_fineweb(recipe),
+        "fineweb": all("fineweb" in one.named.lower() for one in recipe.tokens.each()),
         "tokenizer": str(recipe.tokens.tokenizer),
         "final": {metric: evaluated.facts.get(metric) if evaluated else None for metric in REFERENCES},
         "tokens_per_second": median(speeds) if speeds else None,
@@ -303,8 +303,3 @@ def receipt(run: Run) -> list[tuple[str, str]]:
 
 def text_name(recipe: Recipe) -> str:
     return recipe.tokens.named.replace("hf://datasets/", "")
-
-
-def is_fineweb(recipe: Recipe) -> bool:
-    """Whether all of the text is FineWeb or a part of it such as FineWeb-Edu, by the names of its sources."""
-    return all("fineweb" in one.named.lower() for one in recipe.tokens.each())

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from pipelines.bench.gauges import Spread
-from pipelines.bench.measure import Measurement
 from pipelines.cli import app
 from trainer.data.shards import write_shard
 
@@ -25,16 +23,10 @@ def benched(*options: str) -> Any:
     return done
 
 
-def measurement(values: dict[str, Any]) -> Measurement:
-    spreads = {name: Spread(**values[name]) for name in ("step_seconds", "tokens_per_second")}
-    return Measurement(**values | spreads)
-
-
 def test_a_measurement_adds_up(tmp_path: Path) -> None:
     write_shard(tmp_path / "train_000000.bin", (np.arange(5000) % 250).astype(np.uint16))
-    result = json.loads(benched("--json", "--steps", "21", "--data", str(tmp_path)).stdout)
-    (row,) = result["measured"]
-    assert (result["device"], result["world_size"], result["text"]) == ("CPU", 1, str(tmp_path))
+    row = json.loads(benched("--json", "--steps", "21", "--data", str(tmp_path)).stdout)
+    assert (row["device"], row["world_size"], row["text"]) == ("CPU", 1, str(tmp_path))
     assert row["engine"].startswith("eager") and row["precision"] == "fp32"
     assert row["micro_batch_size"] * row["accumulated"] * 32 == row["batch_tokens"] == 256
     speed, step = row["tokens_per_second"], row["step_seconds"]
@@ -44,7 +36,7 @@ def test_a_measurement_adds_up(tmp_path: Path) -> None:
     assert 0 < row["last_loss"] < row["first_loss"] < 6
     # Values that a CPU does not have are left out, with a note.
     assert [row[name] for name in ("mfu", "allocated_bytes", "sm_mhz", "watts", "kernel_seconds")] == 5 * [None]
-    assert "kernels" in result["left_out"][0]
+    assert "kernels" in row["left_out"][0]
 
 
 @pytest.mark.parametrize(
