@@ -54,21 +54,6 @@ def test_a_target_that_an_evaluation_passes_ends_the_run_as_an_artifact(finished
 
 
 @pytest.mark.slow
-def test_two_ranks_evaluate_to_the_same_facts_as_one(finished: Project, tmp_path: Path) -> None:
-    project = finished.copy(tmp_path / FOLDER_NAME)
-    alone = project.artifact("evaluate")
-    shutil.rmtree(project.store.root / alone.prefix)
-    result = project.result("--set", "runtime.processes=2")
-    assert [a["skipped"] for a in result["artifacts"].values()] == [True, True, False, True]
-    together = project.artifact("evaluate")
-    summed = ("val/loss", "val/bits_per_byte")  # by the ranks, in another order
-    rounded = {name: pytest.approx(alone.facts[name], rel=1e-6) for name in summed}
-    assert together.facts == {**alone.facts, **rounded}
-    (evaluated,) = [beat for beat in project.heartbeats() if beat["stage"] == "evaluate"]
-    assert evaluated["phases"]["evaluate"] > 0 and evaluated["progress"]["val/loss"] == together.facts["val/loss"]
-
-
-@pytest.mark.slow
 def test_ranks_that_evaluate_leave_when_the_command_is_asked_to_stop(finished: Project, tmp_path: Path) -> None:
     project = finished.copy(tmp_path / FOLDER_NAME)
     shutil.rmtree(project.store.root / project.artifact("evaluate").prefix)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from answers import Hub, answering
@@ -22,26 +23,30 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 COMMIT = "a" * 40
 MODEL = "openai-community/gpt2"
 CODE = """
-import sys
-from pathlib import Path
+import json, os, sys
 from stage_work import SMALL
 from pipelines.recipe import load_recipe
 from pipelines.tokens_config import TokenizerFile
 from pipelines.text.tokenizer import own_tokenizer, tokenizer_file_bytes
 from pipelines.weight_sources import Hub, fetched_from_hub, hub_weights, tokenizer_beside
 from trainer.errors import UserError
-source = Hub(*sys.argv[2].split("@"))
-try:
-    if sys.argv[1] == "check":
-        hub_weights(source, "train.init_from").check(load_recipe("smoke", [*SMALL, *sys.argv[3:]]).model)
-    elif sys.argv[1] == "tokenizer":
-        own = TokenizerFile(file=f"hf://{sys.argv[2]}")
-        assert tokenizer_file_bytes(own) == tokenizer_beside(sys.argv[2], None, "init_from")
-        print(own_tokenizer(tokenizer_file_bytes(own), "it").n_vocab)
-    else:
-        print(fetched_from_hub(source, "train.init_from"))
-except UserError as error:
-    print("error:", error)
+def answer(what, named, *changes):
+    source = Hub(*named.split("@"))
+    try:
+        if what == "check":
+            return hub_weights(source, "train.init_from").check(load_recipe("smoke", [*SMALL, *changes]).model)
+        if what == "tokenizer":
+            own = TokenizerFile(file=f"hf://{named}")
+            assert tokenizer_file_bytes(own) == tokenizer_beside(named, None, "init_from")
+            return own_tokenizer(tokenizer_file_bytes(own), "it").n_vocab
+        return str(fetched_from_hub(source, "train.init_from"))
+    except UserError as error:
+        return f"error: {error}"
+for line in sys.stdin:  # a process for each question: a thing is remembered on disk alone
+    if not (child := os.fork()):
+        print(json.dumps(answer(*json.loads(line))), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 
@@ -57,7 +62,7 @@ def hub(tmp_path: Path) -> Hub:
 
 
 @pytest.fixture
-def ask(hub: Hub, tmp_path: Path) -> Iterator[Callable[..., str]]:
+def ask(hub: Hub, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     environment = {
         **os.environ,
         "HF_HOME": str(tmp_path / "hf"),
@@ -66,22 +71,23 @@ def ask(hub: Hub, tmp_path: Path) -> Iterator[Callable[..., str]]:
         "NO_PROXY": "127.0.0.1",
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests/support")]),
     }
-
-    def asked(what: str, source: str = f"{MODEL}@{COMMIT}", *changes: str) -> str:
-        command = [sys.executable, "-c", CODE, what, source, *changes]
-        done = subprocess.run(
-            command, env=environment | {"HF_ENDPOINT": address}, capture_output=True, text=True, timeout=100
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
     with answering(hub.answer) as address:
-        yield asked
+        environment["HF_ENDPOINT"] = address
+        command, pipe = [sys.executable, "-c", CODE], subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+            questions, answers = process.stdin, process.stdout
+            assert questions and answers
+
+            def asked(what: str, source: str = f"{MODEL}@{COMMIT}", *changes: str) -> Any:
+                print(json.dumps([what, source, *changes]), file=questions, flush=True)
+                return json.loads(answers.readline())
+
+            yield asked
 
 
 @pytest.mark.slow
-def test_weights_of_the_hub_are_checked_by_their_header_and_fetched_verified(hub: Hub, ask: Callable[..., str]) -> None:
-    assert ask("check") == ""
+def test_weights_of_the_hub_are_checked_by_their_header_and_fetched_verified(hub: Hub, ask: Callable[..., Any]) -> None:
+    assert ask("check") is None
     shape = ask("check", f"{MODEL}@{COMMIT}", "model.n_layer=2")
     assert shape.endswith("its n_layer is 1, and model.n_layer is 2; --set model.n_layer=1 would fit")
     assert ask("check", f"{MODEL}-xl@{COMMIT}").startswith(
@@ -95,7 +101,7 @@ def test_weights_of_the_hub_are_checked_by_their_header_and_fetched_verified(hub
     assert not hub.sent[before:]  # once a machine
     assert ask("tokenizer").startswith("error: tokens.tokenizer: hf://openai-community/gpt2@aaaa")
     hub.files["tokenizer.json"] = tokenizer_files(tokenizer("bytes"), 0)["tokenizer.json"]
-    assert ask("tokenizer") == "257"
+    assert ask("tokenizer") == 257
     hub.wrong_sum = True
     assert "damaged on its way (sha256 differs)" in ask("fetch")
     hub.files = {"pytorch_model.bin": b"PK", "config.json": b"{}"}

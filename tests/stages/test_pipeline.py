@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from core_bundle import make_bundle
 from pipeline_runs import FOLDER_NAME, PRICE, RUN_FIELDS, STEPS, Project, flip_a_bit, series_of, sums
 from servers import LOOPBACK, S3Account, free_ports
 
@@ -19,7 +18,6 @@ from pipelines.artifacts.s3_store import S3Store
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.runs import read_runs
-from trainer.eval.core import TASKS
 
 
 @pytest.fixture
@@ -194,42 +192,3 @@ def test_a_run_on_s3_makes_the_files_of_a_run_on_disk_and_finds_them_again(
         assert stored < attempt.traffic.sent_bytes < 100 * stored + (1 << 20), attempt.stage  # and its commits
     again = project.result("--store", store.uri)
     assert all(artifact["skipped"] for artifact in again["artifacts"].values())
-
-
-# --- real text on S3
-
-
-REAL: dict[str, Any] = {
-    "name": "real",
-    "tokens": {"tokenizer": "gpt2", "shard_tokens": 50_000, "max_tokens": 300_000},
-    "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "vocab_size": 50_257},
-    "train": {"batch_tokens": 256, "max_steps": 20, "learning_rate": 3.0e-3, "val_every": 10, "val_tokens": 1024},
-    "evaluate": {"val_tokens": 2048, "hellaswag": "hellaswag.jsonl", "core": "bundle"},
-    "export": {"dtype": "float32"},
-    "runtime": {"micro_batch_size": 4, "processes": 1, "checkpoint_minutes": 0.02, "device": "cpu"},
-}
-
-
-def test_real_text_is_tokenized_trained_evaluated_and_sampled_on_s3(
-    tmp_path: Path, shared_data: Path, s3_store: S3Store
-) -> None:
-    recipe = REAL | {"tokens": REAL["tokens"] | {"source": str(shared_data / "corpus" / "*.parquet")}}
-    project = Project(tmp_path / FOLDER_NAME, recipe)
-    items = (shared_data / "hellaswag_val.jsonl").read_text().splitlines()[:60]
-    (project.folder / "hellaswag.jsonl").write_text("\n".join(items) + "\n")
-    make_bundle(project.folder / "bundle")
-    made = project.result("--store", s3_store.uri)
-    assert made["state"] == "done" and made["val_loss"] < 10.8  # log(50257) = 10.82: the model learned
-    manifests = {
-        stage: read_manifest(s3_store, artifact["uri"].removeprefix(f"{s3_store.uri}/"))
-        for stage, artifact in made["artifacts"].items()
-    }
-    facts = {stage: manifest.facts for stage, manifest in manifests.items() if manifest}
-    scores = facts["evaluate"]
-    assert 0 < scores["eval/hellaswag_acc_norm"] < 1 < scores["val/bits_per_byte"] < 10
-    assert scores["eval/core"] == pytest.approx(sum(scores[f"core/{task}"] for task in TASKS) / 22)
-    assert facts["tokenize"]["tokens"] == 300_000
-    again = project.result("--store", s3_store.uri)
-    assert all(artifact["skipped"] for artifact in again["artifacts"].values())
-    words = ["sample", made["run"], "--prompt", "The history of", "--tokens", "8", "--store", s3_store.uri]
-    assert project.run(*words).stdout.startswith("The history of")

@@ -44,7 +44,7 @@ def test_a_deterministic_run_imports_no_compiler(data: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_run_resumes_with_fewer_and_with_more_ranks(data: Path, tmp_path: Path) -> None:
     undisturbed = Command(data, tmp_path / "undisturbed", configured(**LONG))
-    undisturbed.finish(2)
+    undisturbed.finish()
     command = Command(data, tmp_path / "out", configured(**LONG))
     for ranks in (3, 1):
         with command.started(ranks) as process:
