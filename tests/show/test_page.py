@@ -225,18 +225,6 @@ def test_another_file_is_refused_in_one_line(tmp_path: Path, text: str, message:
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_recorded_log_of_a_real_llmc_run_is_read_completely(shared_data: Path) -> None:
-    overlay = read_overlay(str(shared_data / "llmc_124M_main.log"))
-    assert {metric: len(points) for metric, points in overlay.series.items()} == {
-        "train/loss": 19_552,
-        "train/lr": 19_552,
-        "train/grad_norm": 19_552,
-        "val/loss": 80,
-        "eval/hellaswag_acc_norm": 79,
-    }
-    assert (overlay.series["val/loss"][19_552], overlay.series["eval/hellaswag_acc_norm"][19_552]) == (3.2731, 0.3054)
-
-
 # --- one file, safe to open
 
 

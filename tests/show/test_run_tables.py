@@ -1,7 +1,5 @@
 """Tables, series and bills of runs show every value, for people and for programs."""
 
-import csv
-import io
 import json
 import re
 from collections.abc import Callable
@@ -9,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_records import PLANS, RUN, attempted, done_run, recorded, row, segment
+from run_records import PLANS, RUN, attempted, done_run, row, segment
 
-from pipelines.show.runs import print_series
 from pipelines.tracking.records import Machine, Progress
-from pipelines.tracking.runs import Run, Summary, read_run
+from pipelines.tracking.runs import Summary, read_run
 from pipelines.verbs.report import report
 from pipelines.verbs.status import status
 from trainer.errors import UserError
@@ -57,23 +54,6 @@ def test_the_report_of_one_run_shows_its_costs_by_purpose_and_price(
     assert "aws spot" not in capsys.readouterr().out  # this option is for one run
 
 
-def test_the_series_has_one_row_per_step_from_its_last_attempt(
-    store: LocalStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    segment(store, 4, 1, [row(s, 1.0) for s in (1, 2, 3, 4)])
-    segment(store, 6, 1, [row(s, 1.5) for s in (5, 6)])
-    segment(store, 7, 2, [row(s, 2.0) for s in (5, 6, 7)])  # resumed from step 4: the checkpoint of step 6 was damaged
-    segment(store, 8, 3, [{"step": 7, "time": 1.0, "val/loss": 9.0}, row(8, 3.0)])
-    found = Run(store, recorded(store)).series
-    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [r["train/loss"] for r in found] == [1.0] * 4 + [2.0] * 3 + [3.0]
-    print_series(RUN, found, as_json=False, alone=True)
-    out = capsys.readouterr().out
-    assert out.splitlines()[0] == "step,train/loss,lr,grad_norm,tokens/s"
-    assert out.splitlines()[7] == "7,2.0,0.001,0.5,10.0"
-    assert [int(r["step"]) for r in csv.DictReader(io.StringIO(out))] == list(range(1, 9))
-
-
 def test_report_prints_json_and_csv_for_programs(
     store: LocalStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +66,7 @@ def test_report_prints_json_and_csv_for_programs(
     assert (len(account["attempts"]), account["total"]["usd"]) == (4, pytest.approx(20.0))
     assert account["by_phase"]["setup"]["usd"] == pytest.approx(4 * 60 / 3600 * 10)
     report(None, store=store.uri, series=True)
-    assert capsys.readouterr().out.splitlines()[1:] == ["1,2.0,0.001,0.5,10.0"]
+    assert capsys.readouterr().out.splitlines() == ["step,train/loss,lr,grad_norm,tokens/s", "1,2.0,0.001,0.5,10.0"]
 
 
 @pytest.mark.parametrize(

@@ -236,13 +236,6 @@ def test_each_format_has_a_folder_in_the_artifact(tmp_path: Path) -> None:
     assert built.facts["formats"] == ["hf", "gguf"]
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "onnx"])
-def test_a_removed_format_is_named_in_one_line_with_what_to_do(name: str) -> None:
-    with pytest.raises(UserError, match=f"export.formats: {name} was removed in version 0.2: .*hf") as mistake:
-        load_recipe("smoke", [f"export.formats=[hf, {name}]"])
-    assert "\n" not in str(mistake.value)
-
-
 def test_a_format_without_its_package_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

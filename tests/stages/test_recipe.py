@@ -10,7 +10,7 @@ from core_bundle import make_bundle
 
 from pipelines.recipe import EvaluateConfig, Recipe, load_recipe, shipped
 from pipelines.stage import STAGES, plans_of, run_name
-from trainer.config import MUON_FIELDS
+from trainer.config import MUON_FIELDS, StopAt
 from trainer.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -23,75 +23,6 @@ PINNED = {
     "export": "c86ce9b873df7002a7209567d65fa00dd957a00987fcbdada2cabf5e5d310cad",
 }
 
-# A field of each section of gpt2-124m with a value that it does not have there.
-OTHER: dict[str, dict[str, Any]] = {
-    "tokens": {
-        "source": "hf://datasets/HuggingFaceFW/fineweb",
-        "subset": "sample-100BT",
-        "revision": "0" * 40,
-        "text_column": "content",
-        "tokenizer": "bytes",
-        "packing": "documents",
-        "shard_tokens": 50_000_000,
-        "max_tokens": 1_000_000_000,
-        "val_tokens": 1_000_000,
-        "val_shards": 2,
-    },
-    "model": {"family": "modern", "n_layer": 13, "n_head": 6, "n_embd": 1536, "block_size": 512, "vocab_size": 50_304},
-    "train": {
-        "batch_tokens": 262_144,
-        "batch_ramp_from": 32_768,
-        "batch_ramp_tokens": 1_000_000_000,
-        "max_steps": 1000,
-        "optimizer": "muon",
-        "learning_rate": 5e-4,
-        "embedding_learning_rate": 0.3,
-        "head_learning_rate": 0.008,
-        "muon_learning_rate": 0.03,
-        "muon_momentum": 0.95,
-        "muon_momentum_warmup_steps": 300,
-        "muon_weight_decay": 0.28,
-        "scale_rates": True,
-        "warmup_steps": 10,
-        "schedule": "wsd",
-        "min_lr_fraction": 0.1,
-        "wsd_decay_fraction": 0.3,
-        "weight_decay": 0.0,
-        "beta1": 0.8,
-        "beta2": 0.99,
-        "epsilon": 1e-7,
-        "grad_clip": None,
-        "skip_loss_zscore": 6.0,
-        "skip_grad_norm_zscore": 6.0,
-        "seed": 1,
-        "val_every": None,
-        "val_tokens": 1_048_576,
-        "stop_at": {"val_loss": 3.0},
-        "precision": "fp32",
-        "init_from": f"openai-community/gpt2@{'0' * 40}",
-        "branch_from": f"run:other-12345678@5@sha256:{'0' * 64}",
-    },
-    "evaluate": {
-        "val_tokens": 1024,
-        "hellaswag": None,
-        "lm_eval": ["piqa"],
-    },
-    "export": {"formats": ["hf", "gguf"], "dtype": "float32"},
-    "runtime": {
-        "micro_batch_size": 1,
-        "processes": 2,
-        "engine": "eager",
-        "reduce_dtype": "bf16",
-        "recompute": True,
-        "checkpoint_minutes": 3.0,
-        "keep_last": 5,
-        "keep_every_steps": 1000,
-        "data_cache_gb": 100.0,
-        "deterministic": True,
-        "device": "cpu",
-        "watchdog_minutes": 5.0,
-    },
-}
 DOWNSTREAM = {
     "tokens": {"tokenize", "train", "evaluate", "export"},
     "model": {"train", "evaluate", "export"},
@@ -100,10 +31,25 @@ DOWNSTREAM = {
     "export": {"export"},
     "runtime": set(),
 }
+# Values of fields to which one cannot be added.
+OTHER: dict[str, Any] = {
+    "revision": "0" * 40,
+    "packing": "documents",
+    "stop_at": StopAt(val_loss=3.0),
+    "init_from": f"openai-community/gpt2@{'0' * 40}",
+    "branch_from": f"run:other-12345678@5@sha256:{'0' * 64}",
+    "lm_eval": ["piqa"],
+    "formats": ["hf", "gguf"],
+}
 # Other tests change these: `core` needs a bundle, `sources` replace a source, and `every` alone decides no byte of an
 # artifact.
-ELSEWHERE = {"evaluate": {"core", "every"}, "tokens": {"sources"}}
-FIELDS = [(section, field) for section, fields in OTHER.items() for field in fields]
+ELSEWHERE = ("core", "every", "sources")
+FIELDS = [
+    (section, field)
+    for section in DOWNSTREAM
+    for field in type(getattr(load_recipe("gpt2-124m"), section)).model_fields
+    if field not in ELSEWHERE
+]
 
 
 ON_ONE_GPU = (
@@ -183,6 +129,8 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
             "export.formats=[hf, ggfu]",
             "my.yaml: export.formats: input should be 'hf', 'gguf' or 'llmc' (got 'ggfu'); did you mean 'gguf'?",
         ),
+        ("export.formats=[hf, onnx]", "my.yaml: export.formats: onnx was removed in version 0.2: "),
+        ("export.formats=[hf, nanogpt]", "my.yaml: export.formats: nanogpt was removed in version 0.2: "),
         (
             "tokens.parts=8",
             "my.yaml: tokens.parts: was removed in version 0.2: a node tokenizes on all its cores; for several nodes,",
@@ -300,16 +248,16 @@ def test_set_changes_one_field_with_the_types_of_yaml(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("section", "field"), FIELDS)
 def test_a_field_changes_the_fingerprints_downstream_and_no_others(section: str, field: str) -> None:
-    ramp = ["train.batch_ramp_from=16384", "train.batch_ramp_tokens=1"]  # one is invalid without the other
-    muon = ["train.optimizer=muon"]
-    recipe = load_recipe("gpt2-124m", ramp if field.startswith("batch_ramp") else muon if field in MUON_FIELDS else [])
-    values = recipe.model_dump()
-    assert values[section][field] != OTHER[section][field]
-    if (section, field) == ("tokens", "val_tokens"):
-        values[section]["val_shards"] = None  # one of them decides the split
-    values[section][field] = OTHER[section][field]
-    before, after = fingerprints(recipe), fingerprints(Recipe.model_validate(values))
-    assert {stage for stage in STAGES if before[stage] != after[stage]} == DOWNSTREAM[section]
+    recipe = load_recipe("gpt2-124m", ["train.optimizer=muon"] if field in MUON_FIELDS else [])
+    before = getattr(recipe, section)
+    value = getattr(before, field)
+    if field in OTHER or value is None:
+        another = OTHER.get(field, 5)
+    else:
+        another = not value if isinstance(value, bool) else value + type(value)(1)
+    changed = recipe.model_copy(update={section: before.model_copy(update={field: another})})
+    was, now = fingerprints(recipe), fingerprints(changed)
+    assert {stage for stage in STAGES if was[stage] != now[stage]} == DOWNSTREAM[section]
 
 
 def test_the_name_of_a_recipe_is_in_no_fingerprint() -> None:

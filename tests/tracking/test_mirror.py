@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from answers import answering
+from faulty_proxy import Fault, FaultyProxy
 from mlflow_runs import Seen, own_experiment
 from pipeline_runs import PRICE, Project, committed
 from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, recorded, row, segment
 from safetensors.torch import save_file
-from servers import MlflowServer, S3Account, free_ports
+from servers import S3Account, free_ports
 from text_runs import CONTEXT
 from text_runs import RECIPE as speaker
 from tiny_models import greedy, model_of
@@ -251,24 +252,19 @@ def test_rows_arrive_while_the_run_trains_and_a_killed_mirror_loses_and_doubles_
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_comes_back_gets_everything(
-    train: Callable[[str], Training], tmp_path: Path, experiment: str, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_goes_away_and_comes_back_gets_everything(
+    train: Callable[[str], Training], mlflow_server: str, experiment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "120")
-    server = MlflowServer(tmp_path / "server")
-    server.start()
-    try:
-        run = train(server.uri)
+    with FaultyProxy(mlflow_server) as proxy:
+        run = train(proxy.endpoint)
         run.rows(range(1, 4))
-        until(lambda: Seen(server.uri, experiment).points("train/loss") == losses(3), "the rows arrive")
-        server.stop()
+        until(lambda: Seen(mlflow_server, experiment).points("train/loss") == losses(3), "the rows arrive")
+        proxy.fail(Fault(), Fault(502))
         run.rows(range(4, 10))
-        until(lambda: "will try again" in run.mirror.log.read_text(), "the loss is noticed")
-        server.start()
+        until(lambda: "will try again" in run.mirror.log.read_text(), "a fault is noticed")
         assert run.end() is None
-        assert Seen(server.uri, experiment).points("train/loss") == losses(9)
-    finally:
-        server.stop()
+    assert Seen(mlflow_server, experiment).points("train/loss") == losses(9)
 
 
 @pytest.fixture
