@@ -249,7 +249,7 @@ def record_crash(store: Store, plans: dict[str, ArtifactPlan], until: str, billi
     """
     stage = next(iter(missing(store, plans, until)), None)
     if stage is None:
-        return Interrupted(cause)  # the same command only reports the artifacts
+        return Crashed(cause)  # the same command only reports the artifacts
     prefix, run = plans[stage].prefix, run_name(plans)
     beats = attempts(store, prefix)
     deadline = time.monotonic() + ORPHAN_SECONDS

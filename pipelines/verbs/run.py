@@ -58,6 +58,9 @@ def run(
         int | None,
         typer.Option(hidden=True, metavar="CODE", help="Internal: go on after this command was killed, with CODE."),
     ] = None,
+    stopping: Annotated[
+        bool, typer.Option("--stopping", hidden=True, help="Internal: with --exited, only record that it was killed.")
+    ] = False,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Run the recipe's own reward functions, with your rights.")
     ] = False,
@@ -67,7 +70,11 @@ def run(
 ) -> None:
     """Run the missing stages of a recipe; resume after an interruption."""
     from pipelines.nodes.launcher_process import prepare_launcher
+    from trainer.process import StopSignal
 
+    stop = StopSignal()
+    if stopping:
+        stop.ask("SIGTERM")
     if stage != "tokenize":
         prepare_launcher()  # before the imports below
 
@@ -82,14 +89,13 @@ def run(
     from pipelines.stage import STAGES, TUNE, missing, planned, run_name, stages_until
     from pipelines.text.reward_code import check_code
     from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
-    from trainer.process import StopSignal
 
     if exited is not None and not 128 < exited <= 192:
         sys.exit(exited)
     if stage and "." not in stage:
         one_of(stage, (*STAGES, TUNE), "--stage")
     set_tracking_options(experiment, tag)
-    node, stop, screen = this_node(), StopSignal(), TerminalScreen(quiet=as_json)
+    node, screen = this_node(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
     try:
         loaded, plans = planned(recipe, set_ or [], opened)
@@ -98,7 +104,9 @@ def run(
             raise UserError(f"{error}; this machine has never reached it") from error
         raise
     stage = stages_until(plans, stage or [*plans][-1])[-1]
-    if exited and (ending := after_signal(exited - 128, opened, plans, stage, screen, price_per_hour, unless_stopped)):
+    if exited and (
+        ending := after_signal(exited - 128, opened, plans, stage, screen, stop, price_per_hour, unless_stopped)
+    ):
         raise ending
     check_home()
     todo = missing(opened, plans, stage)
@@ -174,6 +182,7 @@ def after_signal(
     plans: "dict[str, ArtifactPlan]",
     until: str,
     screen: "Screen",
+    stop: "StopSignal",
     price_per_hour: float | None,
     unless_stopped: bool,
 ) -> BaseException | None:
@@ -197,7 +206,7 @@ def after_signal(
         return SystemExit(EXIT_DONE) if recorded else Interrupted(cause)  # the exit code of node 0 counts
     billing = billing_here(price_per_hour)
     ending = record_crash(store, plans, until, billing, cause)
-    if billing.machine.cluster and node.count == 1 and isinstance(ending, Crashed):
+    if billing.machine.cluster and node.count == 1 and isinstance(ending, Crashed) and not stop.asked:
         screen.warn(f"{ending}; starting again on this machine")
         return None
     let_workers_exit_first(node)

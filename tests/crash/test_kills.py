@@ -152,28 +152,32 @@ def job(stage: str, home: Path, program: str) -> list[str]:
     return ["bash", "-c", yaml.safe_load((REPOSITORY / "sky" / f"{stage}.yaml").read_text())["run"]]
 
 
-@pytest.mark.parametrize("rented", [False, True])
+@pytest.mark.parametrize(("rented", "asked"), [(False, False), (True, False), (True, True)])
 def test_a_job_whose_command_is_killed_goes_on_if_its_machine_is_rented_and_is_else_resumable(
-    project: Project, undisturbed: Callable[[int], Project], rented: bool
+    project: Project, undisturbed: Callable[[int], Project], rented: bool, asked: bool
 ) -> None:
     project.run("run", "tiny.yaml", "--stage", "tokenize")
+    goes_on = rented and not asked
     if rented:
         project.environment["SKYPILOT_CLUSTER_INFO"] = '{"cloud": "aws", "cluster_name": "train-9"}'
     project.environment |= {"HOME": str(project.folder), "SKYTRAIN_HOME": str(project.home)}
     project.environment |= {"SKYTRAIN_RECIPE": "tiny.yaml", "SKYTRAIN_STORE": project.store.uri}
+    project.run("run", "tiny.yaml", "--stage", "tokenize", "--exited", "137", expect=0 if rented else 75)  # all exists
     command = job("train", project.folder, f'exec "{sys.executable}" -P -c "{SHIPPED_CLI}" "$@"')
     with project.started(command=command) as process:
         project.wait_until(committed(project, 10), process)
+        if asked:
+            process.terminate()  # the shell alone
         processes(project, "run", "tiny.yaml")[0].kill()
         _, err = process.communicate()
-        assert process.returncode == (0 if rented else 75), err
+        assert process.returncode == (0 if goes_on else 75), err
         assert not project.alive()
     cause, then = "the run's command was killed by SIGKILL", "run the same command to resume"
-    assert (f"{cause}; starting again on this machine" if rented else f"interrupted ({cause}): {then}") in err
+    assert (f"{cause}; starting again on this machine" if goes_on else f"interrupted ({cause}): {then}") in err
     first, *others = (beat for beat in project.heartbeats() if beat["stage"] == "train")
     assert (first["state"], first["progress"]["killed"]) == ("interrupted", cause)
-    assert [beat["state"] for beat in others] == ["done"] * rented
-    if rented:
+    assert [beat["state"] for beat in others] == ["done"] * goes_on
+    if goes_on:
         assert project.series() == undisturbed(1).series()
 
 
