@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -53,6 +53,10 @@ TRL_OPTIONS = {
     "scale_rewards": ("grpo",),
     "normalize_advantages": ("rloo",),
 }
+if TYPE_CHECKING:
+    TrlOption = str
+else:
+    TrlOption = Literal[tuple(TRL_OPTIONS)]
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
 GOOD_EPOCHS = 4
 HELLASWAG_TOKENS = 10_042 * 400  # of all items: an item is four endings of about 100 tokens
@@ -206,22 +210,9 @@ class TuneConfig(Section):
         "before and after [rows]",
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of the order of the data and of generation")
-    options: dict[str, bool | int | float | str] = Field(
+    options: dict[TrlOption, bool | int | float | str] = Field(
         default={}, description="Further arguments of TRL by name: " + ", ".join(TRL_OPTIONS)
     )
-
-    @field_validator("options")
-    @classmethod
-    def _known(cls, options: dict[str, Any]) -> dict[str, Any]:
-        for name in options:
-            if name not in TRL_OPTIONS:
-                own = {"per_device_train_batch_size": "batch", "num_train_epochs": "epochs"}
-                near = difflib.get_close_matches(name, [*cls.model_fields, *TRL_OPTIONS], 1)
-                hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(TRL_OPTIONS)}"
-                raise ValueError(
-                    f"{shown(name)}: " + (f"is the field {own[name]}" if name in own else f"unknown; {hint}")
-                )
-        return options
 
     @property
     def at_once(self) -> int:
@@ -230,29 +221,23 @@ class TuneConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_method(self) -> Self:
-        if reason := self._misfit():
-            raise ValueError(f"{self.name}: {reason}")
-        return self
-
-    def _misfit(self) -> str | None:
-        """Why the fields do not fit together; None if they do."""
         rewarded, accumulated = self.method in REWARDED, self.options.get("gradient_accumulation_steps", 1)
         for name in self.options:
-            if self.method not in TRL_OPTIONS[name]:
-                return f"options.{name} belongs to {', '.join(TRL_OPTIONS[name])}, not to {self.method}"
+            if self.method not in (methods := TRL_OPTIONS[name]):
+                raise ValueError(f"{self.name}: options.{name} belongs to {', '.join(methods)}, not to {self.method}")
         if rewarded and not self.rewards:
-            return f"rewards: {self.method} needs at least one; name {{kind: exact_match}}"
+            raise ValueError(f"{self.name}: rewards: {self.method} needs at least one; name {{kind: exact_match}}")
         if self.rewards and not rewarded:
-            return f"rewards: {self.method} generates no answers; remove them"
+            raise ValueError(f"{self.name}: rewards: {self.method} generates no answers; remove them")
         if rewarded and self.batch % self.generations:
-            return f"batch {self.batch} is not divisible by generations {self.generations}"
+            raise ValueError(f"{self.name}: batch {self.batch} is not divisible by generations {self.generations}")
         if self.beta is not None and self.method in ("sft", REWARD):
-            return "beta belongs to dpo, grpo and rloo; remove it"
+            raise ValueError(f"{self.name}: beta belongs to dpo, grpo and rloo; remove it")
         if self.held_out and self.method == REWARD:
-            return "held_out compares answers, and reward generates none; remove it"
+            raise ValueError(f"{self.name}: held_out compares answers, and reward generates none; remove it")
         if type(accumulated) is not int or accumulated < 1 or self.batch % accumulated:
-            return f"options.gradient_accumulation_steps must divide batch {self.batch}"
-        return None
+            raise ValueError(f"{self.name}: options.gradient_accumulation_steps must divide batch {self.batch}")
+        return self
 
 
 class Recipe(Section):

@@ -125,7 +125,8 @@ def checked_job(
         report(Finding("train", longer, "note"))
     check(preflight(job, request, launch.recipe, store, launch.secrets))
     if TUNE in job.stages:
-        checked_rows(launch.recipe, store, launch.plans["tokenize"])
+        for name, rows in checked_rows(launch.recipe, store, launch.plans["tokenize"]).items():
+            report(Finding(f"rows of tune.{name}", str(rows)))
     ask = not dry_run or api_server_is_up()
     if ask:
         reach_api_server(note)

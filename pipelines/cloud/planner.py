@@ -260,7 +260,7 @@ def plan_run(
     candidates.sort(key=lambda one: (one.usd, one.hours))
     chosen = next((i for i, one in enumerate(candidates) if limits.allow(one)), None)
     if chosen is None:
-        found_notes[f"no machine is within {limits}; raise them to continue"] = None
+        found_notes[f"no machine is within {limits}; raise them, or try more --nodes"] = None
     network = f"{'TCP at ' if work.between == TCP_BYTES_PER_SECOND else ''}{8 * work.between / 1e9:g} Gbit/s"
     scale = f"several nodes scale as the GPUs of one, as far as {network} between them (plan --network) allows"
     return CloudPlan(candidates, chosen, list(found_notes), (*ASSUMED, scale))

@@ -43,6 +43,7 @@ def run(folder: Path, cache: Path, stop: StopSignal) -> int:
         spec = RankSpec.read(folder)
         with Watchdog(spec.recipe.runtime, PhaseClock("imports"), int(os.environ.get("RANK", "0"))) as watch:
             if spec.tune:
+                os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each trainer
                 from pipelines.stages.tune_rank import tune_rank
 
                 return tune_rank(spec, folder, stop, watch.enter)

@@ -6,8 +6,8 @@ template. It begins with the artifact of the step before it, the first one with 
 """
 
 import importlib.util
+import json
 from dataclasses import replace
-from pathlib import Path
 
 from pipelines.artifacts.manifest import ArtifactPlan, fetch_folder
 from pipelines.formats.export_weights import Weights
@@ -18,16 +18,17 @@ from pipelines.stages.follow import facts_of_ranks
 from pipelines.stages.train import WEIGHTS_FILE, rank_spec, stored_as_ours
 from pipelines.text.chat import ChatTokens
 from pipelines.text.conversations import Rows, content_of, rows_of
+from pipelines.text.hub import datasets_library
 from pipelines.text.tokenizer import tokenizer_of
 from trainer.checkpoint.commits import series
 from trainer.errors import UserError
-from trainer.models.model_config import ModelConfig
 from trainer.store import Store
 
 # In the facts as at the start and at the end. exact: the share of exact answers to held-out prompts; accuracy: of
 # pairs of a batch that a reward model ranks right.
 TUNED_METRICS = ("exact", "reward", "accuracy", "loss")
 TUNED = "tuned"  # folder of the result, which the rank writes; its facts come last
+ROWS, HELD_OUT = "rows", "held_out.json"  # what the ranks read, as `datasets` stores it and as JSON
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
@@ -63,6 +64,10 @@ def build(work: Work) -> Built:
         fetch_folder(work.store, work.inputs[f"{TUNE}.{name}"], cache, work.folder / f"{REWARD}-{name}")
     weights = fetch_folder(work.store, before, cache, work.folder / "before")
     work.check()
+    encoding = tokenizer_of(recipe.tokens, work.store, work.inputs["tokenize"].prefix)
+    rows = rows_of(step, ChatTokens(encoding), recipe.model.block_size)
+    datasets_library().Dataset.from_list(rows.train).save_to_disk(work.folder / ROWS)
+    (work.folder / HELD_OUT).write_text(json.dumps(rows.held_out))
     wanted = processes_on_this_node(recipe.runtime)
     ranks = next(n for n in range(wanted, 0, -1) if step.at_once % n == 0)
     if ranks < wanted:
@@ -74,21 +79,15 @@ def build(work: Work) -> Built:
     folder = work.folder / TUNED
     work.clock.enter("upload")
     files = [work.upload(path) for path in sorted(folder.iterdir())]
-    made |= measured(work, step)
+    made |= {"rows": len(rows.train), "cropped": rows.cropped} | measured(work, step)
     if "gguf" in recipe.export.formats and step.method != REWARD:
+        from pipelines.formats import gguf
+
         config = recipe.with_vocabulary(made["vocab_size"]).model
-        files += [work.upload(path, f"gguf/{path.name}") for path in written_gguf(work, folder, config)]
+        ours = stored_as_ours(folder, config, work.folder / WEIGHTS_FILE)
+        model = Weights(ours, config, encoding, work.plan.label, work.check, chat=True)
+        files += [work.upload(path, f"gguf/{path.name}") for path in gguf.write(model, work.folder)]
     return Built(files, made)
-
-
-def written_gguf(work: Work, tuned: Path, config: ModelConfig) -> list[Path]:
-    """Write the tuned model for llama.cpp, with its chat template."""
-    from pipelines.formats import gguf
-
-    path = stored_as_ours(tuned, config, work.folder / WEIGHTS_FILE)
-    encoding = tokenizer_of(work.recipe.tokens, work.store, work.inputs["tokenize"].prefix)
-    weights = Weights(path, config, encoding, work.plan.label, work.check, chat=True)
-    return gguf.write(weights, work.folder)
 
 
 def measured(work: Work, step: TuneConfig) -> dict[str, float]:

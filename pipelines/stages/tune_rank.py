@@ -14,17 +14,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
+import torch
+import trl
+from datasets import load_from_disk
+from peft import LoraConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+    get_scheduler,
+    set_seed,
+)
 
 from pipelines.artifacts.s3_store import open_store
 from pipelines.nodes.ranks import RankSpec
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, RewardConfig, TuneConfig
 from pipelines.stages.follow import FACTS_FILE
-from pipelines.stages.tune import TUNED
+from pipelines.stages.tune import HELD_OUT, ROWS, TUNED
 from pipelines.text.chat import END, TEMPLATE, ChatTokens
-from pipelines.text.conversations import answer_in, question_and_answer, rows_of
+from pipelines.text.conversations import answer_in
 from pipelines.text.reward_code import RewardCode
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.ledger import latest_number
@@ -36,28 +47,23 @@ from trainer.errors import EXIT_DONE, Diverged, Interrupted, StaleAttempt, UserE
 from trainer.events import EVENTS_FILE, EventLog, Started
 from trainer.health import STARTED, Watchdog
 from trainer.metrics import PhaseClock
+from trainer.parallel import World
 from trainer.process import StopSignal, failpoint, log_line
-
-if TYPE_CHECKING:
-    from trainer.parallel import World
 
 TRL_NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 LEFT_OUT = ("epoch", "num_tokens", "step_time")  # of TRL's logs: relative to the start of this process, or its speed
 MEASURED_AT_ONCE = 64  # held-out rows of a rank
+PADDED = {"padding": True, "return_tensors": "pt", "return_dict": True}
 
 
 def tune_rank(spec: RankSpec, folder: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
     """Tune as one rank of `spec`'s attempt; rank 0 leaves the model and its facts in `folder` once the last step is
     done. Returns the exit code of this process."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each trainer
     if spec.processes == 1:  # TRL would use every GPU that it sees, and join the ranks that these variables announce
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-    from trainer.parallel import World
-
-    step = next(one for one in spec.recipe.tune if one.name == spec.tune)
     starting("rendezvous")
     world, clock, store = World.start(spec.recipe.runtime), PhaseClock(started=spec.started), open_store(spec.store)
     starting("first exchange")
@@ -73,11 +79,10 @@ def tune_rank(spec: RankSpec, folder: Path, stop: StopSignal, starting: Callable
         superseded=lambda: latest_number(store, spec.prefix) > spec.attempt,
         between_failures=spec.between_failures,
     )
-    tokens = ChatTokens(tokenizer_of(spec.recipe.tokens, store, spec.tokens))
     with Watchdog(spec.recipe.runtime, clock, world.rank) as watchdog, checkpointer:
-        run = Tuning(step, spec, folder, world, tokens, checkpointer, log, stop, watchdog)
+        tokens = ChatTokens(tokenizer_of(spec.recipe.tokens, store, spec.tokens))
         try:
-            run.tune()
+            Tuning(spec, folder, world, tokens, checkpointer, log, stop, watchdog).tune()
         except StaleAttempt as error:
             log_line(str(error))
             return EXIT_DONE  # the pipeline's process detects by itself that the attempt is stale
@@ -88,13 +93,12 @@ def tune_rank(spec: RankSpec, folder: Path, stop: StopSignal, starting: Callable
 
 
 @dataclass
-class Tuning:
-    """One step of tuning in this process."""
+class Tuning(TrainerCallback):
+    """One step of tuning in this process, to which TRL's trainer reports as to a callback."""
 
-    step: TuneConfig
     spec: RankSpec
     folder: Path
-    world: "World"
+    world: World
     tokens: ChatTokens
     checkpointer: Checkpointer
     log: EventLog
@@ -102,13 +106,14 @@ class Tuning:
     watchdog: Watchdog
 
     def __post_init__(self) -> None:
-        step, spec, tokens, world = self.step, self.spec, self.tokens, self.world
-        self.rows = rows_of(step, tokens, spec.recipe.model.block_size)
-        examples = step.batch // step.generations if step.method in REWARDED else step.batch
-        self.steps = len(self.rows.train) * step.epochs // examples
-        self.order = order_of(len(self.rows.train), step.epochs, step.seed)[: self.steps * examples]
-        self.examples = examples  # of a step
-        self.model, self.tokenizer = model_in(Path(str(spec.weights)), tokens, step, step.method == REWARD)
+        spec, world = self.spec, self.world
+        self.step = step = next(one for one in spec.recipe.tune if one.name == spec.tune)
+        self.rows = load_from_disk(self.folder / ROWS)
+        self.held_out = json.loads((self.folder / HELD_OUT).read_text())
+        self.examples = step.batch // step.generations if step.method in REWARDED else step.batch  # of a step
+        self.steps = len(self.rows) * step.epochs // self.examples
+        self.order = order_of(len(self.rows), step.epochs, step.seed)[: self.steps * self.examples]
+        self.model, self.tokenizer = model_in(Path(str(spec.weights)), self.tokens, step, step.method == REWARD)
         self.model.to(world.device)
         self.trainer = self.trainer_of_trl()
         self.model = self.trainer.model  # with adapters, if the step has a lora_rank
@@ -126,7 +131,7 @@ class Tuning:
         if self.step.held_out and not self.state.step:
             self.measure()
         if self.state.step < self.steps:
-            self.trainer.add_callback(callback_of(self))
+            self.trainer.add_callback(self)
             self.trainer.train()
             if self.state.step < self.steps:
                 raise Interrupted
@@ -141,9 +146,6 @@ class Tuning:
 
     def resume(self) -> None:
         """Fill weights and moments from the newest commit, if there is one, and leave out the rows that it has read."""
-        import torch
-        from transformers import get_scheduler
-
         self.log.clock.enter("load")
         self.state = self.checkpointer.load_latest(self.pieces, self.log) or self.state
         if self.world.device.type == "cpu":  # sums add in another order with another number of threads
@@ -153,8 +155,8 @@ class Tuning:
         for moments in trainer.optimizer.state.values():
             moments["step"].fill_(done)
         args, total = trainer.args, self.steps
-        schedule = (args.lr_scheduler_type, trainer.optimizer, args.get_warmup_steps(total), total)
-        trainer.lr_scheduler = get_scheduler(*schedule)
+        warmup = args.get_warmup_steps(total)
+        trainer.lr_scheduler = get_scheduler(args.lr_scheduler_type, trainer.optimizer, warmup, total)
         for _ in range(done):
             trainer.lr_scheduler.step()
         trainer.train_dataset = trainer.train_dataset.select(self.order[done * self.examples :])
@@ -162,9 +164,6 @@ class Tuning:
 
     def trainer_of_trl(self) -> Any:
         """TRL's trainer of the method over all rows."""
-        import datasets
-        import trl
-
         step, device = self.step, self.world.device
         arguments: dict[str, Any] = {
             "output_dir": str(self.folder / "trl"),
@@ -177,8 +176,6 @@ class Tuning:
             "disable_tqdm": True,
             "use_cpu": device.type == "cpu",
             "bf16": self.precision == "bf16",
-            "dataloader_pin_memory": device.type == "cuda",
-            "optim": "adamw_torch_fused",
             "gradient_checkpointing": False,
             "ddp_find_unused_parameters": False,
             "train_sampling_strategy": "sequential",
@@ -187,67 +184,48 @@ class Tuning:
         }
         if step.beta is not None:
             arguments["beta"] = step.beta
-        longest, rows = step.max_length or self.spec.recipe.model.block_size, self.rows.train
-        more = {"model": self.model, "processing_class": self.tokenizer, "peft_config": self.adapters()}
+        more = {"model": self.model, "processing_class": self.tokenizer, "train_dataset": self.rows}
+        if rank := step.lora_rank:  # Hu et al. 2021
+            kind = "SEQ_CLS" if step.method == REWARD else "CAUSAL_LM"
+            adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=kind)
+            more["peft_config"] = adapters
         if step.method in REWARDED:
             arguments |= {"num_generations": step.generations, "max_completion_length": step.max_answer}
             arguments |= {"shuffle_dataset": False, "reward_weights": [reward.weight for reward in step.rewards]}
             del arguments["train_sampling_strategy"]
             more["reward_funcs"] = [self.reward_of(reward) for reward in step.rewards]
         else:
-            arguments["max_length"] = longest
-        if step.method == "sft":
-            rows = [self.learned(row, longest) for row in rows]
+            arguments["max_length"] = step.max_length or self.spec.recipe.model.block_size
         if step.method == "dpo" and not step.lora_rank:  # with adapters, the reference is the model without them
             more["ref_model"], _ = model_in(Path(str(self.spec.weights)), self.tokens, step)
         trainer, config = (getattr(trl, TRL_NAMES[step.method] + part) for part in ("Trainer", "Config"))
-        return trainer(**more, args=config(**arguments), train_dataset=datasets.Dataset.from_list(rows))
-
-    def adapters(self) -> Any:
-        """The configuration of LoRA (Hu et al. 2021) for TRL; None without."""
-        if (rank := self.step.lora_rank) is None:
-            return None
-        from peft import LoraConfig
-
-        kind = "SEQ_CLS" if self.step.method == REWARD else "CAUSAL_LM"
-        return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=kind)
+        return trainer(**more, args=config(**arguments))
 
     def reward_of(self, reward: RewardConfig) -> Callable[..., list[float]]:
         """A reward in TRL's form. That of a model is ours: TRL's own call would not crop an answer that, as text,
         has more tokens than were generated."""
         if reward.step is None:
             return RewardCode(reward) if reward.function else reward_function(reward)
-        import torch
-
         folder, longest = self.folder / f"{REWARD}-{reward.step}", self.spec.recipe.model.block_size
         model, tokenizer = model_in(folder, self.tokens, self.step, scores=True)
         model.to(self.world.device).eval()
-        options = {"padding": True, "padding_side": "right", "truncation": True, "max_length": longest}
+        options = PADDED | {"padding_side": "right", "truncation": True, "max_length": longest}
 
         @torch.no_grad()
         def score(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
             whole = [[*prompt, *answer] for prompt, answer in zip(prompts, completions, strict=True)]
-            given = tokenizer.apply_chat_template(whole, return_tensors="pt", return_dict=True, **options)
+            given = tokenizer.apply_chat_template(whole, **options)
             scores: list[float] = model(**given.to(self.world.device)).logits[:, 0].tolist()
             return scores
 
         return score
 
-    def learned(self, row: dict[str, Any], longest: int) -> dict[str, np.ndarray]:
-        """A conversation for SFTTrainer: it learns the answers alone."""
-        ids, learned = (np.array(column[:longest]) for column in self.tokens.conversation(row["messages"]))
-        return {"input_ids": ids.astype(np.int32), "labels": np.where(learned, ids, -100).astype(np.int32)}
-
     @property
     def precision(self) -> str:
-        import torch
-
         return "bf16" if self.world.device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
 
     def pieces_of_state(self) -> dict[str, Piece]:
         """Weights and moments, for the checkpointer. Makes the moments, which AdamW makes at its first step."""
-        import torch
-
         optimizer = self.trainer.optimizer
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if not optimizer.state[parameter]:
@@ -263,9 +241,6 @@ class Tuning:
 
     def started(self) -> Started:
         """What the pipeline reports about this rank."""
-        import torch
-        import trl
-
         on_gpu = self.world.device.type == "cuda"
         return Started(
             step=self.state.step,
@@ -278,17 +253,26 @@ class Tuning:
             micro_batch_why=f"{self.steps:,} steps of {self.step.batch}",
         )
 
-    def before_step(self) -> None:
-        """Seed every generator of random numbers for the next step, on each rank by another number."""
-        from transformers import set_seed
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Collect the pieces again: accelerate copies the weights for several ranks on a CPU."""
+        self.pieces = self.pieces_of_state()
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Seed every generator of random numbers for the next step, on each rank by another number."""
         self.log.clock.enter("redone" if self.state.step < self.log.reached else "train")
         own = f" {self.world.rank}" if self.world.rank else ""
         set_seed(random.Random(f"{self.step.seed} {self.state.step}{own}").randrange(2**32))
 
-    def after_step(self, logs: dict[str, Any], tokens: float) -> bool:
-        """Log a step and save it when that is due. Returns whether to leave: after the last step, and if a rank was
-        asked to."""
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Wait until a save has copied the weights."""
+        self.checkpointer.before_update()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Log a step and save it when that is due. The training ends after the last step, and if a rank was asked to
+        stop."""
+        if not logs or "loss" not in logs:  # the summary at the end
+            return
+        tokens = float(logs.get("num_tokens", 0))
         self.state.advance(round(tokens - self.tokens_before), applied=True)
         seconds, self.stepped = time.perf_counter() - self.stepped, time.perf_counter()
         values = {name: float(value) for name, value in logs.items() if name not in LEFT_OUT}
@@ -306,7 +290,7 @@ class Tuning:
         ends = self.state.step >= self.steps or stop
         if self.state.step < self.steps and (ends or save):
             self.save(proven=ends)
-        return ends
+        control.should_training_stop = ends
 
     def save(self, proven: bool = True) -> None:
         """Start to commit the state."""
@@ -324,28 +308,19 @@ class Tuning:
     def measure(self) -> None:
         """Log the share of held-out prompts whose likeliest answer is the right one. A collective call: the ranks
         divide the rows."""
-        rows, world, right = self.rows.held_out, self.world, 0
+        rows, world, right = self.held_out, self.world, 0
         with self.log.clock.phase("evaluate"):
             for first in range(0, len(rows), MEASURED_AT_ONCE * world.world_size):
                 self.check_stop()
                 some = rows[first : first + MEASURED_AT_ONCE * world.world_size][world.rank :: world.world_size]
-                pairs = [question_and_answer(row) for row in some]
-                texts = self.answers([question for question, _ in pairs]) if pairs else []
-                right += sum(answer_in(text) == answer_in(a) for text, (_, a) in zip(texts, pairs, strict=True))
+                texts = self.answers([question for question, _ in some]) if some else []
+                right += sum(answer_in(text) == answer_in(a) for text, (_, a) in zip(texts, some, strict=True))
         self.log.row(self.state.step, **{f"tune/{self.step.name}/exact": world.sum(right)[0] / len(rows)})
 
     def answers(self, questions: list[Any]) -> list[str]:
         """The likeliest answers to some prompts."""
-        import torch
-
-        given = self.tokenizer.apply_chat_template(
-            questions,
-            add_generation_prompt=True,
-            padding=True,
-            padding_side="left",
-            return_tensors="pt",
-            return_dict=True,
-        ).to(self.world.device)
+        options = PADDED | {"padding_side": "left", "add_generation_prompt": True}
+        given = self.tokenizer.apply_chat_template(questions, **options).to(self.world.device)
         length = given["input_ids"].shape[1]
         room = min(self.step.max_answer, self.spec.recipe.model.block_size - length)
         self.model.eval()
@@ -356,8 +331,6 @@ class Tuning:
 
     def write_result(self) -> None:
         """Write the model as a folder for transformers, and its facts last."""
-        import torch
-
         dtype = getattr(torch, self.spec.recipe.export.dtype)
         model = self.model.merge_and_unload() if self.step.lora_rank else self.model
         model.to(dtype).save_pretrained(self.folder / TUNED)
@@ -370,32 +343,9 @@ class Tuning:
             "tokens": self.state.tokens_seen,
             "parameters": model.num_parameters(),
             "precision": self.precision,
-            "rows": len(self.rows.train),
-            "cropped": self.rows.cropped,
             "vocab_size": model.config.vocab_size,
         }
         (self.folder / FACTS_FILE).write_text(json.dumps(facts))
-
-
-def callback_of(run: Tuning) -> Any:
-    """The callback by which TRL's trainer reports to `run`."""
-    from transformers import TrainerCallback
-
-    class Callback(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            run.pieces = run.pieces_of_state()  # accelerate copies them for several ranks on a CPU
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            run.before_step()
-
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            run.checkpointer.before_update()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-            if logs and "loss" in logs:  # the summary at the end has none
-                control.should_training_stop = run.after_step(logs, float(logs.get("num_tokens", 0)))
-
-    return Callback()
 
 
 def order_of(rows: int, epochs: int, seed: int) -> list[int]:
@@ -413,9 +363,6 @@ def model_in(folder: Path, tokens: ChatTokens, step: TuneConfig, scores: bool = 
     row begins as the mean of all others (Hewitt 2021), the second as far beyond <|endoftext|> as that is beyond the
     mean: a head that LoRA leaves as it is could never prefer a mean. With `scores`, a reward model: it has one output,
     which a base model draws from the seed."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
-
     set_seed(step.seed)  # of the adapters, too
     kind, options = (AutoModelForSequenceClassification, {"num_labels": 1}) if scores else (AutoModelForCausalLM, {})
     model = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, **options)

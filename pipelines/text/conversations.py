@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
+
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, TuneConfig
 from pipelines.text.chat import ROLES, ChatTokens, Message
 from pipelines.text.files import Files, parquet_batches, sha256_of_text
@@ -28,10 +30,14 @@ ROWS = 10_000  # of a parquet file at once
 class Rows:
     """The checked rows of a step of tuning, and their size in tokens."""
 
-    train: list[dict[str, Any]]
-    held_out: list[dict[str, Any]]
+    train: list[dict[str, Any]]  # as TRL's trainer takes them
+    held_out: list[tuple[Sequence[Message], str]]  # prompts, and the right answers
     tokens: int  # of the rows of `train`, as far as max_length goes
     cropped: int  # rows that are longer
+
+    def __str__(self) -> str:
+        size = f"{len(self.train):,} rows, {self.tokens:,} tokens, {self.cropped:,} rows cropped"
+        return f"{size}, {len(self.held_out):,} held out"
 
 
 def content_of(step: TuneConfig) -> str:
@@ -68,27 +74,29 @@ def naming(step: TuneConfig) -> Iterator[None]:
 
 def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
     """All rows, checked. UserError names the first row that is wrong, and how many are."""
+    longest, number, wrong = step.max_length or block_size, 0, list[str]()
+    train, lengths, held_out = list[dict[str, Any]](), list[int](), list[tuple[Sequence[Message], str]]()
     with naming(step):
-        found = addition() if step.data == ADDITION else list(read_rows(source_of(step).resolved()))
-    longest, wrong = step.max_length or block_size, list[str]()
-    checked: list[dict[str, Any]] = []
-    lengths: list[int] = []
-    for number, row in enumerate(found, 1):
-        try:
-            checked.append(checked_row(step, row))
-            lengths.append(length_of(step, checked[-1], tokens, longest))
-            if number <= step.held_out and lengths[-1] > longest:
-                raise ValueError(f"is held out, and its {lengths[-1]:,} tokens are more than max_length {longest:,}")
-        except ValueError as error:
-            wrong.append(f"row {number:,}: {error}")
+        for number, row in enumerate(addition() if step.data == ADDITION else read_rows(source_of(step).resolved()), 1):
+            try:
+                checked = checked_row(step, row)
+                ready, length = measured_row(step, checked, tokens, longest)
+                if number > step.held_out:
+                    train.append(ready)
+                    lengths.append(length)
+                elif length > longest:
+                    raise ValueError(f"is held out, and its {length:,} tokens are more than max_length {longest:,}")
+                else:
+                    held_out.append(question_and_answer(checked))
+            except ValueError as error:
+                wrong.append(f"row {number:,}: {error}")
     where = f"tune.{step.name}: {step.data}"
     if wrong:
-        raise UserError(f"{where}: {wrong[0]} ({len(wrong):,} of {len(found):,} rows are wrong)")
-    rows, lengths = checked[step.held_out :], lengths[step.held_out :]
-    if (needed := step.batch // step.generations if step.method in REWARDED else step.batch) > len(rows) * step.epochs:
-        raise UserError(f"{where}: {len(rows):,} rows to train on, and a step takes {needed}; lower batch or held_out")
+        raise UserError(f"{where}: {wrong[0]} ({len(wrong):,} of {number:,} rows are wrong)")
+    if (needed := step.batch // step.generations if step.method in REWARDED else step.batch) > len(train) * step.epochs:
+        raise UserError(f"{where}: {len(train):,} rows to train on, and a step takes {needed}; lower batch or held_out")
     cropped = sum(length > longest for length in lengths)
-    return Rows(rows, checked[: step.held_out], sum(min(length, longest) for length in lengths), cropped)
+    return Rows(train, held_out, sum(min(length, longest) for length in lengths), cropped)
 
 
 def read_rows(files: Files) -> Iterator[dict[str, Any]]:
@@ -154,20 +162,21 @@ def checked_messages(column: str, found: Any, role: str, last: str) -> list[Mess
     return [{"role": one["role"], "content": one["content"]} for one in messages]
 
 
-def length_of(step: TuneConfig, row: dict[str, Any], tokens: ChatTokens, longest: int) -> int:
-    """The tokens of a row. ValueError if its prompt leaves no room for an answer."""
+def measured_row(step: TuneConfig, row: dict[str, Any], tokens: ChatTokens, longest: int) -> tuple[dict[str, Any], int]:
+    """A checked row as TRL's trainer takes it, and its tokens; sft learns the answers alone. ValueError if the prompt
+    leaves no room for an answer."""
     if step.method == "sft":
-        ids, learned = tokens.conversation(row["messages"])
-        first = learned.index(True)
-        if first >= longest:
+        ids, learned = map(np.array, tokens.conversation(row["messages"]))
+        if (first := int(learned.argmax())) >= longest:
             raise ValueError(f"the first answer begins after {first:,} tokens, and max_length is {longest:,}")
-        return len(ids)
+        columns = {"input_ids": ids, "labels": np.where(learned, ids, -100)}
+        return {name: column[:longest].astype(np.int32) for name, column in columns.items()}, len(ids)
     prompt, room = len(tokens.prompt(row["prompt"])), step.max_answer if step.method in REWARDED else 1
     if prompt + room > longest:
         raise ValueError(f"the prompt has {prompt:,} tokens, and with an answer of {room:,} max_length is {longest:,}")
     if step.method in REWARDED:
-        return prompt + room
-    return max(len(tokens.conversation([*row["prompt"], *row[c]])[0]) for c in ("chosen", "rejected"))
+        return row, prompt + room
+    return row, max(len(tokens.conversation([*row["prompt"], *row[c]])[0]) for c in ("chosen", "rejected"))
 
 
 def answer_in(text: str) -> str:

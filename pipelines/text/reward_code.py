@@ -6,12 +6,12 @@ completions are lists of {role, content}. The process (reward_child.py) gets the
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 from pipelines.recipe import RewardConfig, TuneConfig
@@ -26,14 +26,9 @@ class RewardCode:
     def __init__(self, reward: RewardConfig) -> None:
         self.function = self.__name__ = str(reward.function)
         source, (path, _, name) = source_of(reward).decode(), self.function.rpartition(":")
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", Path(__file__).with_name("reward_child.py")],
-            env={name: os.environ[name] for name in PASSED_ON if name in os.environ},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf8",
-        )
+        child = [sys.executable, "-P", str(Path(__file__).with_name("reward_child.py"))]
+        env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        self._process = Popen(child, env=env, stdin=PIPE, stdout=PIPE, encoding="utf8")
         self._ask({"path": path, "name": name, "source": source})
 
     def __call__(self, **columns: Any) -> list[float]:
@@ -48,8 +43,7 @@ class RewardCode:
         answer = json.loads(self._process.stdout.readline() or '{"error": "its process ended"}')
         if "error" in answer:
             raise UserError(f"rewards: {self.function}: {cut(answer['error'])}")
-        scores: list[float] = answer["scores"]
-        return scores
+        return list(answer["scores"])
 
     def close(self) -> None:
         """End the process."""
@@ -72,8 +66,8 @@ def source_of(reward: RewardConfig) -> bytes:
 def with_digests(step: TuneConfig) -> list[RewardConfig]:
     """The rewards of a step, those of functions with the sha256 of their files."""
     return [
-        reward.model_copy(update={"sha256": sha256(source_of(reward)).hexdigest()}) if reward.function else reward
-        for reward in step.rewards
+        one.model_copy(update={"sha256": sha256(source_of(one)).hexdigest()}) if one.function else one
+        for one in step.rewards
     ]
 
 

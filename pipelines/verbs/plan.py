@@ -60,8 +60,7 @@ def plan(
             raise UserError(f"plan: {options} belong to --cloud; add it")
         print(json.dumps(asdict(found))) if as_json else print_plan(found)
         for name, rows in checked_rows(loaded, opened, plans["tokenize"]).items() if not as_json else ():
-            size = f"{len(rows.train):,} rows, {rows.tokens:,} tokens, {rows.cropped:,} rows cropped"
-            say(f"tune.{name}: {size}, {len(rows.held_out):,} held out")
+            say(f"tune.{name}: {rows}")
         return
     from pipelines.cloud.catalog import CLOUDS
     from pipelines.cloud.planner import Limits, cloud_plan

@@ -81,6 +81,7 @@ def test_a_recipe_with_tune_is_launched_to_its_last_evaluation(texts: Path, monk
     def tasks(*options: str) -> dict[str, Any]:
         done = CliRunner().invoke(app, [*command, *options])
         _, *found = yaml.safe_load_all(done.stdout)
+        assert ("57 rows, " in done.stderr) == ("export" not in options), done.stderr
         return {task["name"]: task for task in found}
 
     found = tasks()
