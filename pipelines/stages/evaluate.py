@@ -1,22 +1,23 @@
 """evaluate: validation loss on the held-out shards, HellaSwag and CORE, as report.json.
 
-All are computed in the precision of the training, which the report names: bf16 on a GPU that has it. All processes of
-this node share the work: one process is the pipeline's own, several are ranks that a launcher starts, as in train.
+All are computed in the precision of the training, which the report names: bf16 on a GPU that has it. The ranks of this
+node share the work, which a launcher starts as in train.
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.artifacts.manifest import ArtifactPlan, Manifest, fetch_folder
+from pipelines.artifacts.manifest import ArtifactPlan, fetch_folder, read_manifest
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
+from pipelines.nodes.ranks import RankSpec
 from pipelines.recipe import Recipe
 from pipelines.sample import load_weights
 from pipelines.stage import Built, Work
@@ -27,9 +28,8 @@ from pipelines.stages.train import rank_spec
 from pipelines.text.llmc_shards import places_of
 from pipelines.text.tokenizer import token_bytes, tokenizer_of
 from trainer.errors import UserError
-from trainer.metrics import PhaseClock
+from trainer.events import EventLog, Measuring
 from trainer.models.weights import open_weights
-from trainer.process import failpoint
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -65,8 +65,6 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 def build(work: Work) -> Built:
     """Evaluate the final weights, or the tuned model, on all GPUs of this node, and generate a sample. UserError if an
     input of the evaluation cannot be had."""
-    from trainer.parallel import World
-
     recipe, cache = work.recipe, work.home / "cache"
     work.clock.enter("download")
     check_inputs(recipe, cache)
@@ -79,18 +77,11 @@ def build(work: Work) -> Built:
         recipe = recipe.with_vocabulary(made.fact("vocab_size"))
     else:
         weights = work.fetch("train", "model.safetensors")
-    if (processes := processes_on_this_node(recipe.runtime)) > 1:  # the workers of other nodes left after training
-        spec = rank_spec(work, NodeAddress(), processes)
-        steps = work.inputs["train"].fact("steps")
-        measured = facts_of_ranks(work, replace(spec, recipe=recipe, reached=steps, weights=str(weights)))
-        work.clock.enter("evaluate")
-    else:
-        world, tokens = World.alone(recipe.runtime), work.inputs["tokenize"]
-        with work.screen.bar("evaluate", None) as bar:
-            show = partial(bar.update, 0)
-            measured = measure(
-                recipe, work.store, tokens, weights, cache, work.clock, world, work.check, work.report, show
-            )
+    # The workers of other nodes left after the training.
+    spec = rank_spec(work, NodeAddress(), processes_on_this_node(recipe.runtime))
+    steps = work.inputs["train"].fact("steps")
+    measured = facts_of_ranks(work, replace(spec, recipe=recipe, reached=steps, weights=str(weights)))
+    work.clock.enter("evaluate")
     if recipe.evaluate.lm_eval and weights.is_file():
         scores = harness_facts(work, weights)
         work.report(metrics={name: value for name, value in scores.items() if isinstance(value, float)})
@@ -108,46 +99,27 @@ def check_inputs(recipe: Recipe, cache: Path) -> None:
 
 
 def measure(
-    recipe: Recipe,
-    store: Store,
-    tokens: Manifest,
-    weights: Path,
-    cache: Path,
-    clock: PhaseClock,
-    world: "World",
-    check: Callable[[], None],
-    report: Callable[[Mapping[str, float]], None],
-    show: Callable[[str], None],
+    spec: RankSpec, store: Store, cache: Path, world: "World", log: EventLog, check: Callable[[], None]
 ) -> dict[str, Any]:
-    """The measures of the weights, and a sample of text. A collective call.
+    """The measures of the weights that `spec` names, and a sample of text, by all ranks of this node. A collective
+    call.
 
-    `check` is called before each batch, equally often on every rank; it may raise to end the measurement. `report` gets
-    metrics as they are known, `show` at most once a second how far the measurement is.
+    `check` is called before each batch, equally often on every rank; it may raise to end the measurement. The log gets
+    the losses as soon as they are known, and at most once a second how far the measurement is.
     """
-
     import torch
 
     from trainer.data.batches import TokenData
     from trainer.eval.evaluation import TextSampler, validation
     from trainer.parallel import autocast_on, precision_on
 
-    encoding = tokenizer_of(recipe.tokens, store, tokens.prefix)
-    shards = ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb, places_of(recipe.tokens))
-    train = recipe.train
-    val = TokenData(
-        shards_in(tokens, "val"),
-        shards.fetch,
-        recipe.model.block_size,
-        train.seed,
-        recipe.model.vocab_size,
-        recipe.tokens.weights,
-    )
+    recipe, tokens, weights = spec.recipe, read_manifest(store, spec.tokens), Path(str(spec.weights))
+    assert tokens is not None, spec.tokens
+    train, encoding = recipe.train, tokenizer_of(recipe.tokens, store, tokens.prefix)
+    fetch = ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb, places_of(recipe.tokens)).fetch
+    shape = recipe.model.block_size, train.seed, recipe.model.vocab_size
+    val = TokenData(shards_in(tokens, "val"), fetch, *shape, recipe.tokens.weights)
     measures = measures_of(recipe, encoding, cache, world, tuned=weights.is_dir())
-    sizes = torch.tensor(token_bytes(encoding))
-
-    # As in training, but bf16 in place of fp8; and TF32, if the GPU has it, for products in fp32.
-    precision = "bf16" if train.precision.startswith("fp8") else precision_on(world.device, train)
-    torch.set_float32_matmul_precision("high")
     shown_at = time.monotonic()
 
     def checked(what: str, batches: int | None, numbers: Iterator[int]) -> None:
@@ -155,20 +127,22 @@ def measure(
         number = next(numbers)
         if time.monotonic() >= shown_at + SHOW_SECONDS:
             shown_at = time.monotonic()
-            show(f"{what}: batch {number:,}" + (f" of {batches:,}" if batches else ""))
+            log.write(Measuring(f"{what}: batch {number:,}" + (f" of {batches:,}" if batches else "")))
         check()
 
+    # As in training, but bf16 in place of fp8; and TF32, if the GPU has it, for products in fp32.
+    precision = "bf16" if train.precision.startswith("fp8") else precision_on(world.device, train)
+    torch.set_float32_matmul_precision("high")
     model = load_weights(open_weights(weights), recipe.model, world.device)
-    clock.enter("evaluate")
+    log.clock.enter("evaluate")
     with autocast_on(world.device, precision):
         most = recipe.evaluate.val_tokens
         windows = len(val.first_windows(max(1, most // recipe.model.block_size)))
         on_batch = partial(checked, "val loss", -(-windows // (VAL_BATCH * world.world_size)), count(1))
+        sizes = torch.tensor(token_bytes(encoding))
         loss, bits = validation(model.losses, val, most, VAL_BATCH, world, sizes, on_batch=on_batch)
         facts: dict[str, Any] = {"val/loss": loss, "val/bits_per_byte": bits}
-        report(facts)
-        failpoint("evaluate")
-        check()
+        log.row(spec.reached, **facts)
         facts["precision"] = precision
         for name, measure_of in measures.items():
             facts |= measure_of(model, world, partial(checked, name, None, count(1)))

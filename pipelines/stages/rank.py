@@ -26,7 +26,7 @@ from pipelines.tracking.ledger import latest_number
 from pipelines.weight_sources import bring, find_parent
 from trainer.config import RUN_COMMIT
 from trainer.errors import EXIT_DONE, EXIT_FAILED, Interrupted, StaleAttempt
-from trainer.events import EVENTS_FILE, EventLog, Measuring
+from trainer.events import EVENTS_FILE, EventLog
 from trainer.health import STARTED, Watchdog
 from trainer.metrics import PhaseClock
 from trainer.models.weights import Origin
@@ -121,17 +121,13 @@ def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, s
 
     from trainer.parallel import World
 
-    assert spec.weights
     starting("rendezvous")
     world = World.start(spec.recipe.runtime)
     starting("first exchange")
     world.connect()
     starting(STARTED)
-    store, clock = open_store(spec.store), PhaseClock(started=spec.started)
-    tokens = read_manifest(store, spec.tokens)
-    assert tokens is not None, spec.tokens
-    log = EventLog(folder / EVENTS_FILE if world.rank == 0 else None, clock)
-    with Watchdog(spec.recipe.runtime, clock, world.rank) as watchdog:
+    log = EventLog(folder / EVENTS_FILE if world.rank == 0 else None, PhaseClock(started=spec.started))
+    with Watchdog(spec.recipe.runtime, log.clock, world.rank) as watchdog:
 
         def check() -> None:
             watchdog.progress()
@@ -139,18 +135,7 @@ def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, s
                 raise Interrupted
 
         with suppress(Interrupted):
-            facts = measure(
-                spec.recipe,
-                store,
-                tokens,
-                Path(spec.weights),
-                cache,
-                clock,
-                world,
-                check,
-                report=lambda metrics: log.row(spec.reached, **metrics),
-                show=lambda note: log.write(Measuring(note)),
-            )
+            facts = measure(spec, open_store(spec.store), cache, world, log, check)
             if world.rank == 0:
                 (folder / FACTS_FILE).write_text(json.dumps(facts))
     world.close()

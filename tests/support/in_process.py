@@ -49,16 +49,16 @@ class RanksInThread:
     def _run(self, folder: Path, cache: Path) -> None:
         from pipelines.stages import rank
 
+        out = sys.stdout if isinstance(sys.stdout, Output) else Output()
         with (folder / "train.log").open("a") as log:
-            assert isinstance(sys.stdout, Output)
-            sys.stdout.log = log
+            out.log = log
             try:
                 self.returncode = rank.run(folder, cache, self._stop)
             except Exception:
                 traceback.print_exc(file=log)
                 self.returncode = 1
             finally:
-                sys.stdout.log = None
+                out.log = None
 
     def poll(self) -> int | None:
         return None if self._thread.is_alive() else self.returncode

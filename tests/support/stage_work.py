@@ -59,9 +59,11 @@ def tiny_work(folder: Path, stage: str, *changes: str) -> Work:
     inputs = {}
     for made, path in (("tokenize", folder / "val_000000.bin"), ("train", folder / "model.safetensors")):
         made_plan = ArtifactPlan(made, "tiny", {"stage": made, "of": "an input"})
-        file, facts = upload(store, made_plan.prefix, 1, path), {"shards": {path.name: 100}, "train_tokens": 100_000}
-        inputs[made] = Manifest(
-            made, "tiny", made_plan.fingerprint, made_plan.identity, {}, (file,), {}, facts, "tiny-1", 1, 1.0
+        file, facts = (
+            upload(store, made_plan.prefix, 1, path),
+            {"shards": {path.name: 100}, "train_tokens": 100_000, "steps": 5},
         )
+        about = made, "tiny", made_plan.fingerprint, made_plan.identity
+        inputs[made] = commit(store, Manifest(*about, {}, (file,), {}, facts, "tiny-1", 1, 1.0))
     screen = TerminalScreen(quiet=True)
     return Work(recipe, plan, inputs, store, folder / "home", attempt, screen, NoSignals())
