@@ -35,7 +35,16 @@ from trainer.record import (
     record_in,
     typed,
 )
-from trainer.store import ABSENT, PARTIAL, Check, LocalStore, Store, sha256_of, unavailable_if_failing
+from trainer.store import (
+    ABSENT,
+    PARTIAL,
+    Check,
+    LocalStore,
+    Store,
+    sha256_of,
+    side_by_side,
+    unavailable_if_failing,
+)
 
 FORMAT = 1
 FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export", "tune": "tune"}
@@ -217,8 +226,7 @@ def commit(store: Store, manifest: Manifest, scratch: Iterable[str] = ()) -> Man
     lost = [key for file in own if stored.get(key := f"{manifest.prefix}/{file.key}") != file.size]
     if not lost and store.create(key_of(manifest.prefix), manifest.to_json()):
         with suppress(StoreUnavailable):  # then gc deletes them
-            for key in scratch:
-                store.delete(f"{manifest.prefix}/{key}")
+            side_by_side(lambda key: store.delete(f"{manifest.prefix}/{key}"), scratch)
         return manifest
     winner, where = read_manifest(store, manifest.prefix), f"{store.uri}/{key_of(manifest.prefix)}"
     if winner is None:

@@ -1,6 +1,5 @@
 """tokenize: text becomes token shards (pipelines/text/shard_writer.py)."""
 
-import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -12,13 +11,11 @@ from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.text.llmc_shards import adopted_shards, identity_of_shards, shards_found
 from pipelines.text.mixture import mixed_facts, mixed_files, plan_of_text, recipes_of_sources, texts_of
-from pipelines.text.receipts import ShardReceipt, forget_receipts
+from pipelines.text.receipts import ShardReceipt, receipt_key
 from pipelines.text.shard_writer import ShardsJob, SplitShard, make_shards, rows_in, split_text
 from pipelines.text.sources import estimated_tokens
 from pipelines.text.tokenizer import TOKENIZER_FILE, kept_tokenizer, tokenizer_of
-from pipelines.tracking.ledger import attempts
 from trainer.errors import UserError
-from trainer.store import Store
 
 POLL_SECONDS = 0.2  # between two moves of the bar
 
@@ -34,8 +31,6 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 def build(work: Work) -> Built:
     """Make the shards. UserError for a text that is too small."""
     texts = [works_on(work, *text) for text in texts_of(work.recipe, work.plan)]
-    for one in texts:
-        forget_removed_artifact(work.store, one.plan)
     work.clock.enter("tokenize")
     if work.recipe.tokens.sources:
         return mix(work, texts)
@@ -73,8 +68,8 @@ def finish(work: Work, receipts: list[ShardReceipt]) -> Built:
     # With the document that max_tokens cuts.
     documents = receipts[-1].document + bool(receipts[-1].offset) if receipts else 0
     facts = facts_of(shards, documents) | packing_facts(shards, eot, work.recipe.row_tokens)
-    undecided = (receipt.file.key for receipt in receipts[: config.undecided_shards])
-    return Built(files, facts, tuple(undecided))
+    undecided = [receipt.file.key for receipt in receipts[: config.undecided_shards]]
+    return Built(files, facts, (*map(receipt_key, range(len(receipts))), *undecided))
 
 
 def mix(work: Work, texts: list[Work]) -> Built:
@@ -96,9 +91,7 @@ def tokens_of_source(work: Work) -> Manifest:
     work.screen.note(f"  {own.prefix}: {named}")
     built = adopt(work) if work.recipe.tokens.adopts else finish(work, make_all_shards(work))
     assert work.scratch_of
-    made = built.commit(work, own, {}, {"mixture": work.scratch_of.prefix})
-    forget_receipts(work.store, own, sys.maxsize)  # so a removed manifest means: make everything again
-    return made
+    return built.commit(work, own, {}, {"mixture": work.scratch_of.prefix})
 
 
 def adopt(work: Work) -> Built:
@@ -121,16 +114,6 @@ def adopt(work: Work) -> Built:
     check_split(recipe, shards)
     files = [one.file for one in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
     return Built(files, facts_of(shards, documents) | packing_facts(shards, encoding.eot_token, recipe.row_tokens))
-
-
-def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
-    """Forget the shards of an artifact that an attempt finished, if its manifest was removed.
-
-    The message about a damaged artifact advises to remove its manifest; the shards are then made again.
-    """
-    done = [beat.attempt for beat in attempts(store, plan.prefix) if beat.state == "done"]
-    if done:
-        forget_receipts(store, plan, max(done))
 
 
 def make_all_shards(work: Work) -> list[ShardReceipt]:

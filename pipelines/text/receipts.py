@@ -1,6 +1,7 @@
 """The receipts of finished shards in the store: an interrupted text resumes behind the last one.
 
-Each finished shard leaves a receipt, which names the next document.
+Each finished shard leaves a receipt, which names the next document. The finished artifact has none: where its manifest
+is removed, because a shard is damaged, all of them are made again.
 """
 
 import re
@@ -51,7 +52,7 @@ def existing_receipts(
     """The receipts up to the first shard that is missing. Removes the receipts of shards that the store has lost: they
     are made again."""
     receipts = list[ShardReceipt]()
-    while receipt := _receipt_in(store, receipt_key(plan.prefix, len(receipts)), note):
+    while receipt := _receipt_in(store, f"{plan.prefix}/{receipt_key(len(receipts))}", note):
         receipts.append(receipt)
     if receipts:
         note(f"  {len(receipts)} shard(s) exist from an earlier attempt")
@@ -63,31 +64,22 @@ def existing_receipts(
     if lost:
         note(f"  {len(lost)} shards of {store.uri}/{plan.prefix} are missing; they are made again")
     for index in lost:
-        store.delete(receipt_key(plan.prefix, index))
+        store.delete(f"{plan.prefix}/{receipt_key(index)}")
     return receipts[: lost[0]] if lost else receipts
 
 
-def forget_receipts(store: Store, plan: ArtifactPlan, until_attempt: int) -> None:
-    """Remove the receipts of the shards that this attempt and earlier ones made."""
-    for entry in store.entries(f"{plan.prefix}/shards/"):
-        receipt = _receipt_in(store, entry.key)
-        if receipt is None or receipt.attempt <= until_attempt:
-            store.delete(entry.key)
-
-
-def _receipt_in(store: Store, key: str, note: Callable[[str], None] = lambda line: None) -> ShardReceipt | None:
+def _receipt_in(store: Store, key: str, note: Callable[[str], None]) -> ShardReceipt | None:
     """The receipt under a key of the store, or None without it. A damaged one is removed, with a note: its shard is
     made again, and a receipt is created only where there is none."""
-    body = store.get(key)
-    if body is None:
-        return None
     try:
-        return ShardReceipt.from_json(decoded(body, f"{store.uri}/{key}"), f"{store.uri}/{key}")
+        body, where = store.get(key), f"{store.uri}/{key}"
+        return ShardReceipt.from_json(decoded(body, where), where) if body is not None else None
     except DamagedRecord as error:
         note(f"  {error}; its shards are made again")
         store.delete(key)
         return None
 
 
-def receipt_key(prefix: str, index: int) -> str:
-    return f"{prefix}/shards/{index:06d}.json"
+def receipt_key(index: int) -> str:
+    """Of a shard's receipt, below its artifact."""
+    return f"shards/{index:06d}.json"

@@ -140,7 +140,7 @@ def store_shard(job: ShardsJob, index: int, shard: NewShard, before: Future[Shar
     receipt = ShardReceipt(file, len(shard.tokens), shard.document, shard.offset, largest, rows)
     if before:
         before.result()
-    if not job.store.create(receipt_key(job.plan.prefix, index), json.dumps(receipt.to_json()).encode()):
+    if not job.store.create(f"{job.plan.prefix}/{receipt_key(index)}", json.dumps(receipt.to_json()).encode()):
         job.check()  # another attempt made the same shard first; a newer attempt ends this one
     failpoint("tokenize")
     return receipt

@@ -13,32 +13,11 @@ from texts import FourFiles, made
 from pipelines.artifacts.manifest import File
 from pipelines.recipe import load_recipe
 from pipelines.stage import Work
-from pipelines.stages.tokenize import check_split, forget_removed_artifact
+from pipelines.stages.tokenize import check_split
 from pipelines.text.receipts import existing_receipts
 from pipelines.text.shard_writer import SplitShard
-from pipelines.tracking.ledger import claim
-from pipelines.tracking.records import Billing
 from trainer.data.shards import read_shard
 from trainer.errors import UserError
-
-
-def test_a_finished_artifact_without_its_manifest_is_made_again(tmp_path: Path) -> None:
-    files = FourFiles(tmp_path)
-
-    def ended(number: int, state: str) -> int:
-        mine = files.job(tmp_path / "store", number)
-        attempt = claim(mine.store, mine.plan.prefix, "tiny-1", "tokenize", number, Billing())
-        assert attempt
-        with attempt:
-            forget_removed_artifact(mine.store, mine.plan)
-            new = made(mine)[1]
-            attempt.update(state=state)
-        return new
-
-    assert ended(1, "interrupted") == 13_001
-    assert ended(2, "done") == 0
-    assert ended(3, "interrupted") == 13_001  # a shard was damaged, and the manifest removed as advised
-    assert ended(4, "interrupted") == 0  # the shard that attempt 3 made again is kept
 
 
 def test_shards_that_the_store_lost_are_made_again(tmp_path: Path) -> None:
@@ -70,6 +49,7 @@ def test_a_finished_text_leaves_its_shards_alone_and_counts_the_document_that_is
     manifest = tokenized(mine, recipe)
     left = {entry.key.rpartition("/")[2] for entry in mine.store.entries("tokens/") if re.search(r"/a\d+/", entry.key)}
     assert left == {"val_000000.bin", "train_000000.bin"}
+    assert not existing_receipts(mine.store, mine.plan)  # so without its manifest all shards are made again
     shards = [read_shard(tmp_path / "store" / entry.key) for entry in mine.store.entries("tokens/")
               if entry.key.endswith(".bin")]  # fmt: skip
     assert manifest.facts["documents"] == sum(int((shard == 256).sum()) for shard in shards) == 7
