@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from pipelines.bench.gpus import gpu_of
@@ -14,9 +16,9 @@ from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import ManagedJob
 from pipelines.recipe import Recipe
 from pipelines.stage import TUNE
-from pipelines.stages.measures import read_source, verify_items
+from pipelines.stages.measures import fetch_inputs
 from pipelines.text.conversations import ADDITION
-from pipelines.text.hub import HUB
+from pipelines.text.hub import HUB, LOOK_SECONDS
 from pipelines.text.llmc_shards import is_remote, shards_found
 from pipelines.text.sources import STDLIB, first_documents, text_of
 from pipelines.tokens_config import LLMC, TokensConfig
@@ -151,17 +153,16 @@ def benchmarks_readable(recipe: Recipe, stages: Iterable[str], remote: bool) -> 
     """Whether HellaSwag and CORE can be read. A run that could not score them would train in vain."""
     if not {"train", "evaluate", TUNE} & set(stages):
         return
-    readers = (("hellaswag", recipe.evaluate.hellaswag, read_source), ("core", recipe.evaluate.core, verify_items))
-    for name, source, read in readers:
-        if not source:
-            continue
-        try:
-            finding = Finding(name, f"{read(source):,} items of {source} were read")
-        except UserError as error:
-            finding = broken(name, str(error), f"correct evaluate.{name}, or set it to null")
-        if finding.state == "ok" and not is_remote(source):
-            finding = on_this_machine(name, source, remote, f"upload it to the Hub, or set evaluate.{name} to null")
-        yield finding
+    try:
+        with TemporaryDirectory() as cache:
+            fetch_inputs(recipe, Path(cache), LOOK_SECONDS)
+    except UserError as error:
+        yield broken("benchmarks", str(error), "correct the field, or set it to null")
+        return
+    for name in ("hellaswag", "core"):
+        if source := getattr(recipe.evaluate, name):
+            remedy = f"upload it to the Hub, or set evaluate.{name} to null"
+            yield Finding(name, source) if is_remote(source) else on_this_machine(name, source, remote, remedy)
 
 
 def tuning(recipe: Recipe, stages: Iterable[str], remote: bool, image: str) -> Iterator[Finding]:

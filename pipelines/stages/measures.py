@@ -6,20 +6,18 @@ soon as a recipe is planned: long before a GPU is rented.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from pipelines.recipe import Recipe
 from pipelines.text.chat import ChatTokens
 from pipelines.text.encode import Encoder
-from pipelines.text.hub import HUB, LOOK_SECONDS, datasets_library, with_retries
+from pipelines.text.hub import HUB, datasets_library, with_retries
 from trainer.errors import UserError
-from trainer.store import sha256_of
+from trainer.store import replacing, sha256_of
 
 if TYPE_CHECKING:
     import tiktoken
@@ -48,12 +46,16 @@ def core_identity(source: str | None) -> str | None:
     return source and f"sha256:{bundle_digest(core_tasks(source))}"
 
 
-def fetch_inputs(recipe: Recipe, cache: Path) -> None:
-    """Bring the inputs of the recipe's measures to this machine, and check them. UserError if that fails."""
+def fetch_inputs(recipe: Recipe, cache: Path, seconds: float | None = None) -> None:
+    """Bring the inputs of the recipe's measures to this machine, and check them. UserError if that fails, for an answer
+    of the Hub within so many seconds."""
     if recipe.evaluate.hellaswag:
-        hellaswag_items(recipe.evaluate.hellaswag, cache)
+        hellaswag_items(recipe.evaluate.hellaswag, cache, seconds)
     if recipe.evaluate.core:
-        verify_items(recipe.evaluate.core)
+        from trainer.eval.core import read_items
+
+        for task in core_tasks(recipe.evaluate.core):
+            read_items(task)
 
 
 def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "list[HellaSwagItem]":
@@ -63,10 +65,8 @@ def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "
 
     if not source.startswith(HUB):
         return read_hellaswag(Path(source))
-    known = f"hellaswag-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    copies = cache.glob(f"{known}-*.jsonl")  # with the sha256 of their bytes
-    copy = next((one for one in copies if one.stem.rpartition("-")[2] == sha256_of(one)), None)
-    if copy is None:
+    copy = cache / f"hellaswag-{hashlib.sha256(source.encode()).hexdigest()[:16]}.jsonl"
+    if not copy.exists():
         name, _, revision = source.removeprefix(HUB).partition("@")
         load = partial(datasets_library().load_dataset, name, split="validation", revision=revision or None)
         try:
@@ -78,18 +78,9 @@ def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "
                 f"evaluate.hellaswag: {source}: cannot be loaded ({str(error).splitlines()[0]}); "
                 "name a jsonl file, or null to skip it"
             ) from error
-        cache.mkdir(parents=True, exist_ok=True)
-        body = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        partial_copy = cache / f"{known}.{os.getpid()}"
-        partial_copy.write_bytes(body)
-        copy = partial_copy.replace(cache / f"{known}-{hashlib.sha256(body).hexdigest()}.jsonl")
+        with replacing(copy) as file:
+            file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
     return read_hellaswag(copy)
-
-
-def read_source(source: str) -> int:
-    """The number of HellaSwag's items in a source, which are read here and now. UserError if that fails."""
-    with TemporaryDirectory() as cache:
-        return len(hellaswag_items(source, Path(cache), LOOK_SECONDS))
 
 
 def core_tasks(source: str) -> "list[CoreTask]":
@@ -126,13 +117,6 @@ def core_tasks(source: str) -> "list[CoreTask]":
             f"evaluate.core: {source}: is not on this machine and cannot be fetched ({str(error).splitlines()[0]}); "
             "name the folder of a CORE bundle, or null to leave CORE out"
         ) from error
-
-
-def verify_items(source: str) -> int:
-    """The number of items of all of CORE's tasks. UserError for a damaged one."""
-    from trainer.eval.core import read_items
-
-    return sum(len(read_items(task)) for task in core_tasks(source))
 
 
 def measures_of(

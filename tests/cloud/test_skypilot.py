@@ -501,5 +501,5 @@ def test_a_dry_run_names_every_fault_at_once_and_starts_no_server(answers: dict[
     (train,) = (task for task in yaml.safe_load_all(done["stdout"]) if task["name"] == "train")
     prices = {row["usd_per_hour"] for row in json.loads(train["envs"]["SKYTRAIN_PRICES"])}
     assert {20.0, 31.92} <= prices and done["ended"].startswith("launch: the job would fail")
-    assert all(f"WRONG  {what}" in done["stderr"] for what in ("store", "hellaswag"))
+    assert all(f"WRONG  {what}" in done["stderr"] for what in ("store", "benchmarks"))
     assert all(len(line) <= 80 for line in done["stderr"].splitlines() if "/pytest-of-" not in line)
