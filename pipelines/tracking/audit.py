@@ -12,7 +12,7 @@ from trainer.checkpoint.commits import committed_state, data_step
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
-    from trainer.data.shards import Mixture, Order
+    from trainer.data.shards import Mixture
 
 CHECKSUM = "data/checksum"  # of a row: that of the tokens, see `TokenData.checksum`
 POSITIONS = "data/digest"  # of a row of version 0.1: that of their places in the data order
@@ -39,7 +39,7 @@ def audit(run: Run, cache: Path) -> Audit:
     window exactly once an epoch (except the data that rollbacks leave out). UserError without tokens.
     """
     from trainer.data.batches import TokenData
-    from trainer.data.shards import Mixture, sequences_of
+    from trainer.data.shards import sequences_of
 
     made, recipe = run.intact_manifests, run.recipe
     tokens, train = made.get("tokenize"), made.get("train")
@@ -62,19 +62,18 @@ def audit(run: Run, cache: Path) -> Audit:
         return bool(rows[step][POSITIONS] != digest_of_positions(data.order, read[step]))
 
     missing = sorted(set(range(recipe.train.first_step + 1, end + 1)) - set(rows))
-    of_sources: tuple[int, ...] = ()
-    if isinstance(order := data.order, Mixture):
-        of_sources = tuple(
-            sum(order.read_before(one.stop, n) - order.read_before(one.start, n) for one in read.values())
-            for n in range(len(order.shares))
-        )
+    order = data.order
+    of_sources = tuple(
+        sum(order.read_before(one.stop, n) - order.read_before(one.start, n) for one in read.values())
+        for n in range(len(recipe.tokens.weights))
+    )
     wrong = tuple(filter(differs, rows))
     threads = train.facts.get("threads", 0) if train else state.threads if state else 0
     sequences = sum(map(len, read.values()))
     return Audit(run.name, len(rows), sequences, wrong, tuple(missing), of_sources, threads)
 
 
-def digest_of_positions(order: "Order | Mixture", sequences: range) -> int:
+def digest_of_positions(order: "Mixture", sequences: range) -> int:
     """What version 0.1 recorded of a step."""
     places = (f"{shard}:{window}".encode() for shard, window in map(order.__getitem__, sequences))
     return sum(int.from_bytes(blake2b(place, digest_size=4).digest(), "little") for place in places)

@@ -78,7 +78,7 @@ def test_training_reads_every_row_once_an_epoch_at_any_number_of_ranks(tmp_path:
     shards = packed_shards(tmp_path)
     data = TokenData(shards, tmp_path.joinpath, 8, 0, eot=EOT)
     count = sum(shard.rows or 0 for shard in data.shards)
-    assert isinstance(data.order, Order) and data.order.sequences_per_epoch == count
+    assert data.order.orders[0].sequences_per_epoch == count
     expected = sorted(
         row[:-1] for i in range(4) for row in rows_of(np.fromfile(tmp_path / f"train_{i:06d}.bin", "<u2")[512:], 9)
     )

@@ -19,13 +19,7 @@ from torch import Tensor
 from trainer.amounts import micro_batch_count
 from trainer.data.packing import packed
 from trainer.data.shard_maps import MOST_MAPPED, Fetch, ShardMaps
-from trainer.data.shards import (
-    Shard,
-    check_ids,
-    order_of,
-    parts_of_mixture,
-    slices,
-)
+from trainer.data.shards import Mixture, Shard, check_ids, slices
 
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
 
@@ -50,8 +44,8 @@ class TokenData:
         eot: int | None = None,
     ) -> None:
         check_ids(shards, vocab_size)
-        self.shards, self.block_size, self.weights = shards, block_size, weights
-        self.order = order_of(shards, block_size, seed, weights)
+        self.shards, self.block_size = shards, block_size
+        self.order = Mixture(shards, block_size, seed, weights)
         assert eot is not None or all(shard.rows is None for shard in shards), "packed shards need their <|endoftext|>"
         pack = partial(packed, eot=eot or 0, row_tokens=block_size + 1)
         self._maps = ShardMaps(shards, fetch, vocab_size, pack, MOST_MAPPED + 2 * len(weights))
@@ -74,16 +68,15 @@ class TokenData:
     def first_windows(self, count: int) -> list[tuple[int, int]]:
         """The first windows of the split, up to `count`, as (shard index, window index); of a mixture the first ones of
         each source, in proportion."""
-        share = parts_of_mixture(self.weights) if self.weights else [1.0]
         places: list[tuple[int, int]] = []
-        for source, part in enumerate(share):
+        for source, share in enumerate(self.order.shares):
             mine = (
                 (s, w)
                 for s, shard in enumerate(self.shards)
                 if shard.source == source
                 for w in range(shard.windows(self.block_size))
             )
-            places += islice(mine, max(1, int(count * part)))
+            places += islice(mine, max(1, int(count * (share / self.order.period))))
         return places
 
     def micro_batches(

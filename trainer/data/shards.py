@@ -20,7 +20,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -170,7 +169,7 @@ def check_ids(shards: Iterable[Shard], vocab_size: int) -> None:
 
 
 class Order:
-    """The shard and window of sequence number g of a run: a new permutation for each epoch."""
+    """The shard and window of sequence number g of one text: a new permutation for each epoch."""
 
     def __init__(self, shards: Iterable[Shard], block_size: int, seed: int) -> None:
         self.windows = np.array([s.windows(block_size) for s in shards], dtype=np.int64)
@@ -192,14 +191,6 @@ class Order:
         shard = int(order[nth])
         start = int(ends[nth]) - int(self.windows[shard])
         return shard, int(self._window_order(epoch, shard)[position - start])
-
-    def shards_of(self, sequences: range) -> list[int]:
-        """The shards of consecutive `sequences`, in the order in which they are read."""
-        return shards_of(self.visits(sequences.start), sequences)
-
-    def next_shards(self, sequence: int) -> list[int]:
-        """The shard that training reads after the shard of `sequence`."""
-        return [shard for _, shard in islice(self.visits(sequence), 1, 2)]
 
     def visits(self, sequence: int) -> Iterator[tuple[int, int]]:
         """(first sequence number, shard index) for each shard that is read from `sequence` on, without end."""
@@ -253,15 +244,18 @@ class Interleaving:
 
 
 class Mixture(Interleaving):
-    """The order of several sources, each with an `Order` of its own. `shards` name their source."""
+    """The order in which a run reads its shards, which name their source: each source has an `Order` of its own.
+    Without `weights`, it is that of a single text."""
 
     def __init__(self, shards: Sequence[Shard], block_size: int, seed: int, weights: Sequence[float]) -> None:
-        super().__init__(weights)
+        super().__init__(weights or (1.0,))
         self._shards = [[i for i, one in enumerate(shards) if one.source == n] for n in range(len(self.shares))]
         self.orders: list[Order] = []
         for number, mine in enumerate(self._shards):
-            with naming_source(number):
+            try:
                 self.orders.append(Order([shards[i] for i in mine], block_size, seed))
+            except UserError as error:
+                raise UserError(f"tokens.sources: source {number + 1}: {error}" if weights else str(error)) from error
 
     def __getitem__(self, sequence: int) -> tuple[int, int]:
         """(shard index, window index) of sequence number `sequence`, from 0."""
@@ -271,7 +265,8 @@ class Mixture(Interleaving):
 
     def shards_of(self, sequences: range) -> list[int]:
         """The shards of consecutive `sequences`, in the order in which they are read first."""
-        return shards_of(self.visits(sequences.start), sequences)
+        visits = takewhile(lambda visit: visit[0] < sequences.stop, self.visits(sequences.start))
+        return [shard for _, shard in visits]
 
     def next_shards(self, sequence: int) -> list[int]:
         """The shards that training reads next: of each other source the present one, and one more."""
@@ -286,14 +281,6 @@ class Mixture(Interleaving):
             yield self.sequence(source, number), self._shards[source][shard]
 
 
-@contextmanager
-def naming_source(number: int) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"tokens.sources: source {number + 1}: {error}") from error
-
-
 def shares_of(weights: Sequence[float]) -> list[int]:
     """Whole numbers in proportion to positive `weights`, as small as possible: exact to a ten-thousandth of the sum."""
     parts = [Fraction(weight) * PERIOD / sum(map(Fraction, weights)) for weight in weights]
@@ -303,22 +290,6 @@ def shares_of(weights: Sequence[float]) -> list[int]:
         shares[n] += 1
     shares = [max(1, share) for share in shares]
     return [share // math.gcd(*shares) for share in shares]
-
-
-def parts_of_mixture(weights: Sequence[float]) -> list[float]:
-    """The share of each source in all sequences, as a mixture draws them."""
-    shares = shares_of(weights)
-    return [share / sum(shares) for share in shares]
-
-
-def shards_of(visits: Iterator[tuple[int, int]], sequences: range) -> list[int]:
-    """The shards of `visits` that are read before the end of `sequences`."""
-    return [shard for _, shard in takewhile(lambda visit: visit[0] < sequences.stop, visits)]
-
-
-def order_of(shards: Sequence[Shard], block_size: int, seed: int, weights: Sequence[float]) -> Order | Mixture:
-    """The order in which a run reads its shards; `weights` of the sources of a mixture, none of a single text."""
-    return Mixture(shards, block_size, seed, weights) if weights else Order(shards, block_size, seed)
 
 
 def sequences_of(step: int, model: ModelConfig, train: TrainConfig, rank: int, world_size: int) -> range:
