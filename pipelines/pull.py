@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,17 +79,12 @@ def is_present(path: Path, file: File) -> bool:
 
 
 def fetch_to(store: Store, manifest: Manifest, file: File, path: Path) -> None:
-    """Download a file beside its place, verify it, and move it there. An unverified file never has its name."""
-    key, arriving = f"{manifest.prefix}/{file.key}", path.with_name(f".{path.name}.arriving")
+    """Download and verify a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        download_verified(store, key, file, arriving)
-        arriving.rename(path)
+        download_verified(store, f"{manifest.prefix}/{file.key}", file, path)
     except OSError as error:
         if is_full(error):
             error.filename = str(path.parent)
             raise
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose another folder") from error
-    finally:
-        with suppress(OSError):
-            arriving.unlink()

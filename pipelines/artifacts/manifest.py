@@ -288,15 +288,13 @@ def fetch(store: Store, prefix: str, file: File, cache: Path, places: Collection
         path = store.path_of(key)
         verify(store, key, file, path)
         return path
-    folder = cache / file.sha256  # holds copies and, with a name that no file of a manifest can have, a download
-    path, arriving = folder / file.name, folder / f"{PARTIAL}copy"
+    path = cache / file.sha256 / file.name
     path.parent.mkdir(parents=True, exist_ok=True)
     with (cache / f"lock-{file.sha256[0]}").open("w") as lock:  # sixteen, which stay: a few files share each
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_intact(path, file):
-            download_verified(store, key, file, arriving)
-            seal(arriving, file.sha256)
-            arriving.rename(path)
+            download_verified(store, key, file, path)
+            seal(path, file.sha256)
     return path
 
 
@@ -310,13 +308,16 @@ def fetch_folder(store: Store, manifest: Manifest, cache: Path, folder: Path) ->
 
 
 def download_verified(store: Store, key: str, file: File, path: Path) -> None:
-    """Download the file that a manifest names, stored under `key`, and verify it. See `verify`."""
-    digest = None
+    """Download the file that a manifest names, stored under `key`, to `path`, where it appears once it is verified. See
+    `verify`."""
+    arriving, digest = path.with_name(f"{PARTIAL}{path.name}"), None
     try:
-        digest = store.download(key, path)
-    except FileNotFoundError:
-        path.unlink(missing_ok=True)  # an older one; `verify` names the missing object
-    verify(store, key, file, path, digest)
+        with suppress(FileNotFoundError):  # `verify` names the missing object
+            digest = store.download(key, arriving)
+        verify(store, key, file, arriving, digest)
+        arriving.rename(path)
+    finally:
+        arriving.unlink(missing_ok=True)
 
 
 def keep_copy(path: Path, file: File, cache: Path) -> None:
