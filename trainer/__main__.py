@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from trainer.config import RuntimeConfig, TrainConfig, identity_of
 from trainer.config_errors import explain
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
-from trainer.events import Event, Row, Skipped, Slow, Started
+from trainer.events import Event, Row, Started, Warned
 from trainer.health import Watchdog
 from trainer.metrics import PhaseClock
 from trainer.models.family import AnyModel
@@ -141,10 +141,8 @@ def print_event(max_steps: int, event: Event) -> None:
     match event:
         case Started(step, world_size, device):
             log_line(f"step {step:,} of {max_steps:,}: training begins on {world_size} x {device}")
-        case Skipped(step, reason):
-            log_line(f"update {step:,} skipped: {reason}")
-        case Slow(_, reason):
-            log_line(f"slower than possible: {reason}")
+        case Warned(message):
+            log_line(message)
         case Row(step, _, metrics) if "val/loss" in metrics or step % max(1, max_steps // 100) == 0:
             names = ("train/loss", "val/loss", "perf/tokens_per_second")
             shown = ", ".join(f"{name} {metrics[name]:,.4f}" for name in names if name in metrics)

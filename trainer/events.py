@@ -8,7 +8,7 @@ series of metrics is complete wherever the run resumes. No torch in this module.
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ class Row:
     metrics: dict[str, float]  # by name, such as "train/loss"
     phases: dict[str, float]  # seconds by phase
     phase: str  # the current one
+    samples: list[str] | None = None  # texts that the weights generate
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,11 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Damaged:
-    """A checkpoint cannot be loaded; the one before it is used."""
-
-    checkpoint: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Checkpointed:
-    """The checkpoint of `step` is committed, `seconds` after its copy began. Bytes of all ranks."""
+    """The checkpoint of `step` is committed, `seconds` after its copy began."""
 
     step: int
     seconds: float
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -77,27 +69,10 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """Update `step` was not applied."""
+class Warned:
+    """Something that people should know: a damaged checkpoint, an update that is not applied, a slow kernel."""
 
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Slow:
-    """A part of the step uses a slower implementation than it could."""
-
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Texts that the weights after `step` updates generate."""
-
-    step: int
-    texts: list[str]
+    message: str
 
 
 @dataclass(frozen=True)
@@ -110,7 +85,7 @@ class Measuring:
 EVENTS_FILE = "events.jsonl"  # in the work folder of an attempt
 BYTES_AT_ONCE = 1 << 19  # some 1,000 rows
 
-Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | Sampled | Measuring
+Event = Row | PhaseChanged | Started | Checkpointed | CheckpointFailed | Warned | Measuring
 
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 
@@ -162,17 +137,13 @@ class EventLog:
         self.uncommitted: list[dict[str, Any]] = []
         self._file: TextIO | None = path.open("a", buffering=1) if path else None
 
-    def row(self, step: int, **metrics: float) -> None:
-        """Log the metrics after `step` updates, without those that JSON cannot represent."""
+    def row(self, step: int, metrics: Mapping[str, float], samples: list[str] | None = None) -> None:
+        """Log the metrics after `step` updates, without those that JSON cannot represent, and generated texts."""
         now = round(time.time(), 3)
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self.uncommitted.append({"step": step, "time": now, **metrics})
-        self.write(Row(step, now, metrics, self.clock.so_far(), self.clock.current))
-
-    def samples(self, step: int, texts: list[str]) -> None:
-        """Log generated texts; they are committed with the rows."""
-        self.uncommitted.append({"step": step, "time": round(time.time(), 3), "samples": texts})
-        self.write(Sampled(step, texts))
+        texts = {"samples": samples} if samples else {}
+        self.uncommitted.append({"step": step, "time": now, **metrics, **texts})
+        self.write(Row(step, now, metrics, self.clock.so_far(), self.clock.current, **texts))
 
     def write(self, event: Event) -> None:
         if self.watch:

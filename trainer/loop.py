@@ -23,7 +23,7 @@ from trainer.data.shards import sequences_of
 from trainer.engine import Batches, Engine, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
 from trainer.eval.evaluation import Evaluation, validation_loss
-from trainer.events import EventLog, Skipped, Slow, Started
+from trainer.events import EventLog, Started, Warned
 from trainer.health import Health, Watchdog, diagnosis
 from trainer.metrics import mfu, peak_flops
 from trainer.micro_batch import choose_micro_batch, devices_of, memory_settings
@@ -167,7 +167,7 @@ class Training:
             if not math.isfinite(loss):
                 self.diverge(f"val/loss is {loss}, so the weights are ruined")
             self.state.val_loss, self.state.val_step = loss, self.state.step
-            self.log.row(self.state.step, **{"val/loss": loss})
+            self.log.row(self.state.step, {"val/loss": loss})
 
     def evaluate(self) -> None:
         """Commit the weights, and evaluate them in place; the scores go into the log and into the state, the texts into
@@ -186,9 +186,7 @@ class Training:
                 self.agreed = replace(self.agreed, stop=True)
                 return
             self.state.evaluated_step, self.state.scores = self.state.step, scores
-            self.log.row(self.state.step, **scores)
-            if texts:
-                self.log.samples(self.state.step, texts)
+            self.log.row(self.state.step, scores, texts)
 
     def check_stop(self) -> None:
         """Raise Interrupted on all ranks once one was asked to stop; also feeds the watchdog. A collective call."""
@@ -318,9 +316,9 @@ class Training:
         """Log the row of a step, its anomaly and the engine's warnings."""
         step, agreed = self.state.step, verdict.agreed
         if verdict.anomaly:
-            self.log.write(Skipped(step, verdict.anomaly))
+            self.log.write(Warned(f"update {step:,} skipped: {verdict.anomaly}"))
         for warning in self.engine.warnings():
-            self.log.write(Slow(step, warning))
+            self.log.write(Warned(f"slower than possible: {warning}"))
         row = {
             "train/loss": agreed.loss,
             "train/lr": learning_rate,
@@ -332,7 +330,7 @@ class Training:
             row["perf/mfu"] = mfu(tokens_per_second, self.model, self.world.world_size, self.peak_flops)
         if verdict.anomaly:
             row["train/skipped_updates"] = verdict.health.skipped
-        self.log.row(step, **row, **self.engine.extra_metrics())
+        self.log.row(step, row | self.engine.extra_metrics())
 
 
 def step(

@@ -142,7 +142,7 @@ def measure(
         sizes = torch.tensor(token_bytes(encoding))
         loss, bits = validation(model.losses, val, most, VAL_BATCH, world, sizes, on_batch=on_batch)
         facts: dict[str, Any] = {"val/loss": loss, "val/bits_per_byte": bits}
-        log.row(spec.reached, **facts)
+        log.row(spec.reached, facts)
         facts["precision"] = precision
         for name, measure_of in measures.items():
             facts |= measure_of(model, world, partial(checked, name, None, count(1)))

@@ -37,14 +37,12 @@ from trainer.events import (
     EVENTS_FILE,
     Checkpointed,
     CheckpointFailed,
-    Damaged,
     Event,
     Measuring,
     PhaseChanged,
     Row,
-    Skipped,
-    Slow,
     Started,
+    Warned,
     events_after,
 )
 from trainer.health import START_MINUTES
@@ -150,22 +148,17 @@ class Follower:
                 self.started = True
                 self.step = event.step  # a run that resumes after its last step sends no row
                 report_start(work, event)
-            case Damaged(checkpoint, reason):
-                warn(f"{checkpoint} is damaged ({reason}); using the one before it")
             case CheckpointFailed(step, reason, ended):
                 self._checkpoint_failed(reason, ended)
                 then = "the training has ended, and its last state is saved again" if ended else "training continues"
                 warn(f"checkpoint of step {step:,} failed ({reason}); {then}")
-                work.report(checkpoint_failed=step)
             case Checkpointed(step, seconds):
                 if work.stop.asked:
                     work.screen.note(f"  step {step:,} is committed")
                 self.unsaved_since = None
                 work.report(unsaved_since=None, unsaved_because=None, save_seconds=seconds)
-            case Skipped(step, reason):
-                warn(f"update {step:,} skipped: {reason}")
-            case Slow(_, reason):
-                warn(f"slower than possible: {reason}")
+            case Warned(message):
+                warn(message)
 
     def _checkpoint_failed(self, reason: str, ended: bool) -> None:
         """Ask the run to stop once the store has taken no checkpoint for too long: nobody could resume from the work

@@ -280,7 +280,7 @@ class Tuning(TrainerCallback):
         if not math.isfinite(loss := values["loss"]):
             why = f"the loss of step {self.state.step:,} is {loss}"
             raise Diverged(f"tune.{self.step.name}: {why}; lower learning_rate, and run again from the last commit")
-        self.log.row(self.state.step, **{f"tune/{self.step.name}/{name}": value for name, value in values.items()})
+        self.log.row(self.state.step, {f"tune/{self.step.name}/{name}": value for name, value in values.items()})
         self.watchdog.step_done(seconds)
         failpoint("tuned-step")
         self.checkpointer.prove()  # the loss of this step is that of the weights before it
@@ -315,7 +315,7 @@ class Tuning(TrainerCallback):
                 some = rows[first : first + MEASURED_AT_ONCE * world.world_size][world.rank :: world.world_size]
                 texts = self.answers([question for question, _ in some]) if some else []
                 right += sum(answer_in(text) == answer_in(a) for text, (_, a) in zip(texts, some, strict=True))
-        self.log.row(self.state.step, **{f"tune/{self.step.name}/exact": world.sum(right)[0] / len(rows)})
+        self.log.row(self.state.step, {f"tune/{self.step.name}/exact": world.sum(right)[0] / len(rows)})
 
     def answers(self, questions: list[Any]) -> list[str]:
         """The likeliest answers to some prompts."""

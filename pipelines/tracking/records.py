@@ -58,7 +58,6 @@ class Progress(StoredRecord):
     highest_step: int | None = None  # of this and all earlier attempts
     steps_done: int | None = None  # by this attempt
     steps_redone: int | None = None  # of them, those that an earlier attempt had done
-    checkpoint_failed: int | None = None  # step of the last checkpoint that failed
     unsaved_since: float | None = None  # unix seconds, of the first failure since the last commit
     unsaved_because: str | None = None  # the error of the last failure
     save_seconds: float | None = None  # of the last checkpoint

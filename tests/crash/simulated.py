@@ -512,7 +512,7 @@ class SmallTraining:
                 work.check()
                 weights.copy_(weights_after(state.step + 1, weights))
                 state = replace(state, step=state.step + 1)
-                log.row(state.step, **{"train/loss": 1.0 / state.step})
+                log.row(state.step, {"train/loss": 1.0 / state.step})
                 checkpoints.settle(log)
                 checkpoints.save(state, pieces, log)
             checkpoints.finish(log)

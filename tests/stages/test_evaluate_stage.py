@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from in_process import start_ranks_here
 
 from pipelines.show import console

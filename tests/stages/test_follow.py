@@ -37,10 +37,9 @@ def test_a_failed_checkpoint_is_a_warning_and_a_stopped_run_names_its_last_commi
     train_work.screen = cast(TerminalScreen, SimpleNamespace(warn=warnings.append, note=notes.append))
     with TerminalScreen(quiet=True).bar("train", 10) as bar:
         Follower(train_work).handle(CheckpointFailed(1200, "OSError(28)"), bar)
-        assert train_work.attempt.latest.progress.checkpoint_failed == 1200
-        Follower(train_work).handle(Checkpointed(5, 0.1, 7), bar)
+        Follower(train_work).handle(Checkpointed(5, 0.1), bar)
         train_work.stop.ask("SIGINT")
-        Follower(train_work).handle(Checkpointed(1300, 0.1, 7), bar)
+        Follower(train_work).handle(Checkpointed(1300, 0.1), bar)
     assert warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
     assert notes == ["  step 1,300 is committed"]
 
@@ -98,7 +97,7 @@ def test_a_run_whose_store_takes_no_checkpoint_for_too_long_is_asked_to_stop(
         follower.handle(CheckpointFailed(3, "refused"), bar)
         now += 1799
         follower.handle(CheckpointFailed(4, "refused"), bar)
-        follower.handle(Checkpointed(5, 0.1, 7), bar)
+        follower.handle(Checkpointed(5, 0.1), bar)
         assert train.attempt.latest.progress.unsaved_since is None
         now += 1799
         follower.handle(CheckpointFailed(6, "refused"), bar)

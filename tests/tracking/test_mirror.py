@@ -37,7 +37,7 @@ from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.mlflow.mirror import Mirror, rebuild
 from pipelines.tracking.records import Progress
 from trainer.errors import UserError
-from trainer.events import EVENTS_FILE, Row, Sampled, event_to_json
+from trainer.events import EVENTS_FILE, Row, event_to_json
 from trainer.store import LocalStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,8 +198,9 @@ class Training:
     def rows(self, steps: range) -> None:
         with self.events.open("a") as file:
             for step in steps:
-                file.write(event_to_json(Row(step, 1e9 + step, {"train/loss": 10.0 - step}, {}, "train")) + "\n")
-            file.write(event_to_json(Sampled(steps[-1], ["a text"])) + "\n")
+                texts = ["a text"] if step == steps[-1] else None
+                row = Row(step, 1e9 + step, {"train/loss": 10.0 - step}, {}, "train", texts)
+                file.write(event_to_json(row) + "\n")
 
     def end(self) -> str | None:
         """The end of the command; what it tells the user."""

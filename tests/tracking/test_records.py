@@ -44,7 +44,6 @@ HEARTBEAT = CLAIM | {
         "highest_step": 40,
         "steps_done": 40,
         "steps_redone": 3,
-        "checkpoint_failed": 30,
         "save_seconds": 0.125,
         "world_size": 8,
         "device": "NVIDIA H100",

@@ -40,7 +40,7 @@ def pieces(value: float) -> dict[str, Piece]:
 def quiet_log(step: int = 0) -> EventLog:
     log = EventLog(None, PhaseClock())
     if step:
-        log.row(step, **{"train/loss": 1.0})
+        log.row(step, {"train/loss": 1.0})
     return log
 
 

@@ -19,7 +19,7 @@ from trainer.data.batches import TokenData
 from trainer.data.shards import Shard, write_shard
 from trainer.eval.evaluation import Evaluation, TextSampler, validation, validation_loss
 from trainer.eval.scoring import Scored
-from trainer.events import Row, Sampled
+from trainer.events import Row
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
 from trainer.parallel import World
@@ -74,7 +74,7 @@ def test_evaluation_leaves_losses_and_weights_as_they_are_without_it(runner: Run
     assert run.ended(same) == runner.undisturbed(precision=precision)
     assert list(scores_of(run)) == [5, 10, 12]  # every five steps and after the last one, not at the start
     assert (state.evaluated_step, state.scores) == (12, {SCORE: scores_of(run)[12]})
-    texts = [event.texts for event in run.events_of(Sampled)]
+    texts = [event.samples for event in run.events_of(Row) if event.samples]
     assert len(texts) == 3 and all(len(each) == 2 for each in texts)
     assert [row["samples"] for row in series(run.store, "run") if "samples" in row] == texts
 

@@ -8,16 +8,13 @@ from trainer.events import (
     KINDS,
     Checkpointed,
     CheckpointFailed,
-    Damaged,
     Event,
     EventLog,
     Measuring,
     PhaseChanged,
     Row,
-    Sampled,
-    Skipped,
-    Slow,
     Started,
+    Warned,
     event_from_json,
     event_to_json,
 )
@@ -28,7 +25,7 @@ def test_the_log_has_each_change_of_phase_and_redone_steps_have_their_own(tmp_pa
     log = EventLog(tmp_path / "events.jsonl", PhaseClock(), reached=2)
     for step in range(4):
         log.clock.enter("redone" if step < log.reached else "train")
-        log.row(step + 1)
+        log.row(step + 1, {})
     events = [e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, Row | PhaseChanged)]
     assert [(type(e), e.phase) for e in events] == [
         *((PhaseChanged, "redone"), (Row, "redone"), (Row, "redone")),
@@ -38,15 +35,12 @@ def test_the_log_has_each_change_of_phase_and_redone_steps_have_their_own(tmp_pa
 
 
 EVENTS: tuple[Event, ...] = (
-    Row(3, 1.25, {"train/loss": 4.5, "data/checksum": 7}, {"setup": 1.5}, "train"),
+    Row(3, 1.25, {"train/loss": 4.5, "data/checksum": 7}, {"setup": 1.5}, "train", ["a", "b"]),
     PhaseChanged({"setup": 1.5, "train": 2.0}, "train"),
     Started(0, 2, "cpu", "eager, on cpu", "fp32", 9, 4, "as configured"),
-    Damaged("run/checkpoints/a", "b"),
-    Checkpointed(3, 0.5, 10),
+    Checkpointed(3, 0.5),
     CheckpointFailed(3, "b"),
-    Skipped(3, "b"),
-    Slow(3, "b"),
-    Sampled(3, ["a", "b"]),
+    Warned("slower than possible"),
     Measuring("val loss: batch 3 of 20"),
 )
 

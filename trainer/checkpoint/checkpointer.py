@@ -37,7 +37,7 @@ from trainer.checkpoint.loading import load_files
 from trainer.checkpoint.pieces import HostCopy, Piece
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import Interrupted, NotAFile, StaleAttempt, StoreUnavailable
-from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
+from trainer.events import Checkpointed, CheckpointFailed, EventLog, Warned
 from trainer.parallel import World
 from trainer.process import Background, failpoint, log_line
 from trainer.record import decoded, typed
@@ -62,7 +62,6 @@ class Save:
     proof: "Future[bool]" = field(default_factory=Future)  # whether the weights are sound, once that is known
     seconds: float = 0.0
     upload_seconds: float = 0.0  # of all ranks
-    bytes: int = 0  # of all ranks; only rank 0 knows it
     files: tuple[FileReceipt, ...] = ()  # of all ranks, once committed; only rank 0 knows them
 
 
@@ -184,7 +183,7 @@ class Checkpointer:
         if error is None:
             self.upload_seconds = save.upload_seconds
             del log.uncommitted[: len(save.rows)]
-            log.write(Checkpointed(save.state.step, save.seconds, save.bytes))
+            log.write(Checkpointed(save.state.step, save.seconds))
             return
         log.write(CheckpointFailed(save.state.step, repr(error), self._insisting))
         log_line(f"checkpoint of step {save.state.step} FAILED ({error!r}); training continues")
@@ -226,7 +225,6 @@ class Checkpointer:
             save.upload_seconds = time.monotonic() - save.started
             failpoint("receipts")
             self._commit(save, receipts)
-            save.bytes = sum(r.size for r in receipts)
         save.seconds = time.monotonic() - save.started
 
     def _failed(self, save: Save, thread: Background) -> None:
@@ -347,10 +345,8 @@ class Checkpointer:
             if state:
                 return state
             self._damaged.append(folders[0])
-            log.write(Damaged(folders[0], damage))
-            if self.world.rank == 0:
-                consequence = "using the one before it" if folders[1:] else "no earlier one exists"
-                log_line(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {damage}; {consequence}")
+            consequence = "using the one before it" if folders[1:] else "no earlier one exists"
+            log.write(Warned(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {damage}; {consequence}"))
         return None
 
     def load(self, folder: str, pieces: dict[str, Piece]) -> tuple[TrainState | None, str]:

@@ -25,7 +25,7 @@ from pipelines.artifacts.s3_store import open_store
 from pipelines.tracking.mlflow.mirror import Mirror
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, tracking_uri
 from trainer.errors import UserError
-from trainer.events import EVENTS_FILE, Row, Sampled, events_after
+from trainer.events import EVENTS_FILE, Row, events_after
 
 MODULE = "pipelines.tracking.mlflow.child"
 POLL_SECONDS, RETRY_SECONDS, REFRESH_SECONDS, RESTART_SECONDS = 1.0, 5.0, 30.0, 30.0
@@ -136,14 +136,13 @@ def follow(mirror: Mirror, home: Path, ending: threading.Event) -> None:
         path, offset = newest, offset if newest == path else 0
         while path and (read := events_after(path, offset))[0]:
             events, offset = read
-            mirror.send_rows(row_of(event) for event in events if isinstance(event, Row | Sampled))
+            mirror.send_rows(row_of(event) for event in events if isinstance(event, Row))
 
 
-def row_of(event: Row | Sampled) -> dict[str, Any]:
+def row_of(event: Row) -> dict[str, Any]:
     """The row of an event, as in the series."""
-    if isinstance(event, Sampled):
-        return {"step": event.step, "samples": event.texts}
-    return {"step": event.step, "time": event.time, **event.metrics}
+    row = {"step": event.step, "time": event.time, **event.metrics}
+    return row | {"samples": event.samples} if event.samples else row
 
 
 if __name__ == "__main__":
