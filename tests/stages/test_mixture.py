@@ -1,15 +1,11 @@
 """A mixture of texts: every source has tokens of its own, and training reads them in proportion, whatever happens."""
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-from pipeline_runs import TINY, Project, committed, series_of, sums
 from stage_work import SMALL, tokenized
 
 from pipelines.artifacts.manifest import DamagedArtifact, find, key_of
@@ -140,39 +136,3 @@ def test_a_mixture_that_cannot_be_is_refused_in_one_line(tokens: dict[str, Any],
     with pytest.raises(UserError) as refused:
         changed_recipe(values, (), "mine.yaml")
     assert str(refused.value).startswith(f"mine.yaml: {message}") and "\n" not in str(refused.value)
-
-
-@pytest.mark.slow  # 45 s
-def test_a_packed_mixture_that_is_killed_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
-    recipe = json.loads(json.dumps(TINY))
-    tokens = {**recipe["tokens"], "packing": "documents", "val_shards": None, "val_tokens": 4000}
-    del tokens["source"], tokens["max_tokens"]
-    first = {"source": "texts/[012].txt", "weight": 0.7, "max_tokens": 60_000}
-    recipe["tokens"] = tokens | {"sources": [first, {"source": "texts/3.txt", "weight": 0.3}]}
-    del tokens["val_shards"]
-    projects = [Project(tmp_path / name, recipe) for name in ("undisturbed", "killed")]
-    for project in projects:  # short documents: a row of 33 tokens holds several
-        for number, path in enumerate(sorted((project.folder / "texts").glob("*.txt"))):
-            words = path.read_text(encoding="utf8").split()
-            lines = [
-                json.dumps({"text": " ".join(words[at : at + 3 + number])}) for at in range(0, len(words), 3 + number)
-            ]
-            path.with_suffix(".jsonl").write_text("\n".join(lines))
-        text = (project.folder / "tiny.yaml").read_text().replace(".txt", ".jsonl")
-        (project.folder / "tiny.yaml").write_text(text)
-    undisturbed, killed = projects
-    undisturbed.result("--set", "runtime.processes=2")
-    for step in (10, 30):
-        with killed.started("run", "tiny.yaml", "--set", "runtime.processes=2") as process:
-            killed.wait_until(committed(killed, step), process)
-    killed.result("--set", "runtime.processes=2")
-    assert series_of(killed.store) == series_of(undisturbed.store)
-    assert sums(killed.artifact("train")) == sums(undisturbed.artifact("train"))
-    assert killed.artifact("train").facts["source_tokens"] == [43_008, 18_432]  # 7 : 3 of 60 steps of 32 sequences
-    audited = killed.run("report", "--audit").stdout
-    assert re.search(
-        r"60 steps, 1,920 sequences \(1,344 \+ 576 by source\), 1 CPU thread a rank: every step read exactly", audited
-    )
-    planned = yaml.safe_load(killed.run("plan", "tiny.yaml", "--json").stdout)
-    assert [round(one["share"], 6) for one in planned["sources"]] == [0.7, 0.3]
-    assert all(0 < one["cropped"] < 0.5 for one in planned["sources"])

@@ -4,17 +4,14 @@ import gzip
 import itertools
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from faulty_proxy import Fault, FaultyProxy
 from servers import S3Account
 
-from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.artifacts.traffic import counted_together, traffic_here
 from pipelines.cloud.preflight import texts_reachable
@@ -23,10 +20,8 @@ from pipelines.text import files
 from pipelines.text.encode import Encoder
 from pipelines.text.objects import store_of
 from pipelines.text.pool import tokens_of
-from pipelines.text.shard_writer import ShardsJob, make_shards
 from pipelines.text.sources import first_documents, open_source
 from pipelines.text.tokenizer import tokenizer
-from pipelines.tokens_config import TokensConfig
 from trainer.errors import UserError
 
 TEXTS = [f"row {n} größer 東京\nsecond line\r\n" for n in range(2500)]
@@ -133,33 +128,3 @@ def test_a_dry_run_opens_the_first_file_of_a_text_elsewhere(bucket: S3Store, tmp
     ):
         state, text = seen(source)
         assert state == "broken" and why in text and "\n" not in text
-
-
-@pytest.mark.slow
-def test_faults_of_the_server_change_no_shard(bucket: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text and store lie in the bucket; requests fail before they arrive, behind it, and in the middle."""
-    put_texts(bucket, tmp_path)
-
-    def made(attempt: int) -> list[tuple[str, str, int]]:
-        monkeypatch.setattr(files, "PIECE_BYTES", 20_000)
-        config = TokensConfig(source=f"{uri}/**/*.parquet", tokenizer="bytes", shard_tokens=20_000)
-        identity = open_source(config.source, None, None, "text").identity()
-        plan = ArtifactPlan("tokenize", f"run{attempt}", {"stage": "tokenize", "text": identity})
-        store = S3Store(bucket.bucket, "tokens", time_limit_s=30)
-        (folder := tmp_path / str(attempt)).mkdir()
-        put = partial(upload, store, plan.prefix, 1)
-        *_, receipts = make_shards(ShardsJob(config, plan, store, folder, put, lambda: None, print, processes=2))
-        return [(receipt.file.name, receipt.file.sha256, receipt.document) for receipt in receipts]
-
-    uri = f"s3://{bucket.bucket}/some texts"
-    undisturbed = made(0)
-    assert len(undisturbed) == 5
-    with FaultyProxy(bucket._client.meta.endpoint_url) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        store_of.cache_clear()
-        cut, lost, busy = Fault(body_bytes=100), Fault(forward=True), Fault(503, "SlowDown")
-        proxy.fail(busy, cut, Fault(), cut, busy, method="GET")
-        proxy.fail(busy, lost, Fault(twice=True), Fault(damage=True), Fault(reset_at=50), lost, method="PUT")
-        assert made(1) == undisturbed
-        assert not proxy._faults
-    store_of.cache_clear()
