@@ -22,7 +22,6 @@ from pipelines.tokens_config import TokenizerFile
 from pipelines.tracking.run_record import full_names
 from pipelines.tracking.runs import Run, find_run
 from trainer.checkpoint.commits import committed_folders, step_of
-from trainer.config import RUN_COMMIT
 from trainer.errors import UserError
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import CONFIG_FILE, StoredTensor, WeightsFile, from_hub_layout, open_weights, weight_files
@@ -151,10 +150,7 @@ def content_of(path: Path, where: str) -> str:
 
 def content_identity(text: str) -> dict[str, Any]:
     """The content of a pinned source, for a fingerprint."""
-    if RUN_COMMIT.fullmatch(text) or RUN_SOURCE.fullmatch(text) or PINNED_PATH.fullmatch(text):
-        name, _, content = text.partition("@sha256:")
-        if not content:
-            raise UserError(f"{name}: only a plan with a store knows the content of a run")
+    if content := text.partition("@sha256:")[2]:
         return {"sha256": content}
     source = source_of(text, "train.init_from")
     if isinstance(source, Hub):
