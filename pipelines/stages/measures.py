@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from pipelines.recipe import Recipe
 from pipelines.text.chat import ChatTokens
 from pipelines.text.encode import Encoder
-from pipelines.text.hub import HUB, datasets_library, with_retries
+from pipelines.text.hub import HUB, asked, datasets_library
 from trainer.errors import UserError
 from trainer.store import replacing, sha256_of
 
@@ -69,15 +70,8 @@ def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "
     if not copy.exists():
         name, _, revision = source.removeprefix(HUB).partition("@")
         load = partial(datasets_library().load_dataset, name, split="validation", revision=revision or None)
-        try:
-            rows = [
-                {field: row.get(field) for field in ("ctx", "endings", "label")} for row in with_retries(load, seconds)
-            ]
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the Hub's client was closed
-            raise UserError(
-                f"evaluate.hellaswag: {source}: cannot be loaded ({str(error).splitlines()[0]}); "
-                "name a jsonl file, or null to skip it"
-            ) from error
+        loaded = asked(f"evaluate.hellaswag: {source}", load, "name a jsonl file, or null to skip it", seconds)
+        rows = ({field: row.get(field) for field in ("ctx", "endings", "label")} for row in loaded)
         with replacing(copy) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
     return read_hellaswag(copy)
@@ -104,19 +98,10 @@ def core_tasks(source: str) -> "list[CoreTask]":
     repository, folder, commit = match[1], match[2] or "", match[3]
     patterns = [f"{folder}/*" if folder else "*"]
     fetch = partial(snapshot_download, repository, repo_type="dataset", revision=commit, allow_patterns=patterns)
-    try:
+    with suppress(OSError, ValueError):  # not here, or not all of it
         return read_bundle(Path(fetch(local_files_only=True)) / folder)
-    except (OSError, ValueError):  # not here, or not all of it
-        pass
-    try:
-        return read_bundle(Path(with_retries(fetch)) / folder)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"evaluate.core: {source}: is not on this machine and cannot be fetched ({str(error).splitlines()[0]}); "
-            "name the folder of a CORE bundle, or null to leave CORE out"
-        ) from error
+    remedy = "name the folder of a CORE bundle, or null to leave CORE out"
+    return read_bundle(Path(asked(f"evaluate.core: {source}", fetch, remedy)) / folder)
 
 
 def measures_of(

@@ -328,12 +328,10 @@ def bounded(path: str, read: Callable[[int], bytes]) -> bytes:
 
 def sha256_of_text(path: str) -> str:
     """The sha256 of a local file. UserError if it cannot be read."""
-    try:
+    with reading(path):
         seen = os.stat(path)
         state = seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
         return _sha256_in_state(path, state)
-    except OSError as error:
-        raise UserError(f"tokens.source: '{path}' cannot be read ({error.strerror})") from error
 
 
 @functools.cache  # the plan and the check before the first shard ask for the same

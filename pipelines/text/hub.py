@@ -32,14 +32,16 @@ def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
     return attempts(request)
 
 
-def asked(where: str, request: Any) -> Any:
-    """An answer of the Hub. UserError if it has none."""
+def asked(
+    where: str, request: Any, remedy: str = "check its name", seconds: float | None = None
+) -> Any:
+    """An answer of the Hub. UserError, with a remedy, if it has none within so many seconds."""
     try:
-        return with_retries(request)
+        return with_retries(request, seconds)
     except UserError:
         raise
     except Exception as error:  # not found, gated, no network
-        raise UserError(f"{where}: cannot be fetched from the Hub ({reason_of(error)})") from error
+        raise UserError(f"{where}: cannot be fetched from the Hub ({reason_of(error)}); {remedy}") from error
 
 
 def is_transient(error: BaseException | None) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipelines.text.files import KINDS, Files, TextShare, common_kind, sha256_of_text
-from pipelines.text.hub import HUB, datasets_library, pinned_commit, reason_of, with_retries
+from pipelines.text.hub import HUB, asked, datasets_library, pinned_commit
 from pipelines.tokens_config import LLMC, TokensConfig
 from trainer.errors import UserError
 
@@ -85,13 +85,9 @@ class HubDataset:
     def resolved(self) -> Files:
         """Its files. UserError for a dataset that cannot be opened: not found, gated, no such subset, no network."""
         where = f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")
-        try:
-            load = datasets_library().load_dataset_builder
-            builder = with_retries(lambda: load(self.repository, self.subset, revision=self.commit))
-        except Exception as error:
-            raise UserError(
-                f"tokens.source: {where} at {self.commit[:12]} cannot be opened ({reason_of(error)})"
-            ) from error
+        load = datasets_library().load_dataset_builder
+        at = f"tokens.source: {where} at {self.commit[:12]}"
+        builder = asked(at, lambda: load(self.repository, self.subset, revision=self.commit))
         files = tuple((builder.config.data_files or {}).get("train", ()))
         if not files:
             raise UserError(f"tokens.source: {where} has no files of a train split")
