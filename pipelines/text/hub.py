@@ -32,9 +32,7 @@ def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
     return attempts(request)
 
 
-def asked(
-    where: str, request: Any, remedy: str = "check its name", seconds: float | None = None
-) -> Any:
+def asked(where: str, request: Any, remedy: str = "check its name", seconds: float | None = None) -> Any:
     """An answer of the Hub. UserError, with a remedy, if it has none within so many seconds."""
     try:
         return with_retries(request, seconds)

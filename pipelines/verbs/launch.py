@@ -13,17 +13,14 @@ from pipelines.verbs.options import (
     BudgetUsd,
     Changes,
     Deadline,
-    Experiment,
     Image,
     Infra,
     LastStage,
     RecipeName,
     StoreUri,
-    Tags,
     check_home,
     one_of,
     parse_hours,
-    set_tracking_options,
     store_uri,
 )
 from trainer.errors import UserError
@@ -66,8 +63,6 @@ def launch(
         list[str] | None,
         typer.Option("--secret", metavar="NAME", help="Pass one more secret of this shell; can be repeated."),
     ] = None,
-    experiment: Experiment = None,
-    tag: Tags = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Print the job with masked secrets and what is wrong with it; submit nothing."),
@@ -81,11 +76,12 @@ def launch(
     from pipelines.project import project
     from pipelines.show.console import say
     from pipelines.stage import STAGES, TUNE, planned, run_name, stages_until
+    from pipelines.tracking.mlflow.settings import own_tags
 
     if stage and "." not in stage:
         one_of(stage, (*STAGES, TUNE), "--stage")
     ours = project()
-    set_tracking_options(experiment, tag)
+    own_tags()  # UserError for a wrong one, before a machine is rented
     opened = open_store(store_uri(store))
     done_by = time.time() + 3600 * parse_hours(deadline) if deadline else None
     variables, secrets = variables_from_shell(env or []), secrets_from_shell(secret or [])

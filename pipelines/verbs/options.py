@@ -42,16 +42,6 @@ StoreUri = Annotated[
         help="file://folder or s3://bucket/prefix [SKYTRAIN_STORE; skytrain.yaml; .skytrain/store]",
     ),
 ]
-Experiment = Annotated[
-    str | None,
-    typer.Option(
-        "--experiment", metavar="NAME", help="Use this experiment in MLflow [MLFLOW_EXPERIMENT_NAME; skytrain]"
-    ),
-]
-Tags = Annotated[
-    list[str] | None,
-    typer.Option("--tag", metavar="NAME=VALUE", help="Add a tag in MLflow; can be repeated [SKYTRAIN_TAGS]"),
-]
 Infra = Annotated[
     str | None,
     typer.Option(metavar="CLOUD[/REGION],…", help="Rent only there: aws, gcp/us-central1, slurm/NAME, kubernetes, …"),
@@ -103,18 +93,6 @@ def store_uri(option: str | None) -> str:
 def default_tracking_uri() -> str:
     """The MLflow of runs without a tracking server: a SQLite file in `home`."""
     return f"sqlite:///{home() / 'mlflow.db'}"
-
-
-def set_tracking_options(experiment: str | None, tags: list[str] | None) -> None:
-    """Put the options of MLflow into the environment, where a run and a launched job read them. UserError for a
-    tag of another form."""
-    from pipelines.tracking.mlflow.settings import own_tags, parse_tags
-
-    if experiment:
-        os.environ["MLFLOW_EXPERIMENT_NAME"] = experiment
-    both = own_tags() | parse_tags(tags or [], "--tag ")
-    if both:
-        os.environ["SKYTRAIN_TAGS"] = ",".join(f"{name}={value}" for name, value in both.items())
 
 
 def named_run(run: str, store: str | None) -> "tuple[RunRecord, Store]":

@@ -13,17 +13,14 @@ import typer
 from pipelines.verbs.options import (
     BudgetUsd,
     Changes,
-    Experiment,
     Json,
     LastStage,
     RecipeName,
     StoreUri,
-    Tags,
     check_home,
     default_tracking_uri,
     home,
     one_of,
-    set_tracking_options,
     store_uri,
 )
 from trainer.errors import EXIT_DONE, Crashed, Interrupted, Stopped, StoreUnavailable, UserError
@@ -64,8 +61,6 @@ def run(
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Run the recipe's own reward functions, with your rights.")
     ] = False,
-    experiment: Experiment = None,
-    tag: Tags = None,
     as_json: Json = False,
 ) -> None:
     """Run the missing stages of a recipe; resume after an interruption."""
@@ -94,7 +89,6 @@ def run(
         sys.exit(exited)
     if stage and "." not in stage:
         one_of(stage, (*STAGES, TUNE), "--stage")
-    set_tracking_options(experiment, tag)
     node, screen = this_node(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
     try:

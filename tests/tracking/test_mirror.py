@@ -350,8 +350,9 @@ def test_a_run_that_is_killed_and_run_again_has_each_step_once_its_costs_and_a_r
         "MLFLOW_TRACKING_URI": mlflow_server,
         "MLFLOW_EXPERIMENT_NAME": experiment,
         "SKYTRAIN_MLFLOW_FLUSH_SECONDS": "120",
+        "SKYTRAIN_TAGS": "team=research",
     }
-    options = "--price-per-hour", str(PRICE), "--tag", "team=research"
+    options = "--price-per-hour", str(PRICE)
     with project.started("run", "tiny.yaml", *options) as process:
         project.wait_until(committed(project, 20), process)
         project.kill_all(process)

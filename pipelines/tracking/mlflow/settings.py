@@ -7,7 +7,7 @@ repeat it in their errors: each line of the mirror's log is redacted.
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from posixpath import normpath
 from urllib.parse import unquote, urlsplit
 
@@ -34,19 +34,15 @@ def flush_seconds() -> float:
 
 
 def own_tags() -> dict[str, str]:
-    """The user's own tags of a run, from SKYTRAIN_TAGS: NAME=VALUE,NAME=VALUE. UserError for another form."""
-    return parse_tags(filter(None, os.environ.get("SKYTRAIN_TAGS", "").split(",")), "SKYTRAIN_TAGS: ")
-
-
-def parse_tags(texts: Iterable[str], where: str) -> dict[str, str]:
-    """Tags of the form NAME=VALUE. UserError for another form, and for names that skytrain or MLflow set."""
+    """The user's own tags of a run, from SKYTRAIN_TAGS: NAME=VALUE,NAME=VALUE. UserError for another form, and for
+    names that skytrain or MLflow set."""
     tags = {}
-    for text in texts:
+    for text in filter(None, os.environ.get("SKYTRAIN_TAGS", "").split(",")):
         name, equals, value = (part.strip() for part in text.partition("="))
-        if not (equals and TAG_NAME.fullmatch(name)) or normpath(name) != name or "," in value:
-            raise UserError(f"{where}{text}: not of the form NAME=VALUE without commas, such as team=research")
+        if not (equals and TAG_NAME.fullmatch(name)) or normpath(name) != name:
+            raise UserError(f"SKYTRAIN_TAGS: {text}: not of the form NAME=VALUE, such as team=research")
         if name.startswith(("mlflow.", "skytrain.")):
-            raise UserError(f"{where}{text}: names that start with mlflow. or skytrain. are reserved; use another")
+            raise UserError(f"SKYTRAIN_TAGS: {text}: names that start with mlflow. or skytrain. are reserved")
         tags[name] = value
     return tags
 
