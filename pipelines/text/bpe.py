@@ -5,9 +5,8 @@ that are merged are those of GPT-2's pattern. The same text gives the same file:
 in the order of its source, and the library breaks ties by the ids of a pair.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 
 from pipelines.text.sources import first_documents, text_of
 from pipelines.text.tokenizer import TOKENIZER_FILE, byte_symbols, encoding_of, tokenizer_files
@@ -19,29 +18,18 @@ DOCUMENT_CHARACTERS = 10_000  # of each document at most: a long one must not ou
 LONGEST_TOKEN = 128
 
 
-@dataclass
-class TextSample:
-    """The beginning of a text, up to a number of characters, as documents."""
-
-    config: TokensConfig
-    limit: int
-    check: Callable[["TextSample"], None] = lambda sample: None  # called after each document; may raise
-    characters: int = 0  # so far
-    documents: int = 0
-
-    def texts(self) -> Iterator[str]:
-        """The sampled documents; of each its first characters."""
-        with closing(first_documents(text_of(self.config))) as documents:
-            for document in documents:
-                text = document[: min(DOCUMENT_CHARACTERS, self.limit - self.characters)]
-                self.characters, self.documents = self.characters + len(text), self.documents + 1
-                self.check(self)
-                yield text
-                if self.characters >= self.limit:
-                    return
+def text_sample(config: TokensConfig, limit: int) -> Iterator[str]:
+    """The beginning of a text, up to `limit` characters: of each document its first ones."""
+    with closing(first_documents(text_of(config))) as documents:
+        for document in documents:
+            text = document[: min(DOCUMENT_CHARACTERS, limit)]
+            limit -= len(text)
+            yield text
+            if not limit:
+                return
 
 
-def train_bpe(sample: TextSample, vocab_size: int) -> bytes:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     """The tokenizer.json of a vocabulary of so many ids, <|endoftext|> included.
 
     UserError for a text that cannot be read, or that has too few different words.
@@ -56,12 +44,12 @@ def train_bpe(sample: TextSample, vocab_size: int) -> bytes:
         max_token_length=LONGEST_TOKEN,
         show_progress=False,
     )
-    trained.train_from_iterator(sample.texts(), trainer)
+    trained.train_from_iterator(texts, trainer)
     bytes_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     ranks = {bytes(bytes_of[symbol] for symbol in token): i for token, i in trained.get_vocab().items()}
     if len(ranks) + 1 < vocab_size:
         raise UserError(
-            f"--vocab-size {vocab_size}: the {sample.characters:,} characters of the sample give {len(ranks) + 1:,} "
-            "ids; use a longer text, or a smaller vocabulary"
+            f"--vocab-size {vocab_size}: the sample of the text gives {len(ranks) + 1:,} ids; use a longer one, or a "
+            "smaller vocabulary"
         )
     return tokenizer_files(encoding_of("own", ranks), 0)[TOKENIZER_FILE]

@@ -1,5 +1,6 @@
 """`skytrain tokenizer`: a tokenizer of one's own."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,7 @@ def train(
     """Train a byte-level BPE on the text of a recipe; the same text gives the same file."""
     from pipelines.recipe import load_recipe
     from pipelines.show.console import TerminalScreen, say
-    from pipelines.text.bpe import TextSample, train_bpe
+    from pipelines.text.bpe import text_sample, train_bpe
     from trainer.errors import UserError
     from trainer.process import StopSignal
     from trainer.store import sha256_of
@@ -40,17 +41,20 @@ def train(
     config = load_recipe(recipe, set_ or []).tokens
     if not out.parent.is_dir() or out.is_dir():
         raise UserError(f"--out {out}: not a file in an existing folder; choose another path")
-    stop = StopSignal()
+    stop, documents, size = StopSignal(), 0, 0
     with TerminalScreen().bar("sample", characters) as bar:
 
-        def check(sample: TextSample) -> None:
-            stop.check()
-            if sample.documents % 100 == 0:
-                bar.update(sample.characters, f"{sample.documents:,} documents")
+        def read() -> Iterator[str]:
+            nonlocal documents, size
+            for text in text_sample(config, characters):
+                stop.check()
+                documents, size = documents + 1, size + len(text)
+                if documents % 100 == 0:
+                    bar.update(size, f"{documents:,} documents")
+                yield text
 
-        sample = TextSample(config, characters, check)
-        content = train_bpe(sample, vocab_size)
+        content = train_bpe(read(), vocab_size)
     out.write_bytes(content)
-    say(f"{out}: {vocab_size:,} ids, from {sample.characters:,} characters of {sample.documents:,} documents")
+    say(f"{out}: {vocab_size:,} ids, from {size:,} characters of {documents:,} documents")
     say("in the recipe:")
     say(f"tokens:\n  tokenizer: {{file: {out}, sha256: {sha256_of(out)}}}\nmodel:\n  vocab_size: {vocab_size}")

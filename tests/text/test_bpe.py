@@ -17,7 +17,7 @@ from pipelines.artifacts.manifest import fetch
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import Work, plans_of
 from pipelines.stages import tokenize
-from pipelines.text.bpe import TextSample, train_bpe
+from pipelines.text.bpe import text_sample, train_bpe
 from pipelines.text.encode import Encoder
 from pipelines.text.tokenizer import (
     TOKENIZER_FILE,
@@ -45,7 +45,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(text: Path) -> bytes:
-    return train_bpe(TextSample(TokensConfig(source=f"{text}/*.txt"), 10**6), IDS)
+    return train_bpe(text_sample(TokensConfig(source=f"{text}/*.txt"), 10**6), IDS)
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_the_same_text_gives_the_same_tokenizer_in_another_process(trained: byte
     code = f"""
 import sys
 from pipelines.tokens_config import TokensConfig
-from pipelines.text.bpe import TextSample, train_bpe
-sys.stdout.buffer.write(train_bpe(TextSample(TokensConfig(source={f"{text}/*.txt"!r}), 10**6), {IDS}))
+from pipelines.text.bpe import text_sample, train_bpe
+sys.stdout.buffer.write(train_bpe(text_sample(TokensConfig(source={f"{text}/*.txt"!r}), 10**6), {IDS}))
 """
     again = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, check=True)
     assert again.stdout == trained
@@ -94,11 +94,10 @@ def test_transformers_tiktoken_and_gigatoken_give_an_own_tokenizer_the_same_ids(
 def test_the_sample_is_the_beginning_of_the_text_and_is_bounded(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 50_000)
     (tmp_path / "b.txt").write_text("b" * 50_000)
-    sample = TextSample(TokensConfig(source=f"{tmp_path}/*.txt"), 12_000)
-    assert list(sample.texts()) == ["a" * 10_000, "b" * 2_000]
-    assert (sample.characters, sample.documents) == (12_000, 2)
-    with pytest.raises(UserError, match=r"--vocab-size 900: the 12,000 characters of the sample give 27\d ids"):
-        train_bpe(TextSample(sample.config, 12_000), 900)
+    sample = list(text_sample(TokensConfig(source=f"{tmp_path}/*.txt"), 12_000))
+    assert sample == ["a" * 10_000, "b" * 2_000]
+    with pytest.raises(UserError, match=r"--vocab-size 900: the sample of the text gives 27\d ids"):
+        train_bpe(sample, 900)
 
 
 def test_the_sha256_of_the_file_decides_the_fingerprint_and_its_path_does_not(
