@@ -188,20 +188,7 @@ def store_result(work: Work, state: TrainState) -> Built:
         facts["threads"] = state.threads
     if state.text_from:
         facts["text_from"] = state.text_from
-    if work.recipe.tokens.sources:
-        facts["source_tokens"] = tokens_by_source(work, state)
     weights = work.upload(work.folder / WEIGHTS_FILE)
     if not isinstance(work.store, LocalStore):
         keep_copy(work.folder / WEIGHTS_FILE, weights, work.home / "cache")
     return Built([weights], facts)
-
-
-def tokens_by_source(work: Work, state: TrainState) -> list[int]:
-    """The tokens that the run read of each source of its mixture."""
-    from trainer.data.shards import Interleaving, sequences_of
-
-    recipe, order = work.recipe, Interleaving(work.recipe.tokens.weights)
-    end = sequences_of(state.data_step, recipe.model, recipe.train, 0, 1).start
-    first = 0 if state.text_from else sequences_of(recipe.train.first_step, recipe.model, recipe.train, 0, 1).start
-    counts = (order.read_before(end, n) - order.read_before(first, n) for n in range(len(order.shares)))
-    return [recipe.model.block_size * count for count in counts]

@@ -214,12 +214,13 @@ class Order:
         return np.random.RandomState(np.array(key_parts, dtype=np.uint32)).permutation(n)
 
 
-class Interleaving:
-    """The sources of the sequences of a mixture: a period of sequences reads from each source the number of its weight,
-    evenly spread."""
+class Mixture:
+    """The order in which a run reads its shards, which name their source: each source has an `Order` of its own. A
+    period of sequences reads from each source the number of its weight, evenly spread. Without `weights`, it is the
+    order of a single text."""
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        self.shares = shares_of(weights)
+    def __init__(self, shards: Sequence[Shard], block_size: int, seed: int, weights: Sequence[float]) -> None:
+        self.shares = shares_of(weights or (1.0,))
         self.period = sum(self.shares)
         # The j-th of a source's n sequences stands at (j + 1/2) / n of the period.
         places = np.concatenate([(2 * np.arange(share) + 1) / (2 * share) for share in self.shares])
@@ -227,6 +228,19 @@ class Interleaving:
         self._pattern = sources[np.argsort(places, kind="stable")]
         self._before = [np.append(0, np.cumsum(self._pattern == n)) for n in range(len(self.shares))]
         self._places = [np.flatnonzero(self._pattern == n) for n in range(len(self.shares))]
+        self._shards = [[i for i, one in enumerate(shards) if one.source == n] for n in range(len(self.shares))]
+        self.orders: list[Order] = []
+        for number, mine in enumerate(self._shards):
+            try:
+                self.orders.append(Order([shards[i] for i in mine], block_size, seed))
+            except UserError as error:
+                raise UserError(f"tokens.sources: source {number + 1}: {error}" if weights else str(error)) from error
+
+    def __getitem__(self, sequence: int) -> tuple[int, int]:
+        """(shard index, window index) of sequence number `sequence`, from 0."""
+        source = self.source(sequence)
+        shard, window = self.orders[source][self.read_before(sequence, source)]
+        return self._shards[source][shard], window
 
     def source(self, sequence: int) -> int:
         """The source of sequence number `sequence`, from 0."""
@@ -241,27 +255,6 @@ class Interleaving:
         """The sequence that is number `number` of a source, from 0."""
         periods, nth = divmod(number, self.shares[source])
         return periods * self.period + int(self._places[source][nth])
-
-
-class Mixture(Interleaving):
-    """The order in which a run reads its shards, which name their source: each source has an `Order` of its own.
-    Without `weights`, it is that of a single text."""
-
-    def __init__(self, shards: Sequence[Shard], block_size: int, seed: int, weights: Sequence[float]) -> None:
-        super().__init__(weights or (1.0,))
-        self._shards = [[i for i, one in enumerate(shards) if one.source == n] for n in range(len(self.shares))]
-        self.orders: list[Order] = []
-        for number, mine in enumerate(self._shards):
-            try:
-                self.orders.append(Order([shards[i] for i in mine], block_size, seed))
-            except UserError as error:
-                raise UserError(f"tokens.sources: source {number + 1}: {error}" if weights else str(error)) from error
-
-    def __getitem__(self, sequence: int) -> tuple[int, int]:
-        """(shard index, window index) of sequence number `sequence`, from 0."""
-        source = self.source(sequence)
-        shard, window = self.orders[source][self.read_before(sequence, source)]
-        return self._shards[source][shard], window
 
     def shards_of(self, sequences: range) -> list[int]:
         """The shards of consecutive `sequences`, in the order in which they are read first."""
