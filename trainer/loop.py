@@ -44,7 +44,7 @@ def train(
     world: World,
     stop: StopSignal,
     log: EventLog,
-    evaluation: Evaluation | None = None,
+    evaluation: Evaluation,
     origin: Callable[[World], Origin] | None = None,
 ) -> tuple[Engine, TrainState]:
     """Train until `max_steps`, a target of `stop_at` or a stop. Returns the engine with the weights, and the state.
@@ -116,7 +116,7 @@ class Training:
     world: World
     stop: StopSignal
     log: EventLog
-    evaluation: Evaluation | None
+    evaluation: Evaluation
     engine: Engine
     state: TrainState
     watchdog: Watchdog
@@ -140,7 +140,7 @@ class Training:
             # A stop leaves no time for measurements: the next attempt does them, even after the last step.
             if self.state.val_is_due(self.config) and not self.agreed.stop:
                 self.validate()
-            elif self.state.evaluation_is_due(self.evaluate_every, self.config) and not self.agreed.stop:
+            elif self.state.evaluation_is_due(self.evaluation.every, self.config) and not self.agreed.stop:
                 self.evaluate()
             elif self.agreed.stop or self.state.has_ended(self.config):
                 return self.finish()
@@ -150,10 +150,6 @@ class Training:
                 self.step()
 
     # --- measure
-
-    @property
-    def evaluate_every(self) -> int | None:
-        return self.evaluation.every if self.evaluation else None
 
     def validate(self) -> None:
         """Measure the validation loss; it goes into the log and into the state. Stop if asked to meanwhile."""
@@ -172,7 +168,6 @@ class Training:
     def evaluate(self) -> None:
         """Commit the weights, and evaluate them in place; the scores go into the log and into the state, the texts into
         the log. Stop if asked to meanwhile."""
-        assert self.evaluation
         self.prove_weights()
         if self.agreed.save or self.state.has_ended(self.config):
             self.save(proven=True)
@@ -288,7 +283,7 @@ class Training:
         Rank 0 finishes a save last: only it may request the next one, once it is no longer busy. With a commit before
         it, an evaluation that is killed repeats no step.
         """
-        step, every = self.state.step + 1, self.evaluate_every
+        step, every = self.state.step + 1, self.evaluation.every
         if self.save_clock.due_at(step):
             return True
         due = self.save_clock.due_now() or bool(every and step % every == 0)

@@ -48,7 +48,7 @@ class RankJob:
     between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES  # expected, in seconds
     traffic_seconds: float = 0.0  # for which the machines cost as much as the traffic of a checkpoint
     watch: Callable[[Event], None] | None = None  # gets every event of rank 0
-    evaluation: Callable[[World], Evaluation | None] = lambda world: None  # while it trains; called after `begin`
+    evaluation: Callable[[World], Evaluation] = lambda world: Evaluation()  # while it trains; called after `begin`
     origin: Callable[[World], Origin] | None = None  # of a run that does not begin with weights drawn from its seed
     weights: tuple[float, ...] = ()  # of the sources of a mixture
     eot: int | None = None  # begins the documents of packed shards
@@ -89,7 +89,7 @@ def run_rank(job: RankJob, stop: StopSignal) -> tuple[TrainState, bool]:
         evaluation,
         job.origin,
     )
-    done = state.is_complete(job.train, evaluation.every if evaluation else None)
+    done = state.is_complete(job.train, evaluation.every)
     if done:
         log.clock.enter("checkpoint")
         if world.rank == 0:

@@ -125,12 +125,12 @@ def measures_of(
 
 def evaluation_in_training(
     recipe: Recipe, tokenizer: "Callable[[], tiktoken.Encoding]", cache: Path, world: "World"
-) -> "Evaluation | None":
-    """The evaluation of a run while it trains, on this rank; None if the recipe has none. A collective call."""
+) -> "Evaluation":
+    """The evaluation of a run while it trains, on this rank. A collective call."""
     from trainer.eval.evaluation import Evaluation, TextSampler
 
     if recipe.evaluate.every is None:
-        return None
+        return Evaluation()
     if world.local_rank == 0:  # the first of a node that is not the head downloads them
         fetch_inputs(recipe, cache)
     world.gather(None)

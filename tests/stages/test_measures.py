@@ -22,7 +22,6 @@ def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path) -
     recipe = load_recipe("smoke", changes)
     assert recipe.benchmark_tokens > 10 * load_recipe("gpt2-124m").benchmark_tokens > 0  # so the plan counts it
     evaluation = evaluation_in_training(recipe, lambda: tokenizer("bytes"), tmp_path / "cache", ALONE)
-    assert evaluation
     model = model_of(recipe.model.model_copy(update={"n_layer": 1, "vocab_size": 257}))
     checks: list[int] = []
     scores = evaluation.scores(model, ALONE, lambda: checks.append(1))

@@ -151,7 +151,7 @@ class Runner:
     out: Path
     config: TrainerConfig
     attempts: int = 0
-    evaluation: Evaluation | None = None
+    evaluation: Evaluation = Evaluation()
     origin: Callable[[World], Origin] | None = None
     events: list[Event] = field(default_factory=list)
 

@@ -52,9 +52,9 @@ class TextSampler:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The measurements of a run after every `every` steps and after the last one."""
+    """The measurements of a run after every `every` steps and after the last one; None: never."""
 
-    every: int
+    every: int | None = None
     measures: tuple[Measure, ...] = ()
     sampling: TextSampler | None = None
 
