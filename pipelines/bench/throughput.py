@@ -90,7 +90,7 @@ def speed_on(recipe: Recipe, accelerators: str, nodes: int = 1, between: float =
 
 def network_bytes(recipe: Recipe, engine: str, accelerators: str, nodes: int) -> tuple[float, str]:
     """The bytes that a node sends in a step over the network, and as many that it receives, in NCCL's rings; and the
-    name of this limit, with what would help."""
+    name of this limit."""
     model, runtime, gpus, name = recipe.model, recipe.runtime, gpu_count(accelerators), "the network between nodes"
     reduced, ranks, muon = 2 if runtime.reduce_dtype == "bf16" else 4, nodes * gpus, recipe.train.optimizer == "muon"
     if nodes == 1 or engine != "sharded":  # fused is ZeRO-1; the others all-reduce float32
@@ -109,11 +109,7 @@ def network_bytes(recipe: Recipe, engine: str, accelerators: str, nodes: int) ->
     if size <= gpus:
         return model.parameters * sent, name
     sent += 2 + reduced if once else (2 * 2 + reduced) * count  # weights are gathered forward and backward
-    inside = runtime.model_copy(update={"shard_size": gpus})
-    fits = memory_of("sharded", model, inside, ranks, muon).total <= USABLE * memory
-    better = f"runtime.shard_size: {gpus}" if fits else "more nodes"
-    times = "once a step" if once else f"in each of {count} micro-batches"
-    return model.parameters * sent, f"{name} {times} ({better} or a faster one would help)"
+    return model.parameters * sent, f"{name}, {'once a step' if once else f'in each of {count} micro-batches'}"
 
 
 def trains_on_a_small_gpu(recipe: Recipe) -> bool:

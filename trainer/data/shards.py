@@ -238,13 +238,9 @@ class Mixture:
 
     def __getitem__(self, sequence: int) -> tuple[int, int]:
         """(shard index, window index) of sequence number `sequence`, from 0."""
-        source = self.source(sequence)
+        source = int(self._pattern[sequence % self.period])
         shard, window = self.orders[source][self.read_before(sequence, source)]
         return self._shards[source][shard], window
-
-    def source(self, sequence: int) -> int:
-        """The source of sequence number `sequence`, from 0."""
-        return int(self._pattern[sequence % self.period])
 
     def read_before(self, sequence: int, source: int) -> int:
         """The number of sequences of a source before number `sequence`."""
