@@ -79,12 +79,12 @@ def test_the_harness_shows_the_bar_that_it_draws(tmp_path: Path) -> None:
     assert progress_in(tmp_path / "log") == "Running loglikelihood requests 12% 12/99"
 
 
-def test_a_stop_takes_effect_before_an_export_is_verified(
+def test_a_stop_takes_effect_before_an_export_is_uploaded(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, begun = work("export"), list[int]()
     monkeypatch.setattr(export, "failpoint", lambda name: setattr(mine.stop, "asked", True))
-    monkeypatch.setattr("pipelines.formats.hf.verify", lambda *arguments, **options: begun.append(1))
+    monkeypatch.setattr("pipelines.stages.export.model_card", lambda *arguments, **options: begun.append(1))
     with pytest.raises(Interrupted):
         export.build(mine)
     assert not begun
