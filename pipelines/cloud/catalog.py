@@ -3,7 +3,7 @@
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pipelines.artifacts.s3_store import S3Store
@@ -11,6 +11,9 @@ from pipelines.job.prices import price_of
 from pipelines.tracking.records import Machine, without_none
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import Store
+
+if TYPE_CHECKING:
+    from sky import Resources
 
 CLOUDS = ("aws", "gcp", "lambda")  # the default of `plan --cloud`: the clouds that the extra `cloud` installs
 INSTALL = "make install, or pip install -e '.[cloud]'"
@@ -60,8 +63,8 @@ def offers(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
     """The machines that SkyPilot would take for a request, by the request with type and region pinned: the
     MOST_PLACES cheapest, of each type and region one. Empty if the cloud does not sell them.
 
-    On spot the price is that of the region's cheapest zone, which SkyPilot tries first. UserError without SkyPilot, for
-    an unknown cloud, or without a catalog.
+    On spot the price is that of the region's cheapest zone, which SkyPilot tries first; `usd_by_zone` has all of them.
+    UserError without SkyPilot, for an unknown cloud, or without a catalog.
     """
     try:
         from sky import sky_logging
@@ -113,7 +116,7 @@ def cluster_machine(wanted: MachineRequest) -> Machine:
 
 
 def read(wanted: MachineRequest) -> list[Machine]:
-    """The machines that SkyPilot would take for a request, in each region, and on spot in each zone."""
+    """The machines that SkyPilot would take for a request, in each region."""
     from sky import Resources
     from sky.utils.resources_utils import make_launchables_for_valid_region_zones
 
@@ -121,21 +124,35 @@ def read(wanted: MachineRequest) -> list[Machine]:
     for kind in resources.cloud.get_feasible_launchable_resources(resources, num_nodes=1).resources_list:
         vcpus, _ = kind.cloud.get_vcpus_mem_from_instance_type(kind.instance_type)
         gpus = [f"{name}:{count:g}" for name, count in (kind.accelerators or {}).items()]
+        by_region: dict[str, dict[str, float]] = {}  # dollars by zone
         for one in make_launchables_for_valid_region_zones(kind):
-            usd, on_demand = (one.copy(use_spot=spot).get_cost(3600) for spot in (wanted.use_spot, False))
+            by_region.setdefault(one.region, {})[one.zone or ""] = one.get_cost(3600)
+        for region, zones in by_region.items():
             found.append(
                 Machine(
                     wanted.cloud,
-                    one.region,
-                    instance=one.instance_type,
+                    region,
+                    instance=kind.instance_type,
                     spot=wanted.use_spot,
                     accelerators=gpus[0] if gpus else None,
-                    usd_per_hour=usd,
-                    on_demand_per_hour=on_demand,
+                    usd_per_hour=min(zones.values()),
+                    on_demand_per_hour=kind.copy(region=region, use_spot=False).get_cost(3600),
                     vcpus=vcpus,
+                    usd_by_zone=spot_by_zone(kind, region, zones) if wanted.use_spot else None,
                 )
             )
     return found
+
+
+def spot_by_zone(kind: "Resources", region: str, zones: dict[str, float]) -> dict[str, float]:
+    """`zones`, dollars by SkyPilot's names; AWS's by their ids, which its catalog has before an account's letters."""
+    if str(kind.cloud) != "AWS":
+        return zones
+    from sky.catalog import aws_catalog
+
+    rows = aws_catalog._default_df
+    rows = rows[(rows["InstanceType"] == kind.instance_type) & (rows["Region"] == region)].dropna(subset=["SpotPrice"])
+    return dict(zip(rows["AvailabilityZone"], rows["SpotPrice"], strict=True))
 
 
 # Traffic

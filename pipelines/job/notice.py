@@ -88,8 +88,8 @@ class Ec2:
         return f"{self.name}: {event['action']} at {str(event.get('time'))[:40]}"
 
     def machine(self) -> Machine:
-        """This machine. Raises as `notice`."""
-        names = ("placement/region", "placement/availability-zone", "instance-type", "instance-life-cycle")
+        """This machine. Its zone is the id, for letters differ by account. Raises as `notice`."""
+        names = ("placement/region", "placement/availability-zone-id", "instance-type", "instance-life-cycle")
         region, zone, instance, life_cycle = (self._read(name) or "" for name in names)
         if not (region and instance and life_cycle):
             raise ValueError("not a machine of EC2")

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from operator import itemgetter
 
 from pipelines.job.notice import ENDPOINT, SOURCES, Metadata
 from pipelines.tracking.records import Billing, Machine
@@ -45,30 +46,33 @@ def prices_from_environment() -> list[Machine]:
 def billing_here(price_per_hour: float | None) -> Billing:
     """The price of this machine: that of `--price-per-hour`, that of SKYTRAIN_PRICES, or 0 outside of every cloud.
 
-    Where several of the rows may be this machine, the dearest of them.
+    Where several of the rows or their zones may be this machine, the dearest of them.
     """
     prices, machine = prices_from_environment(), machine_from_skypilot()
     nodes = int(os.environ.get("SKYPILOT_NUM_NODES") or 1)
     if machine == Machine() and not prices:
         price, source = (0.0, "own machine") if price_per_hour is None else (price_per_hour, "--price-per-hour")
         return Billing(price, source, nodes, Machine(accelerators=gpus_here()))
-    if len(matching(prices, machine)) != 1:
+    if len(possible(prices, machine)) != 1:
         machine = machine.updated(**machine_from_metadata(machine.cloud).to_json())
-    rows = matching(prices, machine)
-    row = max(rows, key=price_of, default=Machine())
-    machine = replace(row.updated(**machine.to_json()), accelerators=row.accelerators or gpus_here())
+    found = possible(prices, machine)
+    usd, row = max(found, key=itemgetter(0), default=(None, Machine()))
+    machine = replace(row, accelerators=row.accelerators or gpus_here(), usd_per_hour=usd, usd_by_zone=None).updated(
+        **machine.to_json()
+    )
     if price_per_hour is not None:
         return Billing(price_per_hour, "--price-per-hour", nodes, machine)
     name = description_of(machine)
-    if row.usd_per_hour is not None:
-        several = f", the dearest of {len(rows)} that it may be" if len(rows) > 1 else ""
-        return Billing(row.usd_per_hour, f"catalog {name}{several}", nodes, machine)
+    if usd is not None:
+        several = f", the dearest of {len(found)} that it may be" if len(found) > 1 else ""
+        return Billing(usd, f"catalog {name}{several}", nodes, machine)
     why = f"{name} is not in SKYTRAIN_PRICES" if prices else "neither SKYTRAIN_PRICES nor --price-per-hour is given"
     return Billing(None, f"unknown: {why}", nodes, machine)
 
 
-def matching(prices: list[Machine], machine: Machine) -> list[Machine]:
-    """The rows that no known fact about this machine excludes."""
+def possible(prices: list[Machine], machine: Machine) -> list[tuple[float, Machine]]:
+    """The rows that no known fact about this machine excludes, each with its dollars an hour in this machine's zone, or
+    with each price that it has in a zone."""
     gpus = os.environ.get("SKYPILOT_NUM_GPUS_PER_NODE")
 
     def fits(row: Machine) -> bool:
@@ -76,7 +80,9 @@ def matching(prices: list[Machine], machine: Machine) -> list[Machine]:
         count = (row.accelerators or ":0").partition(":")[2]
         return gpus in (None, count) and all(None in pair or pair[0] == pair[1] for pair in pairs)
 
-    return [row for row in prices if fits(row)]
+    zone = machine.zone or ""
+    found = [(row, row.usd_by_zone or {zone: price_of(row)}) for row in prices if fits(row)]
+    return [(usd, row) for row, zones in found for usd in ({zones[zone]} if zone in zones else {*zones.values()})]
 
 
 def description_of(machine: Machine) -> str:

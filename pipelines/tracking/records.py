@@ -31,6 +31,9 @@ class Machine(StoredRecord):
     usd_per_1000_reads: float | None = None
     usd_per_hour: float | None = None  # dollars of one node, by the catalog
     vcpus: float | None = None
+    # Of a catalog's row: dollars of one node on spot by zone. AWS's zones have ids ("use1-az1"), for a letter
+    # ("us-east-1a") is another zone in another account.
+    usd_by_zone: Mapping[str, Number] | None = field(default=None, hash=False)
 
     @property
     def location(self) -> str | None:

@@ -209,7 +209,8 @@ def test_the_prices_of_a_task_with_many_places_fit_one_variable(
     def everywhere(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
         regions = [f"northamerica-northeast{i}" for i in range(10)]
         one = Machine(wanted.cloud, None, "", "gpu-h100-sxm_8gpu-128vcpu-1600gb", True, "H100:8", 31.92)
-        found = [replace(one, region=region) for region in regions]
+        zones = {f"nane{i}-az1": 19.123456 + i for i in range(4)}
+        found = [replace(one, region=region, usd_by_zone=zones) for region in regions]
         return {replace(wanted, infra=f"{wanted.cloud}/{m.region}"): replace(m, usd_per_hour=19.123456) for m in found}
 
     monkeypatch.setattr(planner, "offers", everywhere)

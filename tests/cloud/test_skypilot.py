@@ -429,6 +429,8 @@ def test_offers_are_the_catalogs_prices_by_region(answers: dict[str, Any]) -> No
         "slurm cpus": [("local", None, 0.16, 0.16)],
         "kubernetes cpus": [(None, None, None, None)],
     }
+    by_zone = [one["usd_by_zone"] for one in answers["offers"][0]]
+    assert by_zone == [{"use1-az4": 24.0, "use1-az6": 20.0}, {"usw2-az1": 22.0}]
     refused = answers["offers without a price list"]["error"], answers["offers of no cloud"]["error"]
     assert "azure: its price list cannot be fetched" in refused[0]
     assert "nocloud: Cloud 'nocloud' is not a valid cloud among" in refused[1]

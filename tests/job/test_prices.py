@@ -101,7 +101,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Cloud], Clou
 
 def ec2(spot: bool, instance: str = "p5.48xlarge") -> Ec2Cloud:
     cloud = Ec2Cloud()
-    cloud.items |= {"placement/region": "us-east-1", "placement/availability-zone": "us-east-1b"}
+    cloud.items |= {"placement/region": "us-east-1", "placement/availability-zone-id": "use1-az2"}
     cloud.items |= {"instance-type": instance, "instance-life-cycle": "spot" if spot else "on-demand"}
     return cloud
 
@@ -131,6 +131,23 @@ def test_a_machine_finds_its_price_wherever_it_is_recovered(
     machine = billing.machine
     assert (machine.spot, machine.on_demand_per_hour) == (source.endswith("/spot"), 56.0)
     assert (machine.cloud, machine.accelerators, machine.cluster) == (where[0].lower(), "H100:8", "sky-1")
+
+
+@pytest.mark.parametrize(
+    ("zone", "usd", "ending"),
+    [("use1-az2", 24.0, ""), ("use1-az6", 20.0, ""), ("use1-az9", 24.0, ", the dearest of 2 that it may be")],
+)
+def test_a_spot_machine_has_the_price_of_its_zone_by_the_id_that_is_one_in_all_accounts(
+    job: Callable[..., None], metadata: Callable[[Cloud], Cloud], zone: str, usd: float, ending: str
+) -> None:
+    sold = Machine(**vars(EVERYWHERE[1]) | {"usd_by_zone": {"use1-az6": 20.0, "use1-az2": 24.0}})
+    job("AWS", "us-east-1", table=json.loads(prices_json([sold])))
+    cloud = ec2(True)
+    cloud.items["placement/availability-zone-id"] = zone
+    metadata(cloud)
+    billing = billing_here(None)
+    expected = (usd, f"catalog aws/us-east-1/p5.48xlarge/spot{ending}", usd)
+    assert (billing.price_per_hour, billing.price_source, billing.machine.usd_per_hour) == expected
 
 
 def test_a_single_possible_price_needs_no_metadata_service_and_of_several_the_dearest_is_billed(
