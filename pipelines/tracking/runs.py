@@ -280,9 +280,10 @@ class Run:
             (one for one in self.heartbeats if one.prefix in present), key=lambda o: o.beat.started, default=None
         )
 
-    @property
+    @cached_property
     def silent_seconds(self) -> float | None:
-        """Since the last heartbeat of the newest attempt, or since a stored summary, if that is listed, was due."""
+        """Since the last heartbeat of the newest attempt, or since a stored summary, if that is listed, was due. As it
+        was when it was first asked for: SkyPilot's answer may take half a minute."""
         if self.stored_summary and self.stored_summary.outlook:
             return max(0.0, (self.summary_age or 0.0) - SUMMARY_SECONDS)
         return max(0.0, self.store.clock() - (self._newest.stored or 0.0)) if self._newest else None

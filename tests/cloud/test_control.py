@@ -94,7 +94,12 @@ def test_a_status_has_progress_cost_and_skypilots_jobs(store: LocalStore, capsys
     request = request_stop(store, RUN, "enough")
     job = TaskStatus(3, JOB, "RECOVERING", 2, "train-3", "preempted", over=False, name=JOB)
     last = LaunchRecord(LaunchRequest(RUN, store.uri, budget=19.5, store_id=OURS), ["train"], [3], [], 0.0)
-    found = status_of(Run(store, record), last, [job])
+    run = Run(store, record)
+    assert run.silent_seconds is not None and run.silent_seconds < 10
+    store.clock = lambda: time.time() + 30  # type: ignore[method-assign]  # SkyPilot's answer took half a minute
+    found = status_of(run, last, [job])
+    del store.clock
+    assert found.silent_seconds == run.silent_seconds
     assert found.newest and (found.newest.stage, found.step, found.max_steps) == ("train", 50, 100)
     assert (found.summary.train_loss, found.recoveries) == (2.5, 2)
     assert found.summary.usd == pytest.approx(2 * 10.0 * 3600 / 3600, rel=0.01)
