@@ -250,9 +250,12 @@ def running_attempt(run: Run) -> Heartbeat | None:
 
 
 def machines_of(name: str) -> tuple[list[int], list[Cluster]]:
-    """The jobs of this name that are not over, and their clusters that are up."""
-    jobs = sorted({task.job for task in managed_tasks(name, unfinished=True) if not task.over})
-    return jobs, [one for one in clusters() if one.run == run_label(name) and one.until is None]
+    """The jobs of this name that are not over, and their clusters that are up. Those without a label are of jobs that
+    are over, and a controller on a machine of its own, which alone has them on record, takes them down."""
+    tasks = managed_tasks(name)
+    found = [one for one in clusters() if one.run == run_label(name) and one.until is None]
+    found += [Cluster(task.up, None, task.submitted) for task in tasks if task.over and task.up]
+    return sorted({task.job for task in tasks if not task.over}), found
 
 
 def down(name: str, note: Callable[[str], None]) -> bool:
@@ -273,8 +276,9 @@ def down(name: str, note: Callable[[str], None]) -> bool:
             raise UserError(f"down: {left} still exists and may cost money; see `sky jobs queue` and `sky status`")
         # A cluster of a job that is not over stays: the job's controller would bring it back.
         for cluster in found if not jobs and seconds >= own_time else []:
-            note(f"taking down {cluster.name}")
-            take_down(cluster.name)
+            if cluster.run:
+                note(f"taking down {cluster.name}")
+                take_down(cluster.name)
         time.sleep(POLL_SECONDS)
         jobs, found = machines_of(name)
     return any_left

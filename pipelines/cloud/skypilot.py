@@ -30,7 +30,7 @@ PROJECT = "skytrain"  # the label `project` of every machine of ours
 SERVER_FILE = "skytrain-server"  # in the folder of SkyPilot's state
 JOB_FIELDS = (
     *("job_id", "task_id", "job_name", "task_name", "status", "recovery_count", "submitted_at"),
-    *("current_cluster_name", "failure_reason", "details"),
+    *("current_cluster_name", "cluster_name_on_cloud", "failure_reason", "details"),
 )
 
 
@@ -170,6 +170,7 @@ class TaskStatus:
     name: str = ""  # of the job
     task: int = 0  # its index in the job
     submitted: float = 0.0  # unix seconds
+    up: str | None = None  # the cloud's name of its cluster, while SkyPilot has that on record
 
     @property
     def works(self) -> bool:
@@ -204,6 +205,7 @@ class TaskStatus:
             name=record.job_name or "",
             task=record.task_id or 0,
             submitted=record.submitted_at or 0.0,
+            up=record.cluster_name_on_cloud,
         )
 
 

@@ -119,12 +119,14 @@ def test_a_status_has_progress_cost_and_skypilots_jobs(store: LocalStore, capsys
     assert "trained about" not in lost and f"resume {RUN} continues it" in lost  # nobody trains
 
 
-def job_record(number: int, run: str, status: str, submitted: float, cluster: str | None) -> Any:
+def job_record(number: int, run: str, status: str, submitted: float, cluster: str | None, up: bool = False) -> Any:
     """As SkyPilot answers."""
     state = SimpleNamespace(value=status, is_terminal=lambda: status == "SUCCEEDED")
     known = {"job_id": number, "task_id": 0, "job_name": run, "task_name": "train", "recovery_count": 0}
     rest = {"submitted_at": submitted, "failure_reason": None, "details": None}
-    return SimpleNamespace(**known, **rest, status=state, current_cluster_name=cluster)
+    return SimpleNamespace(
+        **known, **rest, status=state, current_cluster_name=cluster, cluster_name_on_cloud=cluster if up else None
+    )
 
 
 def with_skypilot(
@@ -216,6 +218,14 @@ def test_a_run_is_taken_down_and_never_below_its_controller(
     assert capsys.readouterr().out.endswith(f"{RUN}: no job and no cluster left\n")
     with pytest.raises(UserError, match="SkyPilot has no job of tiny in .*; give the run's whole name"):
         down("tiny", store=nowhere)
+    # Its controller, on a machine of its own, has yet to take down the cluster.
+    recorded(store)
+    launched(store)
+    jobs.append(job_record(11, JOB, "SUCCEEDED", now, "train-11", up=True))
+    clusters.clear()
+    monkeypatch.setattr(control.time, "sleep", lambda seconds: jobs.pop())
+    down(RUN, store=store.uri)
+    assert removed[2:] == [] and len(jobs) == 1  # it waited
 
 
 def test_a_run_of_that_name_in_another_store_and_its_machines_are_left_alone(
