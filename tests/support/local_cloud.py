@@ -254,7 +254,7 @@ class LocalCloud:
                 process.kill()
         psutil.wait_procs(list(ours), 10)
         for client in (self.client, self.other):
-            for folder in Path("/tmp").glob(f"*-{client.user_hash}"):
+            for folder in Path("/tmp").glob(f"*[-_]{client.user_hash}"):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _change_machine(self) -> None:
