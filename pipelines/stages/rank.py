@@ -43,7 +43,7 @@ def run(folder: Path, cache: Path, stop: StopSignal) -> int:
         spec = RankSpec.read(folder)
         with Watchdog(spec.recipe.runtime, PhaseClock("imports"), int(os.environ.get("RANK", "0"))) as watch:
             if spec.tune:
-                os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each trainer
+                set_environment_of_trl(spec.processes)
                 from pipelines.stages.tune_rank import tune_rank
 
                 return tune_rank(spec, folder, stop, watch.enter)
@@ -51,6 +51,15 @@ def run(folder: Path, cache: Path, stop: StopSignal) -> int:
     except Exception as error:
         leave_error_message(error, folder)
         raise
+
+
+def set_environment_of_trl(processes: int) -> None:
+    """Set what TRL's packages read when they are imported, and later."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each trainer
+    if processes == 1:  # TRL would use every GPU that it sees, and join the ranks that these variables announce
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
 
 
 def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:

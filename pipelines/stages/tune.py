@@ -55,7 +55,6 @@ def build(work: Work) -> Built:
     """Tune to the last step. Raises the error of the rank that ended it early."""
     recipe = work.recipe
     step = next(step for step in recipe.tune if work.plan.label == f"{recipe.name}-{step.name}")
-    check_package()
     if content_of(step) != work.plan.identity["data"]:
         raise UserError(f"tune.{step.name}: {step.data} changed after the step was planned; run the recipe again")
     work.clock.enter("download")
@@ -68,6 +67,8 @@ def build(work: Work) -> Built:
     rows = rows_of(step, ChatTokens(encoding), recipe.model.block_size)
     datasets_library().Dataset.from_list(rows.train).save_to_disk(work.folder / ROWS)
     (work.folder / HELD_OUT).write_text(json.dumps(rows.held_out))
+    facts = {"rows": len(rows.train), "cropped": rows.cropped}
+    del rows  # their memory, before the ranks start
     wanted = processes_on_this_node(recipe.runtime)
     ranks = next(n for n in range(wanted, 0, -1) if step.at_once % n == 0)
     if ranks < wanted:
@@ -79,7 +80,7 @@ def build(work: Work) -> Built:
     folder = work.folder / TUNED
     work.clock.enter("upload")
     files = [work.upload(path) for path in sorted(folder.iterdir())]
-    made |= {"rows": len(rows.train), "cropped": rows.cropped} | measured(work, step)
+    made |= facts | measured(work, step)
     if "gguf" in recipe.export.formats and step.method != REWARD:
         from pipelines.formats import gguf
 

@@ -7,7 +7,6 @@ resumed run builds TRL's trainer anew over the rows that are left, fills weights
 
 import json
 import math
-import os
 import random
 import re
 import time
@@ -60,10 +59,6 @@ PADDED = {"padding": True, "return_tensors": "pt", "return_dict": True}
 def tune_rank(spec: RankSpec, folder: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
     """Tune as one rank of `spec`'s attempt; rank 0 leaves the model and its facts in `folder` once the last step is
     done. Returns the exit code of this process."""
-    if spec.processes == 1:  # TRL would use every GPU that it sees, and join the ranks that these variables announce
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
     starting("rendezvous")
     world, clock, store = World.start(spec.recipe.runtime), PhaseClock(started=spec.started), open_store(spec.store)
     starting("first exchange")
