@@ -6,6 +6,7 @@ text.
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,19 +45,18 @@ def content_of(step: TuneConfig) -> str:
     """sha256 of what identifies the data: of local files' contents, of the objects in S3, or of the commit on the Hub.
     UserError if there is no such data."""
     identity: Any = addition()
-    if step.data != ADDITION:
-        source = source_of(step)
-        if not isinstance(source, Files) or source.pinned is not None:
-            identity = source.identity()
-        else:
+    with naming(step):
+        source = source_of(step) if step.data != ADDITION else None
+        if isinstance(source, Files) and source.pinned is None:
             identity = [one.etag for one in source.objects.values()] or [sha256_of_text(path) for path in source.paths]
+        elif source:
+            identity = source.identity()
     return sha256(json.dumps(identity).encode()).hexdigest()
 
 
 def source_of(step: TuneConfig) -> Text:
     """The files of the data. UserError if there are none."""
-    with naming(step):
-        source = open_source(step.data, None, step.revision, "messages")
+    source = open_source(step.data, None, step.revision, "messages")
     if isinstance(source, Files) and source.kind not in ("parquet", "jsonl"):
         raise UserError(f"tune.{step.name}: {step.data}: conversations are rows of .jsonl or .parquet files")
     return source
@@ -68,8 +68,8 @@ def naming(step: TuneConfig) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        reason = str(error).replace("tokens.source", "tokens.data", 1)
-        raise UserError(reason.replace("tokens.", f"tune.{step.name}.", 1)) from error
+        reason = re.sub(r"^tokens\.source\b", "tokens.data", str(error))
+        raise UserError(re.sub(r"^tokens\.", f"tune.{step.name}.", reason)) from error
 
 
 def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:

@@ -17,7 +17,7 @@ from pipeline_runs import FOLDER_NAME, REPOSITORY, TINY, Project
 from pipelines.recipe import TRL_OPTIONS, TuneConfig, load_recipe
 from pipelines.sample import load_text_model
 from pipelines.text.chat import TEMPLATE, ChatTokens
-from pipelines.text.conversations import addition, answer_in, rows_of
+from pipelines.text.conversations import addition, answer_in, content_of, rows_of
 from pipelines.text.reward_code import RewardCode
 from pipelines.text.tokenizer import tokenizer, tokenizer_files
 from pipelines.tracking.runs import read_runs
@@ -340,6 +340,9 @@ def test_a_wrong_row_is_named_before_anything_is_spent(tmp_path: Path, row: Any,
         Path(data).write_bytes(rows + b"\n" + damaged + b"\n")
         with pytest.raises(UserError, match=r"^tune\.a\.data: line 3 of '.*pairs\.jsonl' is not JSON"):
             rows_of(step_of(data=data, held_out=2), ChatTokens(tokenizer("bytes")), 64)
+    (tmp_path / "lost.jsonl").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"^tune\.a\.data: .* cannot be read"):
+        content_of(step_of(data=str(tmp_path / "lost.jsonl")))
 
 
 @pytest.mark.parametrize(
