@@ -136,9 +136,8 @@ def test_a_given_model_is_tuned_without_a_training_and_its_scores_stand_beside_t
     assert "HellaSwag as a chat" in card and "CORE as a chat" in card
     assert before != now and f"val loss {before:.3f} → {now:.3f}" in card and made["train"]["steps"] == 0
     tokens = sum(len(ChatTokens(tokenizer("bytes")).conversation(row["messages"])[0]) for row in addition()[4:])
-    assert (
-        f"tune.sft: 96 rows, {tokens:,} tokens, 0 rows cropped, 4 held out" in project.run("plan", "tiny.yaml").stdout
-    )
+    counted = f"tune.sft: 96 rows, {tokens:,} tokens, 0 rows cropped, 4 held out"
+    assert counted in project.run("plan", "tiny.yaml").stdout
     assert project.report()["state"] == "done"
     refused = project.run("plan", "tiny.yaml", "--set", "train.init_from=null", expect=2).stderr
     assert "max_steps 0 takes the weights of init_from as they are: name them there" in refused
@@ -371,9 +370,7 @@ def test_a_wrong_step_is_refused_with_what_would_be_right(tmp_path: Path, change
 def test_every_option_is_an_argument_of_trl() -> None:
     for name, methods in TRL_OPTIONS.items():
         for method in methods:
-            assert name in getattr(trl, f"{tune_rank.TRL_NAMES[method]}Config").__dataclass_fields__, (
-                f"{name} of {method}"
-            )
+            assert name in getattr(trl, f"{tune_rank.TRL_NAMES[method]}Config").__dataclass_fields__, method
 
 
 @pytest.mark.parametrize(
