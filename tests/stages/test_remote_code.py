@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
     "window": 6,
     "smear": True,
     "backout": True,
+    "qk_scale": 1.2,
 }
 CHANGES = ["model.family=modern", *(f"model.{name}={str(value).lower()}" for name, value in OPTIONS.items())]
 SIZES: dict[str, Any] = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 36, "head_dim": 10, "block_size": 64}
