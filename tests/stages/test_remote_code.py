@@ -20,11 +20,8 @@ from trainer.models.modern import ModernConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {
-    "residual_lambdas": True,
-    "value_embeddings": True,
+    **dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), True),
     "window": 6,
-    "smear": True,
-    "backout": True,
     "qk_scale": 1.2,
 }
 CHANGES = ["model.family=modern", *(f"model.{name}={str(value).lower()}" for name, value in OPTIONS.items())]
