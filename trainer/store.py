@@ -34,6 +34,7 @@ PART_BYTES = 16 << 20  # of a large object; the repetition of a lost one costs 0
 MOST_PARTS = 10_000  # that a bucket takes
 HASHING_THREADS = 3  # beside the one that writes
 Check = Callable[[], object]  # raises an exception to end the work
+Take = Callable[[int, memoryview], object]  # gets a part of an object, and its place
 A = TypeVar("A")
 B = TypeVar("B")
 # Only these errors say that an object does not exist. After any other one it may exist.
@@ -82,9 +83,13 @@ class Store(Protocol):
         is read as a whole."""
         ...
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+    def read_into(
+        self, key: str, start: int, buffer: memoryview, size: int | None = None, take: Take | None = None
+    ) -> int:
         """Fill `buffer` with the object's bytes from byte `start` on. Returns how many they are: fewer than the buffer
-        holds only at the end of the object. FileNotFoundError if the object does not exist."""
+        holds only at the end of the object. FileNotFoundError if the object does not exist.
+
+        With `take`, read `size` bytes through the buffer, part by part; after a failure, again from place 0 on."""
         ...
 
     def upload(self, path: Path, key: str, check: Check | None = None) -> None:
@@ -171,14 +176,15 @@ class LocalStore:
             except ABSENT:
                 return None
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        path, done = self.path_of(key), 0
+    def read_into(
+        self, key: str, start: int, buffer: memoryview, size: int | None = None, take: Take | None = None
+    ) -> int:
+        path = self.path_of(key)
         with _reading(path):
             try:
                 with open_regular(path) as file:
-                    while done < len(buffer) and (count := os.preadv(file.fileno(), [buffer[done:]], start + done)):
-                        done += count
-                return done
+                    os.lseek(file.fileno(), start, os.SEEK_SET)
+                    return read_through(lambda part: os.readv(file.fileno(), [part]), size or len(buffer), buffer, take)
             except ABSENT:
                 absent = FileNotFoundError(errno.ENOENT, "no such object", f"{self.uri}/{key}")
         raise absent
@@ -269,6 +275,19 @@ def side_by_side(read: Callable[[A], B], items: Iterable[A]) -> list[B]:
     error."""
     with ThreadPoolExecutor(READERS, thread_name_prefix="read") as readers:
         return list(readers.map(read, items))
+
+
+def read_through(read: Callable[[memoryview], int], size: int, buffer: memoryview, take: Take | None = None) -> int:
+    """Read `size` bytes, of which `read` puts the next few into a buffer, 0 at their end. Returns how many they are."""
+    done = 0
+    while done < size:
+        at = done % len(buffer)
+        if not (count := read(buffer[at : at + size - done])):
+            break
+        done += count
+        if take and (done == size or done % len(buffer) == 0):
+            take(done - at - count, buffer[: at + count])
+    return done
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -36,9 +36,11 @@ from trainer.store import (
     Entry,
     LocalStore,
     Store,
+    Take,
     checked_key,
     checked_prefix,
     part_length,
+    read_through,
     refuse_huge,
     replacing,
     share_of_node,
@@ -101,22 +103,26 @@ class S3Store:
     def get(self, key: str) -> bytes | None:
         return self._until_answered(f"get {self._uri_of(key)}", lambda: self._get_object(key))
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        return self._read(key, start, buffer)[0]
+    def read_into(
+        self, key: str, start: int, buffer: memoryview, size: int | None = None, take: Take | None = None
+    ) -> int:
+        return self._read(key, start, buffer, size, take)[0]
 
-    def _read(self, key: str, start: int, buffer: memoryview) -> tuple[int, int]:
+    def _read(
+        self, key: str, start: int, buffer: memoryview, size: int | None = None, take: Take | None = None
+    ) -> tuple[int, int]:
         """Like `read_into`, and the size of the object, which is 0 at its end."""
 
         def attempt() -> tuple[int, int]:
             try:
-                answer = self._client.get_object(**self._where(key), Range=_range(start, len(buffer)))
+                answer = self._client.get_object(**self._where(key), Range=_range(start, size or len(buffer)))
             except self._client.exceptions.ClientError as error:
                 if code_of(error) == "InvalidRange":  # the object ends before it
                     return 0, 0
                 absent = code_of(error) == "NoSuchKey"
                 raise FileNotFoundError(2, "no such object", self._uri_of(key)) if absent else error from None
-            size = int(answer.get("ContentRange", f"/{answer['ContentLength']}").rpartition("/")[2])
-            return filled(buffer, answer), size
+            whole = int(answer.get("ContentRange", f"/{answer['ContentLength']}").rpartition("/")[2])
+            return filled(buffer, answer, size, take), whole
 
         return self._until_answered(f"get {self._uri_of(key)} from byte {start:,}", attempt)
 
@@ -347,19 +353,18 @@ class S3Store:
                 log.warning("%s: %s after %.0f s", what, "answered" if answered else "given up", seconds)
 
 
-def filled(buffer: memoryview, answer: Mapping[str, Any]) -> int:
-    """Fill a buffer with the body of an answer. Returns the number of bytes. IncompleteReadError for a body that ends
-    too early.
+def filled(buffer: memoryview, answer: Mapping[str, Any], size: int | None = None, take: Take | None = None) -> int:
+    """Fill a buffer with the body of an answer, like `read_into`. Returns the number of bytes. IncompleteReadError for
+    a body that ends too early.
 
     botocore and urllib3 would copy each byte three times. The system call below them takes the buffer itself.
     """
     from botocore.exceptions import IncompleteReadError
 
-    body, done = answer["Body"]._raw_stream, 0
-    wanted = min(len(buffer), answer["ContentLength"])  # a server may ignore the range
+    body = answer["Body"]._raw_stream
+    wanted = min(size or len(buffer), answer["ContentLength"])  # a server may ignore the range
     with body._error_catcher():
-        while done < wanted and (count := body._fp.readinto(buffer[done:wanted])):
-            done += count
+        done = read_through(body._fp.readinto, wanted, buffer, take)
     if done < wanted:
         raise IncompleteReadError(actual_bytes=done, expected_bytes=wanted)
     if answer["ContentLength"] > wanted:

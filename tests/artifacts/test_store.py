@@ -46,6 +46,9 @@ class TestEveryStore:
         store.put("a/empty", b"")
         assert [read("a/b", *range_) for range_ in ((0, 1), (0, 8), (5, 9), (8, 1))] == [b"o", b"one, two", b"two", b""]
         assert read("a/empty", 0, 4) == b""
+        parts: list[tuple[int, bytes]] = []
+        count = store.read_into("a/b", 1, memoryview(bytearray(3)), 7, lambda at, part: parts.append((at, bytes(part))))
+        assert (count, parts) == (7, [(0, b"ne,"), (3, b" tw"), (6, b"o")])
         for absent in ("a/none", "a"):
             with pytest.raises(FileNotFoundError):
                 read(absent, 0, 4)

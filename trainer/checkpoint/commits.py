@@ -34,7 +34,7 @@ from trainer.store import Entry, Store, part_length
 # Of what the store holds of a run: names that do not match are not ours.
 CHECKPOINT_NAME = r"step-\d{8,12}-a\d{4,9}/[^/]+"
 FILE_NAME = r"rank-\d{5}-of-\d{5}\.safetensors"
-MOST_CHUNK_BYTES = 256 << 20  # of a receipt: a reader has memory for several chunks
+MOST_CHUNK_BYTES = 256 << 20  # of a receipt: a reader holds the first chunk of each of its files
 SEGMENT_NAME = r"step-\d{8,12}-a\d{4,9}\.jsonl"
 
 

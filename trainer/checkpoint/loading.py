@@ -1,6 +1,8 @@
 """Loading a checkpoint: several threads fetch its chunks, verify them and copy them into the pieces.
 
-A rank fetches only the chunks with ranges that it needs, into a few buffers of its own; nothing goes through the disk.
+A rank fetches only the chunks with ranges that it needs. Each passes through a small buffer, part by part, while it is
+hashed: a buffer for whole chunks in each thread is new memory, whose page faults took as long as the transfer of 2 GB.
+Nothing goes through the disk.
 """
 
 import json
@@ -16,16 +18,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.commits import MOST_CHUNK_BYTES, FileReceipt
+from trainer.checkpoint.commits import FileReceipt
 from trainer.checkpoint.pieces import DTYPES, SHARDING, DamagedPieces, Piece, tensor_of
 from trainer.errors import NotAFile
 from trainer.parallel import World
 from trainer.places import Place
 from trainer.process import failpoint
 from trainer.record import MOST_COUNT
-from trainer.store import Store, side_by_side
+from trainer.store import Store, Take, side_by_side
 
-RANGE_BYTES = 1 << 20  # of a file's first chunk, for which all else waits: its ranges come side by side
+# Of a thread's buffer; and of the ranges of a file's first chunk, which come side by side, because all else waits.
+RANGE_BYTES = 1 << 20
 MOST_DIMENSIONS = 8  # of a tensor: the product of a million huge numbers would take minutes
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -119,26 +122,42 @@ class Source:
         if not first:
             raise DamagedPieces(f"{receipt.name}: is empty")
         buffer = memoryview(bytearray(first[0].end))
-        self.fetch(first[0], buffer, RANGE_BYTES)
+
+        def read(at: int) -> int:
+            return self._read(first[0], at, buffer[at : at + RANGE_BYTES])
+
+        self._verify(first[0], sum(side_by_side(read, range(0, len(buffer), RANGE_BYTES))), sha256(buffer))
         self._first[file] = buffer
         return contents_of(receipt, buffer)
 
-    def fetch(self, chunk: Chunk, buffer: memoryview, at_once: int = MOST_CHUNK_BYTES) -> None:
-        """Fill the buffer with a chunk from the store, verified, in ranges of `at_once` bytes side by side."""
-        receipt = self.files[chunk.file]
+    def fetch(self, chunk: Chunk, buffer: memoryview, take: Take) -> None:
+        """Read a chunk through the buffer: `take` gets its parts, and the place of each in the chunk. DamagedPieces
+        after the last one if they are not what was saved."""
         if not chunk.number and (known := self._first.pop(chunk.file, None)):
-            buffer[:] = known
+            for at in range(0, len(known), len(buffer)):
+                take(at, known[at : at + len(buffer)])
             return
+        digest = sha256()
 
-        def read(at: int) -> int:
-            return self.store.read_into(f"{self.folder}/{receipt.name}", chunk.start + at, buffer[at : at + at_once])
+        def hash_and_take(at: int, part: memoryview) -> None:
+            nonlocal digest
+            digest = digest if at else sha256()  # a store that failed begins again
+            digest.update(part)
+            take(at, part)
 
+        self._verify(chunk, self._read(chunk, 0, buffer, chunk.end - chunk.start, hash_and_take), digest)
+
+    def _read(self, chunk: Chunk, at: int, buffer: memoryview, *through: Any) -> int:
         try:
-            count = sum(side_by_side(read, range(0, len(buffer), at_once)))
+            name = self.files[chunk.file].name
+            return self.store.read_into(f"{self.folder}/{name}", chunk.start + at, buffer, *through)
         except (FileNotFoundError, NotAFile) as error:
             raise DamagedPieces(f"a file is missing: {error}") from error
+
+    def _verify(self, chunk: Chunk, count: int, digest: Any) -> None:
+        receipt = self.files[chunk.file]
         failpoint("download")
-        if count != len(buffer) or sha256(buffer).hexdigest() != receipt.chunks[chunk.number]:
+        if count != chunk.end - chunk.start or digest.hexdigest() != receipt.chunks[chunk.number]:
             raise DamagedPieces(
                 f"{receipt.name}: bytes {chunk.start:,} to {chunk.end:,} do not have the sha256 in COMMIT.json"
             )
@@ -279,14 +298,12 @@ def run_jobs(
     def work() -> None:
         if on_gpu:
             torch.cuda.set_device(device)  # a new thread starts on device 0
-        buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=on_gpu)
+        buffer = torch.empty(min(largest, RANGE_BYTES), dtype=torch.uint8, pin_memory=on_gpu)
         stream = torch.cuda.Stream(device) if on_gpu else None
         try:
             with torch.cuda.stream(stream):  # None: no effect
                 while job := next_job():
-                    do_job(job, source, sinks, buffer[: job.chunk.end - job.chunk.start])
-                    if stream:
-                        stream.synchronize()
+                    do_job(job, source, sinks, buffer.numpy().data, stream)
         except BaseException:
             failed.set()
             raise
@@ -296,10 +313,23 @@ def run_jobs(
             future.result()
 
 
-def do_job(job: Job, source: Source, sinks: Mapping[str, Sink], buffer: Tensor) -> None:
-    """Get a chunk into the buffer, and copy its bytes into the pieces."""
-    chunk = job.chunk
-    source.fetch(chunk, buffer.numpy().data)
-    for span in job.spans:
-        first, last = max(span.start, chunk.start), min(span.end, chunk.end)
-        sinks[span.name].put(span.at + first - span.start, buffer[first - chunk.start : last - chunk.start])
+def do_job(
+    job: Job, source: Source, sinks: Mapping[str, Sink], buffer: memoryview, stream: "torch.cuda.Stream | None"
+) -> None:
+    """Get a chunk through the buffer, and copy its bytes into the pieces."""
+    start, end = job.chunk.start, job.chunk.end
+    inside = [
+        Span(max(0, span.start - start), min(span.end, end) - start, span.name, span.at + max(0, start - span.start))
+        for span in job.spans
+    ]
+    spans = by_chunk(inside, len(buffer))
+
+    def take(at: int, part: memoryview) -> None:
+        data = torch.frombuffer(part, dtype=torch.uint8)
+        for span in spans.get(at // len(buffer), ()):
+            first, last = max(span.start, at), min(span.end, at + len(part))
+            sinks[span.name].put(span.at + first - span.start, data[first - at : last - at])
+        if stream:
+            stream.synchronize()  # the next part takes its place
+
+    source.fetch(job.chunk, buffer, take)
