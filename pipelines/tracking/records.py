@@ -165,11 +165,6 @@ class Heartbeat(StoredRecord):
         """Hours of the attempt. Each of its nodes is billed for all of them."""
         return max(0.0, self.time - self.started) / 3600
 
-    @property
-    def usd(self) -> float | None:
-        """Dollars of all nodes; None if the price is unknown."""
-        return None if self.price_per_hour is None else self.billed_hours * self.nodes * self.price_per_hour
-
     def to_json(self) -> bytes:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         nested = {

@@ -1,6 +1,5 @@
 """The ledger has every attempt at an artifact: its owner, whether it is alive, its cost and its end."""
 
-import json
 import os
 import signal
 import subprocess
@@ -62,17 +61,6 @@ def test_without_a_meter_an_attempt_bills_its_process_from_its_start(tmp_path: P
     assert beat.phases["idle"] == 0.25 and sum(beat.phases.values()) == pytest.approx(beat.time - began, abs=0.5)
     second = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 2, Billing(3600.0), earlier=[beat], began=began)
     assert second and second.latest.started == pytest.approx(beat.time, abs=0.01)
-
-
-def test_a_working_attempt_detects_within_a_heartbeat_that_it_is_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
-    store = LocalStore(tmp_path)
-    with claimed(store, 1) as attempt:
-        assert not attempt.lost
-        claimed(store, 2)
-        until(lambda: attempt.lost, "the attempt knows")
 
 
 # --- reporting
@@ -169,7 +157,6 @@ def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_
     assert is_alive(seen) is False
     assert seen.state == "running"  # it had no time to report its end
     assert 0.2 < seen.time - seen.started <= killed - seen.started
-    assert seen.usd == pytest.approx(seen.time - seen.started)  # at a dollar a second
     assert seen.progress.step == 5
     assert seen.phases == pytest.approx({"train": seen.time - seen.started})
 
@@ -197,15 +184,6 @@ def test_a_heartbeat_carries_the_whole_billing_and_starts_when_the_machine_was_o
     (seen,) = attempts(store, PREFIX)
     assert (seen.price_per_hour, seen.price_source, seen.nodes) == (None, "unknown: no table", 2)
     assert (seen.machine, seen.started) == (machine, since) and seen.billed_hours >= 90 / 3600
-
-
-def test_a_heartbeat_of_the_format_before_nodes_and_sources_is_still_read(tmp_path: Path) -> None:
-    store, old = LocalStore(tmp_path), json.loads(beat(price_per_hour=3.0).to_json())
-    for field in ("price_source", "nodes", "machine"):
-        del old[field]
-    store.put(f"{PREFIX}/attempts/0001/heartbeat.json", json.dumps(old).encode())
-    (seen,) = attempts(store, PREFIX)
-    assert (seen.price_per_hour, seen.nodes) == (3.0, 1)
 
 
 # --- the meter: time that is on no bill yet
