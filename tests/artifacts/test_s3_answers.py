@@ -1,57 +1,50 @@
 """What an answer of an S3 server means: the first one of each test is odd, and the request is repeated."""
 
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from servers import free_ports
+from answers import Request, answering
 
 from pipelines.artifacts.s3_client import clients_from_environment
 from pipelines.artifacts.s3_store import S3Store
 
 BODY = b"the body of the object"
-HEAD = b'HTTP/1.1 %s\r\nETag: "1"\r\nContent-Length: %d\r\nConnection: close\r\n%s\r\n'
 DATE = "<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
 ITEM = f'<Contents><Key>key</Key>{DATE}<ETag>"1"</ETag><Size>3</Size></Contents>'
 ENDS = "<IsTruncated>false</IsTruncated>"
 
 
-def listing(content: str) -> bytes:
-    body = f"<ListBucketResult>{content}</ListBucketResult>".encode()
-    return HEAD % (b"200 OK", len(body), b"") + body
+Answer = tuple[int, bytes, dict[str, str]]  # status, body, headers beside those of every answer
+
+
+def listing(content: str, **headers: str) -> Answer:
+    return 200, f"<ListBucketResult>{content}</ListBucketResult>".encode(), headers
 
 
 @contextmanager
-def serving(monkeypatch: pytest.MonkeyPatch, *answers: bytes) -> Iterator[tuple[S3Store, list[bytes]]]:
-    """A store behind a server that gives these answers, one a connection, and the requests so far."""
-    (port,), asked = free_ports(1), list[bytes]()
+def serving(monkeypatch: pytest.MonkeyPatch, *answers: Answer) -> Iterator[tuple[S3Store, list[str]]]:
+    """A store behind a server that gives these answers, and the paths asked for so far."""
+    left, asked = iter(answers), list[str]()
 
-    def serve(listener: socket.socket) -> None:
-        for answer in answers:
-            connection, _ = listener.accept()
-            asked.append(connection.recv(65536))
-            connection.sendall(answer)
-            if answer.endswith(b"cut"):  # a close with this option is a reset
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-            connection.close()
+    def answer(request: Request) -> None:
+        asked.append(request.path)
+        status, body, headers = next(left)
+        request.close_connection = True
+        request.respond(status, body, **{"ETag": '"1"'} | headers)
 
     for name, value in (("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    with socket.create_server(("127.0.0.1", port)) as listener:
-        server = threading.Thread(target=serve, args=(listener,), daemon=True)
-        server.start()
+    with answering(answer) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         (client,) = clients_from_environment("s3://bucket", 20, 1)
         yield S3Store("bucket", client=client, time_limit_s=20), asked
-        server.join(10)
 
 
-WHOLE = HEAD % (b"200 OK", len(BODY), b"") + BODY
-ODD: dict[str, tuple[Callable[[S3Store], object], bytes, bytes, object]] = {
-    "a reset in the middle": (lambda s: s.get("key"), HEAD % (b"503 Slow Down", 9, b"") + b"cut", WHOLE, BODY),
+WHOLE: Answer = (200, BODY, {})
+ODD: dict[str, tuple[Callable[[S3Store], object], Answer, Answer, object]] = {
+    "an end in the middle": (lambda s: s.get("key"), (503, b"cut", {"Content_Length": "9"}), WHOLE, BODY),
     **{
         f"a listing without {lacking}": (
             lambda s: [one.key for one in s.entries("")],
@@ -75,13 +68,13 @@ ODD: dict[str, tuple[Callable[[S3Store], object], bytes, bytes, object]] = {
     ),
     "a clock": (
         lambda s: s.clock() > 0,
-        listing(ENDS).replace(b"Connection", b"Date: soon\r\nConnection"),
+        listing(ENDS, Date="soon"),
         listing(ENDS),
         True,
     ),
     "a range": (
         lambda s: s.read_into("key", 0, memoryview(bytearray(22))),
-        HEAD % (b"206 Partial Content", len(BODY), b"Content-Range: bytes 0-21/100000000000000\r\n") + BODY,
+        (206, BODY, {"Content_Range": "bytes 0-21/100000000000000"}),
         WHOLE,
         22,
     ),
@@ -90,7 +83,7 @@ ODD: dict[str, tuple[Callable[[S3Store], object], bytes, bytes, object]] = {
 
 @pytest.mark.parametrize(("operation", "odd", "right", "result"), ODD.values(), ids=ODD)
 def test_an_odd_answer_is_a_reason_to_ask_again(
-    operation: Callable[[S3Store], object], odd: bytes, right: bytes, result: object, monkeypatch: pytest.MonkeyPatch
+    operation: Callable[[S3Store], object], odd: Answer, right: Answer, result: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(monkeypatch, odd, right) as (store, asked):
         assert operation(store) == result
@@ -98,7 +91,6 @@ def test_an_odd_answer_is_a_reason_to_ask_again(
 
 
 def test_an_object_of_a_size_that_none_has_is_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    huge = HEAD % (b"200 OK", 10**14, b"")
-    with serving(monkeypatch, huge, HEAD % (b"200 OK", len(BODY), b""), WHOLE) as (store, asked):
+    with serving(monkeypatch, (200, b"", {"Content_Length": str(10**14)}), WHOLE) as (store, asked):
         store.download("key", tmp_path / "file")
-    assert (tmp_path / "file").read_bytes() == BODY and len(asked) == 3
+    assert (tmp_path / "file").read_bytes() == BODY and len(asked) == 2

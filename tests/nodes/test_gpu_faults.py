@@ -27,16 +27,11 @@ ABORTED = (
 HOST = platform.node()
 
 
-@pytest.mark.parametrize(
-    "line", [ABORTED, "GPU has fallen off the bus", "RuntimeError: CUDA error: unspecified launch failure"]
-)
-def test_a_fault_of_the_hardware_is_recognized(line: str) -> None:
-    assert first_line_with(HARDWARE_ERRORS, ["step 7", line, "more"]) == line
-
-
-@pytest.mark.parametrize("line", ["CUDA error: an illegal memory access was encountered", "out of memory"])
-def test_an_error_of_a_program_is_no_fault_of_the_hardware(line: str) -> None:
-    assert first_line_with(HARDWARE_ERRORS, [line]) is None
+def test_a_fault_of_the_hardware_is_told_from_an_error_of_a_program() -> None:
+    for line in (ABORTED, "GPU has fallen off the bus", "RuntimeError: CUDA error: unspecified launch failure"):
+        assert first_line_with(HARDWARE_ERRORS, ["step 7", line, "more"]) == line
+    for line in ("CUDA error: an illegal memory access was encountered", "out of memory"):
+        assert first_line_with(HARDWARE_ERRORS, [line]) is None
 
 
 class Attempt:

@@ -14,6 +14,8 @@ from trainer.store import LocalStore
 
 
 def test_a_plan_shows_existing_artifacts_and_those_that_a_run_would_make(store: LocalStore) -> None:
+    plan_of(RECIPE, store)
+    assert not store.root.exists()  # it changes nothing
     finished(store, "tokenize")
     plan = plan_of(RECIPE, store)
     assert (plan.run, plan.store, plan.steps, plan.tokens) == (RUN, store.uri, 200, 200 * 8192)
@@ -42,11 +44,6 @@ def test_a_longer_training_names_the_way_to_continue_the_finished_one(store: Loc
     assert (longer.why or "").endswith(longer.longer)
     for other in (["train.max_steps=100"], ["train.max_steps=300", "train.seed=7"]):  # shorter, or no branch of it
         assert plan_of(recipe_with(*other), store).stages["train"].longer is None
-
-
-def test_a_plan_changes_nothing(store: LocalStore) -> None:
-    plan_of(RECIPE, store)
-    assert not store.root.exists()
 
 
 def test_the_plan_of_a_text_of_ones_own_has_tokens_in_both_splits_or_says_why_not(

@@ -226,16 +226,6 @@ def test_a_reader_of_llmc_finds_the_weights_and_the_tokens(
 # --- every format
 
 
-def test_each_format_has_a_folder_in_the_artifact(tmp_path: Path) -> None:
-    work = tiny_work(tmp_path, "export")
-    work.recipe = work.recipe.model_copy(update={"export": work.recipe.export.model_copy(update={"formats": ["gguf"]})})
-    built = export.build(work)
-    names = [file.name for file in built.files]
-    assert names[0] == "model.safetensors" and "README.md" in names
-    assert names[-2:] == ["gguf/smoke-f16.gguf", "gguf/smoke-q8_0.gguf"]
-    assert built.facts["formats"] == ["hf", "gguf"]
-
-
 def test_a_format_without_its_package_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

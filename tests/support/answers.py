@@ -28,8 +28,9 @@ class Request(BaseHTTPRequestHandler):
 
     def respond(self, status: int, body: str | bytes = b"", **headers: str) -> None:
         _, whole = self.body, body.encode() if isinstance(body, str) else body
-        self.send_response(status)
-        for name, value in ({"Content_Length": str(len(whole))} | headers).items():
+        self.send_response_only(status)
+        standard = {"Content_Length": str(len(whole)), "Date": self.date_time_string()}
+        for name, value in (standard | headers).items():
             if value:
                 self.send_header(name.replace("_", "-"), value)
         self.end_headers()

@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.__main__ import read_config
 from trainer.checkpoint.pieces import Piece
-from trainer.config import Recompute, RuntimeConfig, TrainConfig
-from trainer.engine import choose_engine
+from trainer.config import Recompute
 from trainer.errors import UserError
 from trainer.models.decoder import Decoder
 from trainer.models.family import ANY_MODEL, plain_model, section_of_hf, to_hf
@@ -228,17 +227,6 @@ def test_the_cached_decoder_gives_the_logits_of_the_module(config: ModelConfig) 
     likeliest = model(torch.tensor(rows))[0, :-1, : config.vocab_size].log_softmax(-1).max(-1).values
     found = [max(scores.values()) for scores in decoder.score(rows[0], 1)]
     assert found == pytest.approx(likeliest.tolist(), abs=2e-5)
-
-
-def test_the_fused_engine_has_no_step_for_backout_in_two_layers_and_says_so() -> None:
-    train = TrainConfig(batch_tokens=40, max_steps=1, learning_rate=1e-3)
-    for config in CONFIGS.values():
-        engine, why = choose_engine(config, train, RuntimeConfig(), torch.device("cpu"))
-        assert engine == "eager", why
-    runtime = RuntimeConfig(engine="fused")
-    config = ModernConfig(**SIZES | {"n_layer": 2}, backout=True)
-    with pytest.raises(UserError, match="it has no step for model.backout with fewer than 3 layers; use"):
-        choose_engine(config, train, runtime, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["modern, grouped", "modern, windows", "modern, smear", "modern, backout"])

@@ -164,13 +164,12 @@ def first_gradient(config: ModelConfig, train: TrainConfig, world: World, **runt
 def check_gradients(world: World) -> None:
     """Each division of the work has the exact gradient; in bf16 all are as near to it: they add up in float32."""
     exact = first_gradient(MODELS[1], TRAIN, ALONE, engine="eager")
-    for precision, error in (("fp32", 0.0), ("bf16", 0.007)):
+    for precision, error, once in (("fp32", 0.0, True), ("bf16", 0.007, False), ("bf16", 0.007, True)):
         train = TRAIN.model_copy(update={"precision": precision})
-        for once in (False, True):
-            sharded.gathers_once = lambda *_, once=once: once
-            for runtime in ({}, {"tensor_parallel": 2}, {"shard_size": 2}, {"shard_size": 2, "tensor_parallel": 2}):
-                found = first_gradient(MODELS[1], train, world, engine="sharded", **runtime)
-                assert float((found - exact).norm() / exact.norm()) == pytest.approx(error, rel=0.1, abs=1e-5)
+        sharded.gathers_once = lambda *_, once=once: once
+        for runtime in ({}, {"tensor_parallel": 2}, {"shard_size": 2}, {"shard_size": 2, "tensor_parallel": 2}):
+            found = first_gradient(MODELS[1], train, world, engine="sharded", **runtime)
+            assert float((found - exact).norm() / exact.norm()) == pytest.approx(error, rel=0.1, abs=1e-5)
 
 
 def saved_in_two_files(folder: Path) -> None:
@@ -301,7 +300,7 @@ def test_a_run_killed_on_four_ranks_goes_on_with_two_and_ends_as_one_eager_rank(
     undisturbed = Command(data, tmp_path / "eager", configured(**run))
     undisturbed.finish()
     copies, chance = {"engine": "sharded", "shard_size": 2}, random.Random(41)
-    for ranks, shape in ((4, DIVIDED), (4, {"engine": "sharded"}), (4, copies), (2, DIVIDED)):
+    for ranks, shape in ((4, DIVIDED), (4, copies), (2, DIVIDED)):
         command = Command(data, tmp_path / "out", configured(**shape, **run))
         with command.started(ranks) as process:
             command.wait_for_rows(chance.randint(1, 12), process)
@@ -310,7 +309,7 @@ def test_a_run_killed_on_four_ranks_goes_on_with_two_and_ends_as_one_eager_rank(
             assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
     Command(data, tmp_path / "out", configured(engine="eager", **run)).finish()
     starts = command.events_of(Started)
-    assert [e.world_size for e in starts] == [4, 4, 4, 2, 1] and starts[-1].step > 0
+    assert [e.world_size for e in starts] == [4, 4, 2, 1] and starts[-1].step > 0
     rows, expected = command.rows(), undisturbed.rows()
     assert [row.get("data/checksum") for row in rows] == [row.get("data/checksum") for row in expected]
     for a, b in zip(expected, rows, strict=True):
