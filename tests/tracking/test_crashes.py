@@ -1,5 +1,7 @@
 """Crashes are interruptions, up to some in a row without a new checkpoint."""
 
+from typing import Any
+
 import pytest
 from run_records import committed
 
@@ -12,14 +14,16 @@ from trainer.store import LocalStore
 PREFIX = "train/tiny-0123"
 
 
-def crashed(store: LocalStore, number: int, cause: str = "rank 0 was killed by SIGSEGV after step 7") -> int:
+def crashed(
+    store: LocalStore, number: int, cause: str = "rank 0 was killed by SIGSEGV after step 7", **progress: Any
+) -> int:
     """Claims an attempt that a signal then ends; the exit code."""
     attempt = claim(store, PREFIX, "tiny-0123", "train", number, Billing())
     assert attempt
     ending = ending_of(after_crash(store, PREFIX, number, cause))
     assert ending
     with attempt:
-        attempt.report(killed=cause)
+        attempt.report(**progress or {"killed": cause})
     return ending.exit_code
 
 
@@ -51,12 +55,14 @@ def test_attempts_that_lost_their_machine_do_not_count(store: LocalStore) -> Non
     assert crashed(store, 9) == EXIT_INTERRUPTED
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_crashes_before_the_first_sound_commit_start_over_and_count_too(store: LocalStore, damaged: bool) -> None:
+@pytest.mark.parametrize(("damaged", "progress"), [(False, {}), (True, {}), (False, {"unsaved_since": 1.0})])
+def test_crashes_before_the_first_sound_commit_start_over_and_count_too(
+    store: LocalStore, damaged: bool, progress: dict[str, Any]
+) -> None:
     if damaged:
         body = store.path_of(committed(store, 5, 1, PREFIX))
         body.write_bytes(body.read_bytes().replace(b'"step": 5', b'"step": 6'))
-    codes = [crashed(store, number) for number in range(1, MOST_CRASHES + 2)]
+    codes = [crashed(store, number, **progress) for number in range(1, MOST_CRASHES + 2)]
     assert codes == [EXIT_INTERRUPTED] * MOST_CRASHES + [EXIT_FAILED]
 
 

@@ -179,7 +179,7 @@ def test_a_value_of_another_type_anywhere_in_a_record_is_damage_and_never_a_faul
     deep: Any = 1
     for _ in range(60):
         deep = [deep]
-    others: list[Any] = [int("9" * 400), 1e999, deep, "../../x", True, [[]], {"a": {}}, -1, "\ud800"]
+    others: list[Any] = [int("9" * 400), 1 << 60, 1e999, deep, "../../x", True, [[]], {"a": {}}, -1, "\ud800"]
     for place in places(values):
         for value in others:
             hostile.append(json.dumps(with_value(values, place, value)).encode())
@@ -213,10 +213,7 @@ def test_no_name_of_a_record_leads_outside_its_folder(name: str) -> None:
             read(json.dumps(with_value(values, place, name)).encode())
 
 
-def test_sizes_and_sums_of_files_are_bounded() -> None:
-    for size in (-1, 1 << 60, 1.5, "1", True):
-        with pytest.raises(DamagedRecord):
-            Manifest.from_json(json.dumps(with_value(MANIFEST, ("files", 0, "size"), size)).encode())
+def test_sums_of_files_have_their_form() -> None:
     for digest in ("AB" * 32, "ab" * 31, "../" + "ab" * 31, "ab" * 32 + "\n"):
         with pytest.raises(DamagedRecord):
             Manifest.from_json(json.dumps(with_value(MANIFEST, ("files", 0, "sha256"), digest)).encode())
