@@ -5,6 +5,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +58,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU, or takes long without one"))
-    # The longest first, so that no worker has one left at the end.
-    items.sort(key=lambda item: (item.path.stem != "test_cluster", item.get_closest_marker("slow") is None))
+    items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The items in such an order that each worker, which gets as many of them in turn, begins with slow modules: an
+    idle worker steals from the end of a part. The longest test has no slow one behind it."""
+    slow: dict[str, list[pytest.Item]] = {"test_cluster": [], "test_image": []}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            slow.setdefault(item.path.stem, []).append(item)
+    longest, *modules = slow.values()
+    others = max(1, workers - 1)
+    parts = [longest, *([item for module in modules[n::others] for item in module] for n in range(others))]
+    fast = iter([item for item in items if not item.get_closest_marker("slow")])
+    for part in parts:
+        part += islice(fast, max(0, len(items) // workers - len(part)))
+    return [*chain(*parts), *fast]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
