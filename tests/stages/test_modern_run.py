@@ -24,6 +24,7 @@ MODERN: dict[str, Any] = TINY | {
 }
 
 
+@pytest.mark.slow
 def test_transformers_says_the_text_of_a_run_of_modern_and_muon(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
     finished = Project(tmp_path / FOLDER_NAME, MODERN)
