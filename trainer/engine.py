@@ -42,15 +42,16 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 class Engine(Protocol):
-    """The interface between the training loop and an implementation of its step. A micro-batch is B sequences of T
-    tokens. The ranks' shares of a step, and the micro-batches of a share, may differ in size."""
+    """The interface between the training loop and an implementation of its step, and what most of them share. A
+    micro-batch is B sequences of T tokens. The ranks' shares of a step, and the micro-batches of a share, may differ in
+    size."""
 
     why: str  # name of the engine, its device, and the reason for the choice
     precision: str
     config: ModelConfig
-    tokens_at_once: int | None  # for which there is memory beside the training, once that is known
-    collective: bool  # forward passes communicate: all ranks make equally many
-    guarded: bool  # `update` itself leaves out an update whose numbers are not finite
+    tokens_at_once: int | None = None  # for which there is memory beside the training, once that is known
+    collective: bool = False  # forward passes communicate: all ranks make equally many
+    guarded: bool = False  # `update` itself leaves out an update whose numbers are not finite
 
     def initialize(self, seed: int) -> None:
         """Draw the weights of a new run, see `LanguageModel.initialize`."""
@@ -94,6 +95,7 @@ class Engine(Protocol):
 
     def record(self, state: TrainState) -> None:
         """Put the engine's values that are not in the pieces into `state`."""
+        return
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights in float32 under the model's names, one at a time, on rank 0; none on the others. All ranks have
@@ -102,24 +104,21 @@ class Engine(Protocol):
 
     def extra_metrics(self) -> dict[str, float]:
         """Metrics of the last step that only this engine has, by name."""
-        ...
+        return {}
 
     def warnings(self) -> list[str]:
         """New reasons why this engine is slower than it could be, one line each."""
-        ...
+        return []
 
     @property
     def overflow_allowed(self) -> bool:
         """Whether a gradient that is not finite may be an overflow of fp16, which the loss scaler handles."""
-        ...
+        return False
 
 
-class PlainEngine:
+class PlainEngine(Engine):
     """The plain module of a family with autocast, an optimizer of `trainer/optim/adamw.py` and one all-reduce; compiled
     or not."""
-
-    guarded, collective = False, False
-    tokens_at_once: int | None = None
 
     def __init__(
         self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, compiled: bool, why: str
@@ -208,22 +207,15 @@ class PlainEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.model.state_dict().items() if self.world.rank == 0 else ())
 
-    def extra_metrics(self) -> dict[str, float]:
-        return {}
-
-    def warnings(self) -> list[str]:
-        return []
-
     @property
     def overflow_allowed(self) -> bool:
         return self.scaler.is_enabled() and self.scaler.get_scale() > 1
 
 
-class FusedEngine:
+class FusedEngine(Engine):
     """The step of `trainer/fused/step.py` over the flat buffers of `trainer/fused/flat.py`."""
 
-    guarded, overflow_allowed, collective = True, False, False
-    tokens_at_once: int | None = None
+    guarded = True
 
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, why: str) -> None:
         from trainer.fused.flat import FlatState
@@ -282,9 +274,6 @@ class FusedEngine:
     def restore(self, state: TrainState) -> None:
         self.state.restore()
         self.products.restore()
-
-    def record(self, state: TrainState) -> None:
-        """All values are in the pieces."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.state.full_weights()
