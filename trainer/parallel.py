@@ -9,7 +9,7 @@ undisturbed one: with more than two ranks the losses would no longer be equal bi
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -69,6 +69,15 @@ class World:
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=collective_timeout(runtime))
         return cls(rank, local_rank, world_size, device)
+
+    @classmethod
+    def join(cls, runtime: RuntimeConfig, starting: Callable[[str], None]) -> "World":
+        """`start`, and `connect`; `starting` gets each phase as it begins, for a watchdog. A collective call."""
+        starting("rendezvous")
+        world = cls.start(runtime)
+        starting("first exchange")
+        world.connect()
+        return world
 
     @classmethod
     def alone(cls, runtime: RuntimeConfig) -> "World":

@@ -130,10 +130,7 @@ def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, s
 
     from trainer.parallel import World
 
-    starting("rendezvous")
-    world = World.start(spec.recipe.runtime)
-    starting("first exchange")
-    world.connect()
+    world = World.join(spec.recipe.runtime, starting)
     starting(STARTED)
     log = EventLog(folder / EVENTS_FILE if world.rank == 0 else None, PhaseClock(started=spec.started))
     with Watchdog(spec.recipe.runtime, log.clock, world.rank) as watchdog:

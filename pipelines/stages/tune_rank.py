@@ -59,10 +59,8 @@ PADDED = {"padding": True, "return_tensors": "pt", "return_dict": True}
 def tune_rank(spec: RankSpec, folder: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
     """Tune as one rank of `spec`'s attempt; rank 0 leaves the model and its facts in `folder` once the last step is
     done. Returns the exit code of this process."""
-    starting("rendezvous")
-    world, clock, store = World.start(spec.recipe.runtime), PhaseClock(started=spec.started), open_store(spec.store)
-    starting("first exchange")
-    world.connect()
+    world = World.join(spec.recipe.runtime, starting)
+    clock, store = PhaseClock(started=spec.started), open_store(spec.store)
     starting(STARTED)
     log = EventLog(folder / EVENTS_FILE if world.rank == 0 else None, clock, spec.reached)
     checkpointer = Checkpointer(
