@@ -190,7 +190,8 @@ class Files:
         try:
             return json.loads(line.decode(errors=errors))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"tokens.source: {self._place(piece, number)} is not JSON ({error})") from error
+            why = str(error).partition(": line ")[0]  # json's own, which counts from the beginning of this line
+            raise UserError(f"tokens.source: {self._place(piece, number)} is not JSON ({why})") from error
 
     def _text_of(self, line: bytes, piece: TextShare, number: int) -> str:
         """The text of line `number` of a piece. UserError with its place for a damaged one."""

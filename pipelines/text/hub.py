@@ -23,13 +23,19 @@ LOOK_SECONDS = 5.0  # of a check while somebody waits
 
 
 def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
-    """Send a request, and retry it for so many seconds while the server is busy or unreachable."""
+    """Send a request, and retry it for so many seconds while the server is busy or unreachable. ConnectionError for the
+    error of huggingface_hub that names no missing connection, but what that did to its client."""
     import tenacity
 
     stop = tenacity.stop_before_delay(RETRY_SECONDS if seconds is None else seconds)
     wait = tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_WAIT_SECONDS)
     attempts = tenacity.Retrying(retry=tenacity.retry_if_exception(is_transient), wait=wait, stop=stop, reraise=True)
-    return attempts(request)
+    try:
+        return attempts(request)
+    except RuntimeError as error:
+        if CLOSED in str(error):
+            raise ConnectionError("the Hub cannot be reached") from error
+        raise
 
 
 def asked(where: str, request: Any, remedy: str = "check its name", seconds: float | None = None) -> Any:

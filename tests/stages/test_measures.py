@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from core_bundle import make_bundle
 from tiny_models import model_of
@@ -37,6 +38,17 @@ def test_hellaswag_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (item,) = measures.hellaswag_items("hf://datasets/Rowan/hellaswag", tmp_path)
         assert (item.context, item.endings, item.label) == ("a", ("b", "c"), 1)
         rows.clear()
+
+
+def test_a_hub_that_cannot_be_reached_is_named_whatever_its_client_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = httpx.Client()
+    client.close()  # by huggingface_hub, before it asks again
+    library = SimpleNamespace(load_dataset=lambda *_, **__: client.get("http://127.0.0.1:9"))
+    monkeypatch.setattr(measures, "datasets_library", lambda: library)
+    with pytest.raises(UserError, match=r"\(ConnectionError: the Hub cannot be reached\); name a jsonl file"):
+        measures.hellaswag_items("hf://datasets/Rowan/hellaswag", tmp_path, 0.01)
 
 
 def test_tokens_have_the_bytes_of_their_text_and_end_of_text_has_none(shared_data: Path) -> None:

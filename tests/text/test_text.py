@@ -258,7 +258,7 @@ def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
         file.write(bytes(500_000))
     for name, message in {
         "bad.parquet": "cannot be read",
-        "bad.jsonl": r"line 2 of '.*bad.jsonl' is not JSON",
+        "bad.jsonl": r"line 2 of '.*bad.jsonl' is not JSON \(Expecting value\)",
         "bad.txt.gz": "cannot be read",
         "bad.txt.zst": "cannot be read",
         "cut.parquet": "cannot be read",
