@@ -331,12 +331,12 @@ def cost_until(account: Account, time: float) -> Cost:
 
 
 def cost_metrics(account: Account) -> dict[str, float]:
-    """An account as metrics for MLflow; unknown values are left out."""
+    """An account as metrics for MLflow; unknown values are left out, and dollars without any price."""
     values = {
-        "cost/usd": None if nothing_priced(account) else account.total.usd,
+        "cost/usd": account.total.usd or None,
         "time/billed_hours": account.total.hours,
         "time/goodput": account.goodput if "train" in account.by_stage else None,
-        "cost/usd_per_billion_tokens": account.usd_per_billion_tokens,
+        "cost/usd_per_billion_tokens": account.usd_per_billion_tokens or None,
     }
     if account.total.unpriced_hours:
         values["time/unpriced_hours"] = account.total.unpriced_hours

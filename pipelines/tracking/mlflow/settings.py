@@ -12,7 +12,7 @@ from posixpath import normpath
 from urllib.parse import unquote, urlsplit
 
 from trainer.config import seconds_from_environment
-from trainer.errors import UserError
+from trainer.errors import UserError, shown
 
 TAG_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./ -]{0,99}")
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
@@ -39,8 +39,13 @@ def own_tags() -> dict[str, str]:
     tags = {}
     for text in filter(None, os.environ.get("SKYTRAIN_TAGS", "").split(",")):
         name, equals, value = (part.strip() for part in text.partition("="))
-        if not (equals and TAG_NAME.fullmatch(name)) or normpath(name) != name:
+        if not equals:
             raise UserError(f"SKYTRAIN_TAGS: {text}: not of the form NAME=VALUE, such as team=research")
+        if not TAG_NAME.fullmatch(name):
+            allowed = "1 to 100 letters, digits, '_', '.', '/', '-' and blanks, first a letter, digit or '_'"
+            raise UserError(f"SKYTRAIN_TAGS: {text}: MLflow does not take the name {shown(name)}, but {allowed}")
+        if normpath(name) != name:
+            raise UserError(f"SKYTRAIN_TAGS: {text}: MLflow reads the name as a path: {normpath(name)}, not {name}")
         if name.startswith(("mlflow.", "skytrain.")):
             raise UserError(f"SKYTRAIN_TAGS: {text}: names that start with mlflow. or skytrain. are reserved")
         tags[name] = value
