@@ -151,6 +151,8 @@ def test_a_registered_model_loads_from_the_registry_and_generates_what_the_weigh
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import mlflow
+    from fastapi.testclient import TestClient
+    from mlflow.pyfunc import scoring_server
 
     store = fresh_s3_store(moto_server)
     trained = model_of(speaker.model)
@@ -167,8 +169,12 @@ def test_a_registered_model_loads_from_the_registry_and_generates_what_the_weigh
     recorded(store, recipe=RECIPE.model_copy(update={"name": experiment}))
     Mirror(store, RUN, mlflow_server).send(ended=True)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
-    (text,) = mlflow.pyfunc.load_model(f"models:/{experiment}/1").predict(["ab"], params={"do_sample": False})
-    assert text == tokenizer("bytes").decode([*b"ab", *greedy(trained, [*b"ab"], CONTEXT - 2)])
+    model = mlflow.pyfunc.load_model(f"models:/{experiment}/1")
+    asked = {"inputs": ["ab"], "params": {"do_sample": False}}
+    served = TestClient(scoring_server.init(model)).post("/invocations", json=asked)  # as `mlflow models serve`
+    assert served.json() == {
+        "predictions": [tokenizer("bytes").decode([*b"ab", *greedy(trained, [*b"ab"], CONTEXT - 2)])]
+    }
 
 
 def test_a_server_that_refuses_the_version_has_the_rest(
