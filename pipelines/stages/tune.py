@@ -105,7 +105,7 @@ def measured(work: Work, step: TuneConfig) -> dict[str, float]:
 def check_package() -> None:
     """UserError if TRL is not installed."""
     if not importlib.util.find_spec("trl"):
-        raise UserError("tune: needs the package trl: make install, or pip install 'skytrain[tune]'; then run again")
+        raise UserError("tune: needs the package trl: make install, or pip install -e '.[tune]'; then run again")
 
 
 def checked_rows(recipe: Recipe, store: Store, tokens: ArtifactPlan) -> dict[str, Rows]:
