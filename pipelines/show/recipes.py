@@ -12,9 +12,12 @@ def print_recipes(recipes: Iterable[dict[str, Any]], usd_per_hour: float) -> Non
     """A row for each recipe, with the hours and dollars of its training on a node of this price."""
     table = Table("recipe", "parameters", "tokens", "FLOPs", "time, $", box=None, pad_edge=False)
     for one in recipes:
+        known = one["recipe"], f"{one['parameters'] / 1e6:,.1f}M"
+        if not one["tokens"]:
+            table.add_row(*known, "", "", "tunes a given model")
+            continue
         table.add_row(
-            one["recipe"],
-            f"{one['parameters'] / 1e6:,.1f}M",
+            *known,
             f"{one['tokens'] / 1e9:,.2f}B" if one["tokens"] > 1e8 else f"{one['tokens'] / 1e6:,.1f}M",
             f"{one['flops']:.1e}",
             cost(one["node_hours"] / one["nodes"], one["usd"])
@@ -28,6 +31,7 @@ def print_recipes(recipes: Iterable[dict[str, Any]], usd_per_hour: float) -> Non
 
 
 def cost(hours: float, usd: float) -> str:
-    """ "4.8 min, 2.53" or "17.1 h, 544"."""
-    time = f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:,.1f} min"
+    """ "2.5 s, 0.02", "4.8 min, 2.53" or "17.1 h, 544"."""
+    amount, unit = (hours, "h") if hours >= 1 else (60 * hours, "min") if hours >= 1 / 60 else (3600 * hours, "s")
+    time = f"{amount:,.1f} {unit}"
     return f"{time}, {usd:,.0f}" if usd >= 100 else f"{time}, {usd:,.2f}"

@@ -33,7 +33,9 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
         speed = f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else None
         losses = [("train", summary.train_loss), ("val", summary.val_loss)]
         known = [f"{name} loss {value:.4f}" for name, value in losses if value is not None]
-        out.print("  " + "  ".join(filter(None, [f"step {run.step:,} of {run.max_steps:,}", speed, *known])))
+        step = f"step {run.step:,} of {run.max_steps:,}" if run.max_steps else None  # none: without a training
+        if facts := list(filter(None, [step, speed, *known])):
+            out.print("  " + "  ".join(facts))
         if stage and stage.startswith("tune."):
             now = {name.rpartition("/")[2]: value for name, value in progress.metrics.items()}
             values = [f"{name} {now[name]:.4f}" for name in ("loss", "reward") if name in now]

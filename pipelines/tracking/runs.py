@@ -322,7 +322,7 @@ class Run:
         return Summary(
             run=self.name,
             state=self.state,
-            attempts=1 + len(worked) - len({attempt.prefix for attempt in worked}),
+            attempts=1 + len(worked) - len({attempt.prefix for attempt in worked}) if worked else 0,
             steps=steps,
             tokens=tokens_before(steps, self.recipe.train),
             train_loss=facts.get("train/loss"),
