@@ -101,7 +101,8 @@ def enabled_clouds() -> list[str]:
 def check_places(infra: str | None) -> None:
     """UserError for a cloud, region, cluster or context that SkyPilot does not know, with the names that it knows.
 
-    Without SkyPilot, or without a cloud's packages, names pass here; `preflight` reports a missing SkyPilot.
+    Without SkyPilot, a cloud's packages or, for regions, a network to fetch its catalog, names pass here; `preflight`
+    reports a missing SkyPilot.
     """
     try:
         import sky
@@ -110,7 +111,7 @@ def check_places(infra: str | None) -> None:
     for place in map(str.strip, infra.split(",") if infra else ()):
         try:
             sky.Resources(infra=place).validate()
-        except ImportError:
+        except (ImportError, OSError):
             continue
         except ValueError as error:
             raise UserError(f"--infra {place}: {' '.join(str(error).split())}") from error

@@ -37,7 +37,9 @@ def init(
     from trainer.store import replacing
 
     path, from_shell = Path(FILE), os.environ.get("SKYTRAIN_STORE")
-    store = store or from_shell
+    if os.path.lexists(path) and not replace:
+        raise UserError(f"init: {FILE} exists; edit it, or add --replace to overwrite it")
+    store = store or from_shell or (asked_store() if sys.stdin.isatty() else None)
     if not store:
         raise UserError("init: name a store: --store s3://BUCKET/PREFIX or file://FOLDER")
     if tracking is None and (server := os.environ.get("MLFLOW_TRACKING_URI", "")).startswith("http"):
@@ -48,8 +50,6 @@ def init(
     check_places(project.infra)
     if project.image:
         check_image_name(project.image)
-    if os.path.lexists(path) and not replace:
-        raise UserError(f"init: {FILE} exists; edit it, or add --replace to overwrite it")
     try:
         with replacing(path) as file:
             file.write(project.to_yaml().encode())
@@ -65,3 +65,18 @@ def init(
         say("to make a bucket: `aws cloudformation deploy --template-file infra/aws/stack.yaml`, see infra/README.md")
     say(f"next: skytrain {'launch' if launches else 'run'} smoke")
     sys.exit(0 if works else 2)
+
+
+def asked_store() -> str:
+    """Ask on the terminal for a store, again after an answer that is not one."""
+    from pipelines.artifacts.s3_store import open_store
+
+    def checked(answer: str) -> str:
+        try:
+            open_store(answer)
+        except UserError as error:
+            raise typer.BadParameter(str(error)) from error
+        return answer
+
+    answer: str = typer.prompt("store (s3://BUCKET/PREFIX or ./FOLDER)", value_proc=checked)
+    return answer

@@ -1,9 +1,12 @@
 """`skytrain init`, and `skytrain.yaml`, which every command reads."""
 
+import os
+import pty
 import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import in_process
 import pytest
@@ -20,11 +23,11 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
     return in_process.skytrain(folder, clean_environment(HOME=str(folder), **more), *arguments)
 
 
-def in_a_process(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
+def in_a_process(folder: Path, *arguments: str, stdin: Any = None, **more: str) -> "subprocess.CompletedProcess[str]":
     """SkyPilot keeps what it finds at its first import."""
     command = [sys.executable, "-c", "from pipelines.cli import main; main()", *arguments]
     environment = clean_environment(**{"HOME": str(folder)} | more)
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=folder, env=environment, stdin=stdin, capture_output=True, text=True)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -116,18 +119,36 @@ def test_init_writes_the_file_checks_the_bucket_and_replaces_no_file_without_a_w
 ) -> None:
     done = skytrain(tmp_path, "init")
     assert done.returncode == 2 and done.stderr.startswith("error: init: name a store: --store s3://")
-    done = skytrain(tmp_path, "init", "--store", "ftp://host")
-    assert done.returncode == 2 and "not a store" in done.stderr and not (tmp_path / "skytrain.yaml").exists()
 
-    more = moto_server.environment | {"SKYPILOT_API_SERVER_ENDPOINT": "http://127.0.0.1:9"}
-    options = ("init", "--store", f"s3://none-{uuid.uuid4().hex[:12]}/runs", "--tracking", "off", "--budget", "25")
+    nowhere = "http://127.0.0.1:9"  # no catalog can be fetched, either
+    more = moto_server.environment | {"SKYPILOT_API_SERVER_ENDPOINT": nowhere, "HTTPS_PROXY": nowhere}
+    options = ("init", "--store", f"s3://none-{uuid.uuid4().hex[:12]}/runs", "--tracking", "off", "--infra", "aws/us-x")
     done = in_a_process(tmp_path, *options, **more)
     assert done.returncode == 2 and "the bucket does not exist" in done.stdout and "infra/aws/stack.yaml" in done.stdout
     text = (tmp_path / "skytrain.yaml").read_text()
-    assert yaml.safe_load(text) == {"store": options[2], "tracking": "off", "budget": 25}
+    assert yaml.safe_load(text) == {"store": options[2], "tracking": "off", "infra": "aws/us-x"}
     assert moto_server.secret_key not in done.stdout + text
 
     done = skytrain(tmp_path, "init", "--store", "./runs", **more)
     assert done.returncode == 2 and done.stderr.startswith("error: init: skytrain.yaml exists; edit it, or add --repl")
-    done = in_a_process(tmp_path, "init", "--store", "./runs", "--replace", **more)
+    keyboard, terminal = pty.openpty()
+    os.write(keyboard, b"my-bucket\n./runs\n")
+    done = in_a_process(tmp_path, "init", "--replace", stdin=terminal, **more)
     assert done.returncode == 0 and "is writable, and refuses a second create" in done.stdout
+    assert "write s3://my-bucket or ./my-bucket" in done.stdout + done.stderr
+    assert Project.read(tmp_path / "skytrain.yaml") == Project(store="./runs")
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "message"),
+    [
+        ("--store", "my-bucket", "store 'my-bucket': neither a bucket nor a folder"),
+        ("--tracking", "mlflow.example.org", "init: tracking: not an http(s) URL"),
+        ("--budget", "0", "init: invalid value for '--budget'"),
+        ("--image", "A B", "--image A B: not the name of an image"),
+    ],
+)
+def test_init_checks_each_answer_before_it_writes(tmp_path: Path, option: str, wrong: str, message: str) -> None:
+    done = skytrain(tmp_path, "init", "--store", "./runs", option, wrong)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "skytrain.yaml").exists()
