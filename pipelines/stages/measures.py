@@ -66,14 +66,18 @@ def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "
 
     if not source.startswith(HUB):
         return read_hellaswag(Path(source))
-    copy = cache / f"hellaswag-{hashlib.sha256(source.encode()).hexdigest()[:16]}.jsonl"
-    if not copy.exists():
+    known = f"hellaswag-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    copies = cache.glob(f"{known}-*.jsonl")  # with the sha256 of their bytes
+    copy = next((one for one in copies if one.stem.rpartition("-")[2] == sha256_of(one)), None)
+    if copy is None:
         name, _, revision = source.removeprefix(HUB).partition("@")
         load = partial(datasets_library().load_dataset, name, split="validation", revision=revision or None)
         loaded = asked(f"evaluate.hellaswag: {source}", load, "name a jsonl file, or null to skip it", seconds)
         rows = ({field: row.get(field) for field in ("ctx", "endings", "label")} for row in loaded)
+        body = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        copy = cache / f"{known}-{hashlib.sha256(body).hexdigest()}.jsonl"
         with replacing(copy) as file:
-            file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+            file.write(body)
     return read_hellaswag(copy)
 
 

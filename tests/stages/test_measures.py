@@ -30,14 +30,19 @@ def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path) -
     assert scores["eval/core"] == pytest.approx(sum(scores[f"core/{task}"] for task in TASKS) / 22)
 
 
-def test_hellaswag_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_hellaswag_is_fetched_again_once_it_was_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [{"ctx": "a", "endings": ["b", "c"], "label": 1}]
     library = SimpleNamespace(load_dataset=lambda *_, **__: rows)
     monkeypatch.setattr(measures, "datasets_library", lambda: library)
-    for _ in range(2):
-        (item,) = measures.hellaswag_items("hf://datasets/Rowan/hellaswag", tmp_path)
-        assert (item.context, item.endings, item.label) == ("a", ("b", "c"), 1)
-        rows.clear()
+    for overwritten in (b"", b'{"ctx": "x", "endings": ["y"], "label": 0}\n'):
+        for fetched in (rows, []):
+            monkeypatch.setattr(library, "load_dataset", lambda *_, found=fetched, **__: found)
+            (item,) = measures.hellaswag_items("hf://datasets/Rowan/hellaswag", tmp_path)
+            assert (item.context, item.endings, item.label) == ("a", ("b", "c"), 1)
+        (copy,) = tmp_path.iterdir()
+        copy.write_bytes(overwritten)
 
 
 def test_a_hub_that_cannot_be_reached_is_named_whatever_its_client_says(
