@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-import numpy as np
-
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, TuneConfig
 from pipelines.text.chat import ROLES, ChatTokens, Message
 from pipelines.text.files import Files, parquet_batches, sha256_of_text
@@ -166,6 +164,8 @@ def measured_row(step: TuneConfig, row: dict[str, Any], tokens: ChatTokens, long
     """A checked row as TRL's trainer takes it, and its tokens; sft learns the answers alone. ValueError if the prompt
     leaves no room for an answer."""
     if step.method == "sft":
+        import numpy as np  # 0.1 s, for which every command would wait
+
         ids, learned = map(np.array, tokens.conversation(row["messages"]))
         if (first := int(learned.argmax())) >= longest:
             raise ValueError(f"the first answer begins after {first:,} tokens, and max_length is {longest:,}")
