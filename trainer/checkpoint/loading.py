@@ -131,11 +131,13 @@ class Source:
         return contents_of(receipt, buffer)
 
     def fetch(self, chunk: Chunk, buffer: memoryview, take: Take) -> None:
-        """Read a chunk through the buffer: `take` gets its parts, and the place of each in the chunk. DamagedPieces
-        after the last one if they are not what was saved."""
+        """Read a chunk through the buffer: `take` gets its parts, in the buffer, and the place of each in the chunk.
+        DamagedPieces after the last one if they are not what was saved."""
         if not chunk.number and (known := self._first.pop(chunk.file, None)):
             for at in range(0, len(known), len(buffer)):
-                take(at, known[at : at + len(buffer)])
+                part = known[at : at + len(buffer)]
+                buffer[: len(part)] = part
+                take(at, buffer[: len(part)])
             return
         digest = sha256()
 
@@ -303,7 +305,7 @@ def run_jobs(
         try:
             with torch.cuda.stream(stream):  # None: no effect
                 while job := next_job():
-                    do_job(job, source, sinks, buffer.numpy().data, stream)
+                    do_job(job, source, sinks, buffer, stream)
         except BaseException:
             failed.set()
             raise
@@ -314,7 +316,7 @@ def run_jobs(
 
 
 def do_job(
-    job: Job, source: Source, sinks: Mapping[str, Sink], buffer: memoryview, stream: "torch.cuda.Stream | None"
+    job: Job, source: Source, sinks: Mapping[str, Sink], buffer: Tensor, stream: "torch.cuda.Stream | None"
 ) -> None:
     """Get a chunk through the buffer, and copy its bytes into the pieces."""
     start, end = job.chunk.start, job.chunk.end
@@ -325,11 +327,10 @@ def do_job(
     spans = by_chunk(inside, len(buffer))
 
     def take(at: int, part: memoryview) -> None:
-        data = torch.frombuffer(part, dtype=torch.uint8)
         for span in spans.get(at // len(buffer), ()):
             first, last = max(span.start, at), min(span.end, at + len(part))
-            sinks[span.name].put(span.at + first - span.start, data[first - at : last - at])
+            sinks[span.name].put(span.at + first - span.start, buffer[first - at : last - at])
         if stream:
             stream.synchronize()  # the next part takes its place
 
-    source.fetch(job.chunk, buffer, take)
+    source.fetch(job.chunk, buffer.numpy().data, take)
