@@ -10,7 +10,7 @@ from pipelines.artifacts.manifest import upload
 from pipelines.tracking.audit import CHECKSUM, Audit, audit
 from pipelines.tracking.runs import Run
 from trainer.data.batches import TokenData
-from trainer.data.shards import Shard, sequences_of, write_shard
+from trainer.data.shards import HEADER_BYTES, Shard, sequences_of, write_shard
 from trainer.store import LocalStore
 
 SHARDS = {"train_000000.bin": 300_000, "train_000001.bin": 200_000}
@@ -45,3 +45,7 @@ def test_an_audit_reads_the_committed_steps_again(store: LocalStore, tmp_path: P
     assert audit(Run(store, seen), cache).missing_steps == (7, 8)
     segment(store, 8, 2, [read_at(7), read_at(8, place=3)])
     assert audit(Run(store, seen), cache).wrong_steps == (8,)
+    for name in SHARDS:  # overwritten while the run read them
+        np.memmap(tmp_path / name, np.uint16, "r+", HEADER_BYTES)[:] ^= 1
+    segment(store, 8, 2, [read_at(7), read_at(8)])
+    assert audit(Run(store, seen), cache).wrong_steps == (7, 8)
