@@ -253,22 +253,29 @@ def cancel_jobs(ids: Iterable[int]) -> None:
 
 
 def tail_logs(job: int, follow: bool, output: io.TextIOBase) -> int:
-    """Write a job's log to `output`, line by line. Returns the number of machines, or sets of them, that it is of."""
+    """Write a job's log to `output`, line by line. Returns the number of machines, or sets of them, that it is of.
+
+    SkyPilot prints a log from its start again if the stream breaks: a machine's first line of a process identifies it.
+    """
     from sky import jobs
     from sky.skylet.log_lib import LOG_FILE_START_STREAMING_AT
 
-    machines = 0
+    machines, begins = set[str](), False
 
     class Counted(io.TextIOBase):
         def write(self, text: str) -> int:
-            nonlocal machines
-            machines += text.count(LOG_FILE_START_STREAMING_AT)
+            nonlocal begins
+            for line in text.splitlines():
+                begins |= LOG_FILE_START_STREAMING_AT in line
+                if begins and "pid=" in line:
+                    machines.add(line)
+                    begins = False
             written = output.write(text)
             output.flush()
             return written
 
     jobs.tail_logs(job_id=job, follow=follow, output_stream=Counted())
-    return machines
+    return len(machines)
 
 
 # Clusters

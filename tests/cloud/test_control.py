@@ -354,15 +354,16 @@ def test_without_an_answer_of_the_store_status_and_logs_show_what_skypilot_knows
 @pytest.mark.parametrize(
     ("tails", "code"),
     [
-        ([(1, "RECOVERING", 0, None), (1, "SUCCEEDED", 1, None)], 0),
-        ([(1, "SUCCEEDED", 1, None)] * 2, 0),  # SkyPilot waited for the end of the first machine's job meanwhile
-        ([(2, "SUCCEEDED", 1, None)], 0),  # it went on with the second machine's log itself
-        ([(1, "FAILED", 0, "Job exited with exit code 76 (user program failure). For logs, …")], 76),
-        ([(1, "FAILED", 0, "Job exited with exit codes [0, 2] (user program failure)")], 2),
-        ([(1, "FAILED_NO_RESOURCE", 0, "no machine")], 1),
-        ([(1, "CANCELLED", 0, None)], 75),
+        ([("1", "RECOVERING", 0, None), ("2", "SUCCEEDED", 1, None)], 0),
+        ([("1", "SUCCEEDED", 1, None)] * 2, 0),  # SkyPilot waited for the end of the first machine's job meanwhile
+        ([("12", "SUCCEEDED", 1, None)], 0),  # it went on with the second machine's log itself
+        ([("11", "SUCCEEDED", 1, None), ("2", "SUCCEEDED", 1, None)], 0),  # it lost the first one's, and began it again
+        ([("1", "FAILED", 0, "Job exited with exit code 76 (user program failure). For logs, …")], 76),
+        ([("1", "FAILED", 0, "Job exited with exit codes [0, 2] (user program failure)")], 2),
+        ([("1", "FAILED_NO_RESOURCE", 0, "no machine")], 1),
+        ([("1", "CANCELLED", 0, None)], 75),
         (
-            [(1, "CANCELLING", 0, None)],
+            [("1", "CANCELLING", 0, None)],
             75,
         ),  # SkyPilot would print the same log again at once, until the machine is gone
     ],
@@ -386,7 +387,8 @@ def test_a_followed_log_has_every_machine_and_ends_with_the_code_of_the_job(
         """SkyPilot ends the log of the first machine, which exited with 75, before it recovers."""
         machines, status, jobs[0].recovery_count, jobs[0].failure_reason = left.pop(0)
         jobs[0].status = SimpleNamespace(value=status, is_terminal=lambda: status not in ("RECOVERING", "CANCELLING"))
-        print("├── Waiting for task resources on 2 nodes.\nlog\n" * machines, end="", file=output_stream)
+        for pid in machines:
+            print(f"├── Waiting for task resources on 2 nodes.\n(train, pid={pid}) log", file=output_stream)
         return 101
 
     monkeypatch.setattr("sky.jobs.tail_logs", tail)
@@ -397,7 +399,7 @@ def test_a_followed_log_has_every_machine_and_ends_with_the_code_of_the_job(
     with pytest.raises(SystemExit) as ended:
         logs(RUN, store=store.uri, follow=True)
     assert (left, ended.value.code) == ([], code)
-    assert capsys.readouterr().out.count("log\n") == sum(machines for machines, *_ in tails)
+    assert capsys.readouterr().out.count("log\n") == sum(len(machines) for machines, *_ in tails)
 
 
 def test_verbs_for_runs_that_were_not_launched_name_the_remedy(tmp_path: Path) -> None:
