@@ -27,6 +27,7 @@ from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_ide
 from pipelines.stages.train import rank_spec
 from pipelines.text.llmc_shards import places_of
 from pipelines.text.tokenizer import token_bytes, tokenizer_of
+from trainer.errors import UserError
 from trainer.events import EventLog, Measuring
 from trainer.models.weights import open_weights
 from trainer.store import Store
@@ -52,6 +53,11 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     if recipe.evaluate.core:  # an evaluation without it keeps the fingerprint of before there was CORE
         identity["core"] = core_identity(recipe.evaluate.core)
     if recipe.evaluate.lm_eval:
+        if files := [task for task in recipe.evaluate.lm_eval if task.endswith(".yaml")]:
+            raise UserError(
+                f"evaluate.lm_eval: {files[0]}: tasks of .yaml files were removed in version 0.2: name "
+                "tasks of lm-eval, or run lm-eval on the export"
+            )
         identity["lm_eval"] = sorted({*recipe.evaluate.lm_eval})
     return ArtifactPlan("evaluate", plans[model].label, identity)
 

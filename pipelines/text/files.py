@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 
 from pipelines.text.documents import column_documents, utf8
 from pipelines.text.hub import reading, with_retries
-from pipelines.text.machine import free_memory
+from pipelines.text.machine import free_memory, memory_error_beyond
 from trainer.errors import UserError
 from trainer.store import Entry, sha256_of
 
@@ -23,7 +23,7 @@ PIECE_BYTES = 64 << 20  # of text
 COLUMN_BYTES = 8 << 20  # of text, decoded at once
 BUFFER_BYTES = 1 << 20  # of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of some editors
-# Of a document, at most, between its file and its tokens: 945 MB of JSON took 3.5 GB.
+# Of a document, at most, between its file and its tokens: 945 MB of JSON took 3.5 GB, 500 MB of Parquet 1.6 GB.
 COPIES = 4
 BINARY_BYTES = 8000  # at the start of a file; as git does, a NUL in them means that it is not text
 MOST_ODD = 16  # places at the start of a text that are not UTF-8, or 1%: a Latin-1 text has more
@@ -147,9 +147,13 @@ class Files:
         """The text column of some row groups."""
         (path,) = piece.names
         at_once = max(1, (piece.documents or 0) * COLUMN_BYTES // max(piece.bytes, COLUMN_BYTES))
-        with reading(path):
+        with reading(path), memory_error_beyond(COPIES * piece.bytes):
             for found in parquet_batches(path, at_once, range(piece.first, piece.end or 0), [self.column]):
-                yield from column_documents(found.column(0))
+                for document in column_documents(found.column(0)):
+                    # Two of the copies exist by now.
+                    if len(document) > PIECE_BYTES and len(document) * COPIES // 2 > free_memory():
+                        raise too_long(path, len(document))
+                    yield document
 
     # Lines and whole files
 
@@ -320,11 +324,16 @@ def bounded(path: str, read: Callable[[int], bytes]) -> bytes:
         most = free_memory() // COPIES
         found += read(max(0, most - PIECE_BYTES))
         if len(found) >= most:
-            raise UserError(
-                f"tokens.source: a document of '{path}' has {most / 1e6:,.0f} MB or more, and needs {COPIES} times as "
-                "much memory, which is not free; split it"
-            )
+            raise too_long(path, most)
     return found
+
+
+def too_long(path: str, size: int) -> UserError:
+    """The error for a document of `size` bytes or more that does not fit into memory."""
+    return UserError(
+        f"tokens.source: a document of '{path}' has {size / 1e6:,.0f} MB or more, and needs {COPIES} times as much "
+        "memory, which is not free; split it"
+    )
 
 
 def sha256_of_text(path: str) -> str:

@@ -2,7 +2,8 @@
 
 import os
 import resource
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # of this container: microseconds in each period, or "max"
@@ -32,3 +33,18 @@ def free_memory() -> int:
     with suppress(OSError, ValueError):  # no cgroup, or "max"
         limits.append(int(MEMORY_MAX.read_text()))
     return min(limits)
+
+
+@contextmanager
+def memory_error_beyond(needed: int) -> Iterator[None]:
+    """If `needed` bytes are more than is free, let this process get a MemoryError where that ends: a kernel that runs
+    out of memory kills without a message."""
+    import psutil
+
+    before, free = resource.getrlimit(resource.RLIMIT_AS), free_memory()
+    if needed > free:
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

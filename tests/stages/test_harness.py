@@ -121,6 +121,8 @@ def test_an_unknown_task_is_refused_before_the_weights_are_fetched(
     monkeypatch.setattr(Work, "fetch", lambda *arguments: pytest.fail("fetches"))
     with pytest.raises(UserError, match=r"evaluate.lm_eval: lm-eval has no task 'hellaswagg'"):
         evaluate.build(asking(work("evaluate"), "hellaswagg"))
+    with pytest.raises(UserError, match=r"evaluate.lm_eval: mine.yaml: tasks of .yaml files were removed in version 0"):
+        evaluate.plan(load_recipe("smoke", ["evaluate.lm_eval=[mine.yaml]"]), {"train": TRAIN})
 
 
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

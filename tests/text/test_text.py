@@ -354,12 +354,12 @@ def test_transformers_gives_the_ids_of_tiktoken(name: str, shared_data: Path, tm
 
 
 LIMIT = "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))"
-FULL = "files.free_memory = lambda: 200 << 20"
+FULL = "machine.free_memory = files.free_memory = lambda: 200 << 20"
 
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [("long.jsonl.gz", LIMIT), ("long.txt.gz", FULL), ("long.parquet", LIMIT)],
+    [("long.jsonl.gz", LIMIT), ("long.txt.gz", FULL), ("long.parquet", LIMIT), ("long.parquet", FULL)],
 )
 def test_a_document_beyond_the_memory_of_the_machine_is_named_instead_of_a_kill(
     tmp_path: Path, name: str, limit: str
@@ -372,7 +372,7 @@ def test_a_document_beyond_the_memory_of_the_machine_is_named_instead_of_a_kill(
         with gzip.open(path, "wb", 1) as file:
             file.write(begin + text + end)
     script = (
-        "import resource, sys, pyarrow; from pipelines.text import files; "
+        "import resource, sys, pyarrow; from pipelines.text import files, machine; "
         "from pipelines.text.sources import open_source; "
         f"source = open_source(sys.argv[1], None, None, 'text'); {limit}; "
         "[list(source.read(piece)) for piece in source.pieces()]"
