@@ -10,16 +10,13 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipelines.formats.export_weights import Weights
 from pipelines.text.tokenizer import tokenizer_files
 from trainer.models import modern
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import FLOATS, safetensors_header
-
-if TYPE_CHECKING:
-    pass
 
 INDEX = "model.safetensors.index.json"
 MOST_BYTES = 10 * 10**9  # of a file

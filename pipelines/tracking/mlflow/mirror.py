@@ -231,9 +231,16 @@ def _found_or_created(client: MlflowClient, run: Run, uri: str) -> str:
     query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in known.items())
     began = min((one.beat.started for one in run.heartbeats), default=run.record.updated)
 
-    for known_run in client.search_runs([experiment], query, order_by=["attributes.start_time"]):
-        return str(known_run.info.run_id)
-    return str(client.create_run(experiment, _milliseconds(began), known, run_name=run.name).info.run_id)
+    def found() -> list[str]:
+        return [one.info.run_id for one in client.search_runs([experiment], query, order_by=["attributes.start_time"])]
+
+    if known_ids := found():
+        return known_ids[0]
+    made: str = client.create_run(experiment, _milliseconds(began), known, run_name=run.name).info.run_id
+    first = (found() or [made])[0]
+    if first != made:  # a repeated request, or another process, created one and was first
+        client.delete_run(made)
+    return first
 
 
 def _experiment_id(client: MlflowClient, name: str, uri: str) -> str:
