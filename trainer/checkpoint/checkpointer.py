@@ -91,7 +91,7 @@ class Checkpointer:
         self._insisting = False  # the last step is done
         self.upload_seconds = 0.0  # of the last commit; only rank 0 knows it
         self._segment: Segment | None = None  # of the last commit; only rank 0 knows it
-        self._damaged: list[str] = []  # folders of the damaged commits that this attempt did not load
+        self.damaged: list[str] = []  # folders of the damaged commits that this attempt did not load
 
     # --- saving
 
@@ -317,8 +317,8 @@ class Checkpointer:
 
     def _delete_old(self, state: TrainState) -> None:
         # Damaged checkpoints go first: they would count among the newest, and displace the sound ones.
-        while self._damaged:
-            delete_checkpoint(self.store, self._damaged.pop())
+        while self.damaged:
+            delete_checkpoint(self.store, self.damaged.pop())
         # The commit of `state` is sound. One of a later step is of a superseded attempt, and displaces nothing.
         committed = [f for f in committed_folders(self.store, self.prefix) if step_of(f) <= state.step]
         for folder in self._not_newer(deletable_checkpoints(committed, self.keep_last, self.keep_every)):
@@ -340,11 +340,11 @@ class Checkpointer:
 
     def load_latest(self, pieces: dict[str, Piece], log: EventLog) -> TrainState | None:
         """Fill `pieces` in place from the newest sound commit. None if there is none."""
-        while folders := [f for f in self._committed() if f not in self._damaged]:
+        while folders := [f for f in self._committed() if f not in self.damaged]:
             state, damage = self.load(folders[0], pieces)
             if state:
                 return state
-            self._damaged.append(folders[0])
+            self.damaged.append(folders[0])
             consequence = "using the one before it" if folders[1:] else "no earlier one exists"
             log.write(Warned(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {damage}; {consequence}"))
         return None
