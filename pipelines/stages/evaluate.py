@@ -5,6 +5,7 @@ node share the work, which a launcher starts as in train.
 """
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from pipelines.stages.measures import core_identity, fetch_inputs, hellaswag_ide
 from pipelines.stages.train import rank_spec
 from pipelines.text.llmc_shards import places_of
 from pipelines.text.tokenizer import token_bytes, tokenizer_of
-from trainer.errors import UserError
+from trainer.errors import UserError, shown
 from trainer.events import EventLog, Measuring
 from trainer.models.weights import open_weights
 from trainer.store import Store
@@ -53,9 +54,10 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     if recipe.evaluate.core:  # an evaluation without it keeps the fingerprint of before there was CORE
         identity["core"] = core_identity(recipe.evaluate.core)
     if recipe.evaluate.lm_eval:
-        if files := [task for task in recipe.evaluate.lm_eval if task.endswith(".yaml")]:
+        # lm-eval splits names at commas, opens those that are files, and runs the code which they name.
+        if files := [task for task in recipe.evaluate.lm_eval if re.search(r"[,/\\\[]|\.yaml$", task)]:
             raise UserError(
-                f"evaluate.lm_eval: {files[0]}: tasks of .yaml files were removed in version 0.2: name "
+                f"evaluate.lm_eval: {shown(files[0])}: tasks of .yaml files were removed in version 0.2: name "
                 "tasks of lm-eval, or run lm-eval on the export"
             )
         identity["lm_eval"] = sorted({*recipe.evaluate.lm_eval})
