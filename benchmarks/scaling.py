@@ -39,7 +39,7 @@ def measured(process: subprocess.Popen[str]) -> dict[str, Any]:
     lines = [line for line in output.splitlines() if line.startswith("{")]
     if process.returncode or not lines:
         raise UserError(f"bench ended with exit code {process.returncode}")
-    result: dict[str, Any] = json.loads(lines[-1])["measured"][0]
+    result: dict[str, Any] = json.loads(lines[-1])
     return result
 
 
