@@ -17,7 +17,7 @@ if [ -z "$venv" ]; then
     rm -rf "$venv"
     uv venv --python '>=3.11,<3.13' "$venv" &&
     sed -n 's/^\([a-z-]*==\).*/^\1/p' "$gpus" | grep -vf - "$tree/constraints.txt" | cat - "$gpus" > "$venv/constraints.txt" &&
-    uv pip install --python "$venv/bin/python" --constraint "$venv/constraints.txt" "$tree[formats,eval,tune]" &&
+    uv pip install --python "$venv/bin/python" --constraint "$venv/constraints.txt" "$tree[formats,eval,tune,float8]" &&
     touch "$venv/made"
   }
   for pause in 0 15 30 60; do   # beside uv's own tries
