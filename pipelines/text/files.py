@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 
 from pipelines.text.documents import column_documents, utf8
 from pipelines.text.hub import reading, with_retries
-from pipelines.text.machine import free_memory, memory_error_beyond
+from pipelines.text.machine import free_memory, memory_error_at_the_limit
 from trainer.errors import UserError
 from trainer.store import Entry, sha256_of
 
@@ -147,7 +147,7 @@ class Files:
         """The text column of some row groups."""
         (path,) = piece.names
         at_once = max(1, (piece.documents or 0) * COLUMN_BYTES // max(piece.bytes, COLUMN_BYTES))
-        with reading(path), memory_error_beyond(COPIES * piece.bytes):
+        with reading(path), memory_error_at_the_limit():  # no size in the file bounds a dictionary, decoded
             for found in parquet_batches(path, at_once, range(piece.first, piece.end or 0), [self.column]):
                 for document in column_documents(found.column(0)):
                     # Two of the copies exist by now.

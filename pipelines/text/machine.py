@@ -36,14 +36,13 @@ def free_memory() -> int:
 
 
 @contextmanager
-def memory_error_beyond(needed: int) -> Iterator[None]:
-    """If `needed` bytes are more than is free, let this process get a MemoryError where that ends: a kernel that runs
-    out of memory kills without a message."""
+def memory_error_at_the_limit() -> Iterator[None]:
+    """Let this process get a MemoryError where the free memory ends: a kernel that runs out of memory kills without a
+    message."""
     import psutil
 
-    before, free = resource.getrlimit(resource.RLIMIT_AS), free_memory()
-    if needed > free:
-        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + free, before[1]))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + free_memory(), before[1]))
     try:
         yield
     finally:

@@ -359,7 +359,13 @@ FULL = "machine.free_memory = files.free_memory = lambda: 200 << 20"
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [("long.jsonl.gz", LIMIT), ("long.txt.gz", FULL), ("long.parquet", LIMIT), ("long.parquet", FULL)],
+    [
+        ("long.jsonl.gz", LIMIT),
+        ("long.txt.gz", FULL),
+        ("long.parquet", LIMIT),
+        ("long.parquet", FULL),
+        ("words.parquet", FULL),
+    ],
 )
 def test_a_document_beyond_the_memory_of_the_machine_is_named_instead_of_a_kill(
     tmp_path: Path, name: str, limit: str
@@ -367,6 +373,9 @@ def test_a_document_beyond_the_memory_of_the_machine_is_named_instead_of_a_kill(
     path, text = tmp_path / name, b"a word " * 40_000_000
     if name == "long.parquet":
         pq.write_table(pa.table({"text": pa.array(["short", text.decode()], pa.large_string())}), path)
+    elif name == "words.parquet":  # 70 times the same value of 4 MB
+        value, rows = pa.array([text[: 4 << 20].decode()]), pa.array([0] * 70, pa.int32())
+        pq.write_table(pa.table({"text": pa.DictionaryArray.from_arrays(rows, value)}), path)
     else:
         begin, end = (b'{"text": "', b'"}\n') if "json" in name else (b"", b"")
         with gzip.open(path, "wb", 1) as file:
