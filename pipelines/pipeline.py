@@ -33,7 +33,16 @@ from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.run_record import RunRecord, record
 from pipelines.tracking.runs import SUMMARY_SECONDS, Run, read_run, store_summary
-from trainer.errors import Crashed, Interrupted, StaleAttempt, Stopped, StoreUnavailable, UnfitMachine, UserError
+from trainer.errors import (
+    Crashed,
+    Interrupted,
+    ProcessKilled,
+    StaleAttempt,
+    Stopped,
+    StoreUnavailable,
+    UnfitMachine,
+    UserError,
+)
 from trainer.process import StopSignal, failpoint
 from trainer.store import Store
 
@@ -232,11 +241,11 @@ class Pipeline:
         return manifest
 
     def _built(self, work: Work) -> Built:
-        """The stage's files. A machine with unfit GPUs counts as a crash."""
+        """The stage's files. A machine with unfit GPUs and a killed process count as a crash."""
         try:
             return stage_named(work.plan.stage).build(work)
-        except UnfitMachine as error:
-            cause = f"{UNFIT}{error}"
+        except (UnfitMachine, ProcessKilled) as error:
+            cause = f"{UNFIT}{error}" if isinstance(error, UnfitMachine) else str(error)
             work.report(killed=cause)
             raise after_crash(self.store, work.plan.prefix, work.attempt.number, cause) from error
 

@@ -38,6 +38,10 @@ class Crashed(Interrupted):
     """Processes of the run crashed, and their machine can start them again."""
 
 
+class ProcessKilled(Interrupted):
+    """A process of a pool was killed, mostly for lack of memory."""
+
+
 class UnfitMachine(Interrupted):
     """torch finds fewer GPUs than SkyPilot has rented with this machine: another one may have a newer driver."""
 

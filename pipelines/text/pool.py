@@ -26,7 +26,7 @@ from pipelines.text.encode import Encoder, TokenBatch
 from pipelines.text.files import Files, TextShare
 from pipelines.text.hub import reading
 from pipelines.text.machine import cores
-from trainer.errors import Interrupted, UserError
+from trainer.errors import ProcessKilled, UserError
 from trainer.process import die_with_parent
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def tokens_of(
     """The tokens of all documents from number `start` on, in order, and the same for any number of processes.
 
     `folder` is scratch. `check` is called while a process is waited for; it may raise. Raises the errors of `text`, and
-    Interrupted if a process is killed.
+    ProcessKilled.
     """
     files = text.resolved()
     pieces = files.pieces()
@@ -125,7 +125,7 @@ def _tokens_of_processes(
             connection.close()
         child.wait()
     except (EOFError, ConnectionError) as error:
-        raise Interrupted("a process of tokenize was killed; run again to resume") from error
+        raise ProcessKilled("a process of tokenize was killed; run again to resume") from error
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)

@@ -16,7 +16,9 @@ from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
+from pipelines.stages import tokenize
 from pipelines.tracking.runs import read_runs
+from trainer.errors import ProcessKilled
 
 
 @pytest.fixture
@@ -142,6 +144,17 @@ def test_a_rented_node_without_usable_gpus_trains_and_evaluates_nothing_and_is_r
     project.run(*command, "--stage", "train")
     project.environment |= rented
     assert seen in project.run(*command, expect=75).stderr
+
+
+def test_simulated_kills_of_a_process_that_tokenizes_end_the_run_after_four(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise ProcessKilled("a process of tokenize was killed")
+
+    monkeypatch.setattr(tokenize, "build", killed)
+    endings = [project.run("run", "tiny.yaml", expect=code).stderr.splitlines()[-1] for code in (75, 75, 75, 1)]
+    assert "a process of tokenize was killed; attempts 1, 2, 3 also crashed" in endings[-1]
 
 
 @pytest.mark.parametrize("as_json", [False, True])
