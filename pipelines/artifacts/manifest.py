@@ -310,7 +310,7 @@ def fetch_folder(store: Store, manifest: Manifest, cache: Path, folder: Path) ->
 def download_verified(store: Store, key: str, file: File, path: Path) -> None:
     """Download the file that a manifest names, stored under `key`, to `path`, where it appears once it is verified. See
     `verify`."""
-    arriving, digest = path.with_name(f"{PARTIAL}{path.name}"), None
+    arriving, digest = path.with_name(f"{PARTIAL}{path.name[:40]}-{file.sha256[:16]}"), None
     try:
         with suppress(FileNotFoundError):  # `verify` names the missing object
             digest = store.download(key, arriving)
