@@ -252,6 +252,7 @@ def on_rank(rank: int, folder: Path) -> None:
     world.close()
 
 
+@pytest.mark.slow
 def test_four_ranks_draw_load_train_and_score_as_one_eager_rank(tmp_path: Path) -> None:
     saved_in_two_files(tmp_path)
     save_large(tmp_path / "large")
