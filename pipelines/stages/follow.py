@@ -287,6 +287,7 @@ def report_start(work: Work, event: Started) -> None:
     hardware: dict[str, Any] = {"device": event.device, "precision": event.precision, "world_size": event.world_size}
     hardware |= {"engine": event.engine, "micro_batch": event.micro_batch_why}
     work.report(resumed_from=event.step, step=event.step, **hardware)
+    work.attempt.report_soon()  # without it, steps that an attempt commits before its next heartbeat belong to nobody
     resumed = f", resumed from step {event.step:,}" if event.step else ""
     work.screen.note(
         f"  {event.parameters:,} parameters, {event.world_size} x {event.device}, "
