@@ -293,6 +293,7 @@ def receipt(run: Run) -> list[tuple[str, str]]:
         "commit": commit + (" with uncommitted changes" if commit and origin.get("git_dirty") else ""),
         "image": origin.get("image") or ("none: the run used no container" if origin else ""),
         "hardware": "; ".join([*devices, *machines]),
+        "CPU threads": f"{threads} a rank" if train and (threads := train.facts.get("threads")) else "",
         "versions": ", ".join(filter(None, (f"Python {origin.get('python')}" if origin else "", versions))),
         "platform": origin.get("platform", ""),
         **{stage: ", ".join(changes) for stage, changes in changes_by_tuning(read).items()},

@@ -133,14 +133,6 @@ class Run:
         """The artifacts by stage; None for a missing or damaged one."""
         return self._manifests[0]
 
-    @property
-    def intact_manifests(self) -> dict[str, Manifest | None]:
-        """The artifacts by stage; None for a missing one. DamagedArtifact if one is damaged."""
-        found, damage = self._manifests
-        if damage:
-            raise damage[0]
-        return found
-
     @cached_property
     def _heartbeats(self) -> tuple[list[StoredHeartbeat], list[str]]:
         read = [

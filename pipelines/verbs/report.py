@@ -1,7 +1,6 @@
 """`skytrain report`: state, cost, series and page of runs, from the store alone."""
 
 import json
-import sys
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.verbs.options import Json, Last, RunNames, StoreUri, default_tracking_uri, home, store_uri
+from pipelines.verbs.options import Json, Last, RunNames, StoreUri, default_tracking_uri, store_uri
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,11 +20,7 @@ def report(
     store: StoreUri = None,
     last: Last = 20,
     as_json: Json = False,
-    series: Annotated[bool, typer.Option("--series", help="Print the metrics of a run as CSV, a row a step.")] = False,
-    audit_: Annotated[
-        bool,
-        typer.Option("--audit", help="Read the tokens of each step again; exit with 1 if they differ."),
-    ] = False,
+    series: Annotated[bool, typer.Option("--series", help="Print the metrics of runs as JSON, a line a step.")] = False,
     html: Annotated[
         Path | None,
         typer.Option(
@@ -57,12 +52,12 @@ def report(
     if overlay and not html:
         raise UserError("--overlay: the page shows it; add --html FILE")
     opened = open_store(store_uri(store))
-    asked = rebuild_mlflow or series or audit_ or as_json
+    asked = rebuild_mlflow or series or as_json
 
     def read(run: "Run") -> object:  # all that is shown, so that a record of another version is left out
         if not (asked or html or runs):
             return run.listed
-        return run.summary, run.account, *([run.recipe, run.series] if html or series or audit_ else [])
+        return run.summary, run.account, *([run.recipe, run.series] if html or series else [])
 
     found = usable_runs(opened, runs or [], read, print_note_on_stderr, last)
     if html:
@@ -73,9 +68,7 @@ def report(
         rebuild_tracking(found)
     elif series:
         for run in found:
-            print_series(run.name, run.series, as_json, alone=len(found) == 1)
-    elif audit_:
-        audit_runs(found, as_json)
+            print_series(run.name, run.series)
     elif as_json:
         print(json.dumps([asdict(run.summary) | {"account": run.account.to_json()} for run in found]))
     elif not html:
@@ -85,16 +78,6 @@ def report(
             (run,), launched = found, last_launch(opened, found[0].name)
             say("")
             print_bill(run, launched.request.budget if launched else None)
-
-
-def audit_runs(runs: "list[Run]", as_json: bool) -> None:
-    """Exit with 1 if a step of a run read other sequences than its recipe defines, or is missing."""
-    from pipelines.show.runs import print_audits
-    from pipelines.tracking.audit import audit
-
-    audits = [audit(run, home() / "cache") for run in runs]
-    print(json.dumps([asdict(a) for a in audits])) if as_json else print_audits(audits)
-    sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
 
 
 def rebuild_tracking(runs: "list[Run]") -> None:

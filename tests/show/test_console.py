@@ -71,11 +71,8 @@ def test_names_in_the_store_cannot_control_the_terminal_of_a_report(
     run = Run(store, made)
     print_runs([run.summary], store.uri)
     print_bill(run)
-    print_series(HOSTILE, [], as_json=False, alone=False)
-    print_series("=cmd|x", [{"step": 1, "train/loss": 1.0}], as_json=False, alone=False)
-    print_series(HOSTILE, [{"step": 1, "train/loss": 1.0}], as_json=False, alone=False)
+    print_series(HOSTILE, [{"step": 1, "train/loss": 1.0}])
     out = capsys.readouterr().out
-    assert "\n'=cmd|x,1," in out  # no formula
     assert "one·two" in out  # a name cannot forge a row
     assert "title" in out and "[link=https://evil]" in out and not set(CONTROLS) & set(out)
 

@@ -83,8 +83,6 @@ def test_a_branch_goes_on_as_its_parent_did(finished: Project) -> None:
     assert sums(finished_train(run))["model.safetensors"] == sums(finished_train(parent))["model.safetensors"]
     assert {one.prefix for one in run.account.attempts} == {finished_train(run).prefix}  # its own time alone
     assert run.account.tokens == (STEPS - step) * 1024
-    (audited,) = json.loads(finished.run("report", run.name, "--audit", "--json").stdout)
-    assert (audited["steps"], audited["wrong_steps"], audited["missing_steps"]) == (STEPS - step, [], [])
 
 
 def test_gc_keeps_the_commit_that_a_run_begins_with_until_that_run_has_trained(finished: Project) -> None:

@@ -46,8 +46,6 @@ def test_a_target_that_an_evaluation_passes_ends_the_run_as_an_artifact(finished
     assert score["step"] == 15 and facts[SCORE] == score[SCORE] == project.artifact("evaluate").facts[SCORE]
     assert len(score["samples"]) == 3
     assert project.report()["steps"] == 15 and project.report()["tokens"] == 15 * 1024
-    (audited,) = json.loads(project.run("report", "--audit", "--json").stdout)
-    assert (audited["steps"], audited["wrong_steps"], audited["missing_steps"]) == (15, [], [])
     assert all(artifact["skipped"] for artifact in project.result()["artifacts"].values())
     (status,) = json.loads(project.run("status", "--json").stdout)
     assert (status["state"], status["step"], status["max_steps"], status["to_come"]) == ("done", 15, 15, None)

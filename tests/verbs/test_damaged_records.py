@@ -33,7 +33,6 @@ COMMANDS = (
     ["report", RUN],
     ["report", RUN, "--series"],
     ["report", "--html", "page.html"],
-    ["report", RUN, "--audit"],
     ["status"],
     ["status", RUN, "--json"],
     ["gc", "--dry-run"],
