@@ -58,7 +58,7 @@ def spent_by_others(run: Run | None, current: Heartbeat | None, price_per_hour: 
     if run is None:
         return 0.0
     own = (current.stage, current.attempt) if current else None
-    others = [a for a in run.account.attempts if (a.stage, a.number) != own]
+    others = [a for a in run.account.attempts if (a.stage, a.attempt) != own]
     spent = sum(a.bill.usd + a.bill.unpriced_hours * price_per_hour for a in others)
     for beat in run.unreleased:
         if (beat.stage, beat.attempt) != own:

@@ -159,7 +159,8 @@ def seconds_per_token(
 ) -> float | None:
     """The measured speed on so many nodes with such GPUs; None before FEWEST_STEPS."""
     same = [one for one in attempts if one.nodes == nodes and (one.machine.accelerators or "") in gpus]
-    trained = [(first + 1, last, one) for one in same if (first := one.resumed_from) is not None and (last := one.step)]
+    progress = ((one, one.progress.resumed_from, one.progress.step) for one in same)
+    trained = [(first + 1, last, one) for one, first, last in progress if first is not None and last]
     steps = sum(last - first for first, last, _ in trained)  # the first step is in the phase "compile"
     if steps < FEWEST_STEPS:
         return None

@@ -61,10 +61,11 @@ def print_bill(run: Run, budget: float | None = None) -> None:
             f"{account.deaths} attempt(s) crashed without a last heartbeat: up to {account.unseen_usd:.2f} dollars "
             f"({account.unseen_seconds:.0f} s) may be missing from the bill"
         )
-    for a in (a for a in account.attempts if a.clock_jump):
-        jump = duration(abs(a.clock_jump or 0.0))
+    for a in (a for a in account.attempts if a.progress.clock_jump):
+        jump = duration(abs(a.progress.clock_jump or 0.0))
         lines.append(
-            f"the clock of {a.host} jumped by {jump} during {a.stage} {a.number}; the bill goes by its boot clock"
+            f"the clock of {a.process.host} jumped by {jump} during {a.stage} {a.attempt}; "
+            "the bill goes by its boot clock"
         )
     for line in lines:
         out.print(cell(line))
@@ -83,8 +84,8 @@ def traffic_text(traffic: TrafficCost) -> str:
 def attempt_row(number: str, a: AttemptAccount) -> list[str]:
     return [
         f"{a.stage} {number}",
-        ("waiting for spot" if a.waited else a.state) + (f" ({a.notice})" if a.notice else ""),
-        (f"{a.nodes} x " if a.nodes > 1 else "") + f"{a.machine.instance or a.host}, {market_of(a.machine)}",
+        ("waiting for spot" if a.waited else a.state) + (f" ({a.progress.notice})" if a.progress.notice else ""),
+        (f"{a.nodes} x " if a.nodes > 1 else "") + f"{a.machine.instance or a.process.host}, {market_of(a.machine)}",
         time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(a.started)),
         duration(sum(a.phases.values())),
         f"{'unknown' if a.price_per_hour is None else f'{a.price_per_hour:.2f}'} ({a.price_source})",

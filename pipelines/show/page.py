@@ -44,6 +44,7 @@ METRICS = (
     "train/lr",
     "train/grad_norm",
 )
+ATTEMPT_FIELDS = ("stage", "state", "started", "waited", "nodes", "phases", "price_per_hour", "price_source")
 SMOOTHED = ("train/loss", "perf/tokens_per_second", "perf/mfu", "train/grad_norm")
 
 # Sizes of GPT-2 (n_layer, n_head, n_embd) and published results. Source: llm.c, dev/vislog.ipynb: losses of OpenAI's
@@ -167,10 +168,12 @@ def run_data(run: Run) -> dict[str, Any]:
         "starts": summary.attempts,
         "account": asdict(account) | {"attempts": (), "late_data": late_share(summary.phases)},
         "attempts": [
-            asdict(one)
+            {name: getattr(one, name) for name in ATTEMPT_FIELDS}
+            | {name: getattr(one.progress, name) for name in ("notice", "resumed_from", "step")}
             | {
                 "number": number,
                 "machine": machine_name(one),
+                "bill": asdict(one.bill),
                 "billed_before": asdict(cost_until(account, one.started)),
             }
             for number, one in merge_waits(account.attempts)
@@ -262,7 +265,7 @@ def machine_name(one: AttemptAccount) -> str:
     """Market, instance type and place of a rented machine; the host name of an own machine."""
     machine = one.machine
     parts = [machine.instance or machine.accelerators, machine.location]
-    return ", ".join([market_of(machine), *(part for part in parts if part)]) if machine.cloud else one.host
+    return ", ".join([market_of(machine), *(part for part in parts if part)]) if machine.cloud else one.process.host
 
 
 def receipt(run: Run) -> list[tuple[str, str]]:

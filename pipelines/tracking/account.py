@@ -7,7 +7,7 @@ seconds of phases, are machine time: two nodes for an hour are two hours. Every 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -59,32 +59,25 @@ class TrafficCost:
 Total = TypeVar("Total", Cost, TrafficCost)
 
 
-@dataclass(frozen=True)
-class AttemptAccount:
-    """One attempt: its time, machine, price and work. Times in unix seconds by its own clock."""
+@dataclass(frozen=True, kw_only=True)
+class AttemptAccount(Heartbeat):
+    """One attempt: its last heartbeat, with the work and the bill that follow from it.
 
-    stage: str
+    `state` may also be lost: it crashed without a last heartbeat. `time` is never before `started`, and `phases` sum to
+    the seconds between them.
+    """
+
     prefix: str
-    number: int
-    state: str  # running, done, interrupted, stopped, failed, stale, lost (crashed without a last heartbeat)
-    started: float
-    ended: float  # its last heartbeat, if it has not ended
-    host: str
-    nodes: int
-    machine: Machine
-    price_per_hour: float | None  # of one node
-    price_source: str
-    phases: dict[str, float]  # seconds; they sum to ended - started
     bill: Cost
-    resumed_from: int | None  # step; None if it never trained
-    step: int | None  # its last one
+    traffic: TrafficCost  # its dollars are part of the bill
     steps_done: int
     steps_kept: int  # of these, those that no later attempt rolled back
     steps_redone: int  # of these, those that an earlier attempt had done
-    notice: str | None  # why it was asked to stop
-    waited: bool = False  # for spot, on a standby machine
-    traffic: TrafficCost = TrafficCost()  # its dollars are part of the bill
-    clock_jump: float | None = None  # seconds by which the wall clock has jumped; the phases go by the boot clock
+
+    @property
+    def waited(self) -> bool:
+        """Whether it waited for spot, on a standby machine."""
+        return bool(self.progress.waiting)
 
 
 @dataclass(frozen=True)
@@ -107,10 +100,6 @@ class Account:
     unseen_usd: float  # the same in dollars, of known prices
     traffic: TrafficCost = TrafficCost()  # of the total: between the machines and the store
     faults: tuple[str, ...] = ()  # unreadable heartbeats, which the bill does not contain
-
-    def to_json(self) -> dict[str, Any]:
-        attempts = [asdict(attempt) | {"machine": attempt.machine.to_json()} for attempt in self.attempts]
-        return asdict(self) | {"attempts": attempts}
 
 
 def account(
@@ -135,7 +124,7 @@ def account(
         attempts += on_artifact
         interruptions += _interruption_costs(on_artifact)
         tokens += tokens_before(sum(a.steps_kept for a in on_artifact))
-    attempts.sort(key=lambda a: (a.started, a.prefix, a.number))
+    attempts.sort(key=lambda a: (a.started, a.prefix, a.attempt))
     traffic = _total(TrafficCost, (a.traffic for a in attempts))
     total = total_cost(a.bill for a in attempts)
     trained = [_phase_cost(a, "train").hours for a in attempts]
@@ -238,18 +227,18 @@ def merge_waits(attempts: Iterable[AttemptAccount]) -> Iterator[tuple[str, Attem
     rows: list[list[AttemptAccount]] = []
     for one in attempts:
         before = rows[-1][-1] if rows else None
-        if before and before.waited and one.waited and one.started - before.ended < LONGEST_POLL_SECONDS:
+        if before and before.waited and one.waited and one.started - before.time < LONGEST_POLL_SECONDS:
             rows[-1].append(one)
         else:
             rows.append([one])
     for row in rows:
         first, last = row[0], row[-1]
         if first is last:
-            yield str(last.number), last
+            yield str(last.attempt), last
         else:
             phases = {phase: math.fsum(a.phases.get(phase, 0.0) for a in row) for a in row for phase in a.phases}
             bill = total_cost(a.bill for a in row)
-            yield f"{first.number} to {last.number}", replace(last, started=first.started, phases=phases, bill=bill)
+            yield f"{first.attempt} to {last.attempt}", replace(last, started=first.started, phases=phases, bill=bill)
 
 
 def total_cost(costs: Iterable[Cost]) -> Cost:
@@ -286,29 +275,19 @@ def _attempt(one: StoredHeartbeat, superseded: bool, done: int, kept: int, redon
     beat = one.beat
     traffic = traffic_of(beat)
     crashed = beat.state == "running" and (superseded or one.alive is False)
+    settled = {
+        "state": "lost" if crashed else beat.state,
+        "time": max(beat.time, beat.started),
+        "phases": settled_phases(beat),
+    }
     return AttemptAccount(
-        stage=beat.stage,
+        **vars(beat) | settled,
         prefix=one.prefix,
-        number=beat.attempt,
-        state="lost" if crashed else beat.state,
-        started=beat.started,
-        ended=max(beat.time, beat.started),
-        host=beat.process.host,
-        nodes=beat.nodes,
-        machine=beat.machine,
-        price_per_hour=beat.price_per_hour,
-        price_source=beat.price_source,
-        phases=settled_phases(beat),
         bill=total_cost([_cost(beat.billed_hours * beat.nodes, beat.price_per_hour), Cost(usd=traffic.usd)]),
-        resumed_from=beat.progress.resumed_from,
-        step=beat.progress.step,
+        traffic=traffic,
         steps_done=done,
         steps_kept=kept,
         steps_redone=redone,
-        notice=beat.progress.notice,
-        waited=bool(beat.progress.waiting),
-        traffic=traffic,
-        clock_jump=beat.progress.clock_jump,
     )
 
 
@@ -324,7 +303,7 @@ def cost_until(account: Account, time: float) -> Cost:
     """The cost up to a time in unix seconds."""
     parts = []
     for a in account.attempts:
-        wall = a.ended - a.started
+        wall = a.time - a.started
         share = min(1.0, max(0.0, (time - a.started) / wall)) if wall else 0.0
         parts.append(Cost(share * a.bill.hours, share * a.bill.usd, share * a.bill.unpriced_hours))
     return total_cost(parts)
@@ -362,14 +341,14 @@ def forecast(attempts: Iterable[AttemptAccount], steps_left: float) -> Forecast 
     A step that is left takes as long as a step so far, with its share of the time after interruptions: repeated steps,
     start-ups, and waits for the next machine. The first start-up does not count.
     """
-    trained = sorted((a for a in attempts if not a.waited), key=lambda a: a.number)
+    trained = sorted((a for a in attempts if not a.waited), key=lambda a: a.attempt)
     steps = sum(a.steps_kept for a in trained)
     if not steps:
         return None
-    lives = math.fsum(a.ended - a.started for a in trained)
+    lives = math.fsum(a.time - a.started for a in trained)
     first, last = trained[0], trained[-1]
-    billed = lives - (first.ended - first.started - training_seconds(first))
-    waits = (max(0.0, b.started - a.ended) for a, b in pairwise(trained) if a.state in TAKEN_AWAY)
+    billed = lives - (first.time - first.started - training_seconds(first))
+    waits = (max(0.0, b.started - a.time) for a, b in pairwise(trained) if a.state in TAKEN_AWAY)
     usd = None if last.price_per_hour is None else math.fsum(a.bill.usd for a in trained) * billed / lives
     share = steps_left / steps
     return Forecast(share * (billed + math.fsum(waits)) / 3600, None if usd is None else share * usd)

@@ -70,7 +70,7 @@ def report(
         for run in found:
             print_series(run.name, run.series)
     elif as_json:
-        print(json.dumps([asdict(run.summary) | {"account": run.account.to_json()} for run in found]))
+        print(json.dumps([asdict(run.summary) | {"account": asdict(run.account)} for run in found]))
     elif not html:
         shown = found if runs else without_failed_trials(found, print_note_on_stderr)
         print_runs([run.summary if runs else run.listed for run in shown], opened.uri)

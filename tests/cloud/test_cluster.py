@@ -180,7 +180,7 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
         with user.held_in_mid_training():
             refused.result()
             user.skytrain("stop", run, "--wait", "0", expect=1)
-            user.wait_until(lambda: any(attempt.notice for attempt in user.bill.attempts))
+            user.wait_until(lambda: any(attempt.progress.notice for attempt in user.bill.attempts))
         ended.result()
     user.wait_until(lambda: user.summary.state == "stopped")
     user.wait_until(lambda: not cloud.slurm("squeue", "-h"))
@@ -222,7 +222,7 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
     # SkyPilot records a release when it has seen it: seconds after Slurm's, on a busy machine
     allocated, machines = cloud.allocated_seconds(), sum(attempt.nodes for attempt in training)
     assert 0.97 * allocated < rented < 1.03 * allocated + 10.0 * machines
-    assert abs(training[1].ended - preempted) < HEARTBEAT_SECONDS + HEAD_S
+    assert abs(training[1].time - preempted) < HEARTBEAT_SECONDS + HEAD_S
     assert all(a.phases.get("provision") or a.phases.get("start") for a in training)  # the meter ran before them
 
 

@@ -136,7 +136,7 @@ def test_consecutive_waits_are_shown_as_one_unless_the_launch_was_down_in_betwee
     shown = list(merge_waits(of(spot, *waits).attempts))
     assert [number for number, _ in shown] == ["1 to 2", "3", "4", "5 to 7"]
     last = shown[-1][1]
-    assert (last.started, last.ended, last.phases) == (90_000.0, 92_400.0, {"idle": 1800.0})
+    assert (last.started, last.time, last.phases) == (90_000.0, 92_400.0, {"idle": 1800.0})
     assert last.bill == Cost(0.5, 3.0) and total_cost(one.bill for _, one in shown) == of(spot, *waits).total
 
 

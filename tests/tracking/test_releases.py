@@ -53,7 +53,7 @@ def test_a_machine_is_billed_from_its_start_until_its_release(
 ) -> None:
     billed, missing = until_release(beats, releases)
     bill = account("a", billed)
-    assert [a.ended - a.started for a in bill.attempts] == seconds and len(missing) == unknown
+    assert [a.time - a.started for a in bill.attempts] == seconds and len(missing) == unknown
     assert bill.total.usd == pytest.approx(2 * sum(seconds))
     extra = sum(seconds) - sum(one.beat.time - one.beat.started for one in beats)
     assert sum(a.phases.get("release", 0.0) for a in bill.attempts) == pytest.approx(extra)
