@@ -388,13 +388,9 @@ def process_started(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         if Path("/proc").exists():
             return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        return "unknown"
-    return "unknown"
+    import psutil
+
+    return "unknown" if psutil.pid_exists(pid) else None
 
 
 def process_began() -> float:

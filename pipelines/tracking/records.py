@@ -126,10 +126,6 @@ class ProcessId(StoredRecord):
         children = [{"pid": child.pid, "started": child.started} for child in self.children]
         return values | ({"children": children} if children else {})
 
-    def on_one_machine(self) -> Self:
-        """This process with its machine as that of its children, which `to_json` leaves out."""
-        return replace(self, children=tuple(replace(child, machine=self.machine) for child in self.children))
-
 
 @dataclass(frozen=True)
 class Billing:
@@ -180,8 +176,7 @@ class Heartbeat(StoredRecord):
         values = decoded(body, where)
         if isinstance(values, dict) and "progress" in values:
             values["progress"] = Progress.fields_of(values["progress"])
-        beat = typed(cls, values, where)
-        return replace(beat, process=beat.process.on_one_machine())
+        return typed(cls, values, where)
 
 
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from trainer.config import TARGETS
 from trainer.config_errors import explain
 from trainer.errors import NotAFile, UserError
 from trainer.record import Count, DamagedRecord, NewerRecord, StoredRecord, reading, record_at
-from trainer.store import Entry, Store, side_by_side
+from trainer.store import Store, side_by_side
 
 SUMMARY_SECONDS = 20.0  # between two summaries of a run that works
 FRESH_SECONDS = 3 * SILENT_SECONDS  # after a longer silence, a process elsewhere counts as lost
@@ -338,25 +338,22 @@ def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
 
     Another run pays for its own attempts on a shared artifact.
     """
-    entries: dict[int, list[Entry]] = {}
-    for number, entry in attempt_entries(store, prefix):
-        entries.setdefault(number, []).insert(0, entry)  # heartbeat.json sorts behind claim.json, and goes first
+    newest = dict(attempt_entries(store, prefix))  # heartbeat.json sorts behind claim.json
 
-    def read(number: int) -> tuple[list[StoredHeartbeat], list[str]]:
-        damage: list[str] = []
-        for entry in entries[number]:
-            try:
-                beat = heartbeat_in(store.get(entry.key) or b"", number, f"{store.uri}/{entry.key}")
-                alive = is_alive(beat)
-                if alive is None and is_over(store, beat, entry.modified):
-                    alive = False
-                return [StoredHeartbeat(prefix, beat, entry.modified, alive)] * (beat.run == run), damage
-            except (DamagedRecord, NewerRecord, NotAFile) as error:
-                damage.append(f"{error}; the bill may miss this attempt")
-        return [], damage
+    def read(number: int) -> StoredHeartbeat | str:
+        entry = newest[number]
+        try:
+            beat = heartbeat_in(store.get(entry.key) or b"", number, f"{store.uri}/{entry.key}")
+        except (DamagedRecord, NewerRecord, NotAFile) as error:
+            return f"{error}; the bill may miss this attempt"
+        alive = is_alive(beat)
+        if alive is None and is_over(store, beat, entry.modified):
+            alive = False
+        return StoredHeartbeat(prefix, beat, entry.modified, alive)
 
-    found = side_by_side(read, sorted(entries))  # a launch that waits for spot has hundreds
-    return [one for beats, _ in found for one in beats], [text for _, damage in found for text in damage]
+    found = side_by_side(read, sorted(newest))  # a launch that waits for spot has hundreds
+    beats = [one for one in found if isinstance(one, StoredHeartbeat) and one.beat.run == run]
+    return beats, [one for one in found if isinstance(one, str)]
 
 
 def state_of(attempts: Iterable[list[StoredHeartbeat]], clock: Callable[[], float]) -> str:
