@@ -270,7 +270,7 @@ def test_results_go_to_stdout_as_one_object_and_messages_to_stderr(folder: Path)
 
 
 def test_the_list_of_recipes_has_a_size_for_each_that_trains(folder: Path) -> None:
-    _, *rows = skytrain(folder, "recipes").stdout.split("time and dollars")[0].splitlines()
+    _, *rows = skytrain(folder, "recipes").stdout.splitlines()
     assert len(rows) > 15 and not re.search(r" 0\.0(M|B|e| min)", "".join(rows))
     assert [row.split()[0] for row in rows if "tunes a given model" in row] == ["gpt2-124m-chat"]
 
