@@ -16,7 +16,6 @@ from typing import Any, Self
 from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan
 from pipelines.artifacts.store_id import StoreIdText, settled_store_id
 from pipelines.recipe import REMOVED_FORMATS, Recipe
-from pipelines.tracking.mlflow.settings import own_tags
 from trainer.config import ADAMW_FIELDS, MUON_FIELDS
 from trainer.errors import UserError, shown
 from trainer.models.model_config import REMOVED_FIELDS
@@ -38,7 +37,6 @@ class RunRecord(StoredRecord):
     # Artifacts before the evaluation or export changed: the run still pays for them.
     earlier: dict[str, list[Key]] = field(default_factory=dict)
     experiment: str = "skytrain"  # in MLflow
-    tags: dict[str, str] = field(default_factory=dict)  # the user's own, in MLflow
     store_id: StoreIdText = ""  # unknown in records before 0.2
 
     def all_prefixes(self, stage: str) -> list[str]:
@@ -102,7 +100,7 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
         prefixes = {stage: before.prefixes[stage] for stage in plans if stage in before.prefixes} | prefixes
     about = recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier
     experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "skytrain"  # MLflow's own setting
-    made = RunRecord(run, *about, experiment, own_tags(), settled_store_id(store))
+    made = RunRecord(run, *about, experiment, settled_store_id(store))
     store.put(key_of(run), made.to_json())
     return made
 

@@ -76,12 +76,10 @@ def launch(
     from pipelines.project import project
     from pipelines.show.console import say
     from pipelines.stage import STAGES, TUNE, planned, run_name, stages_until
-    from pipelines.tracking.mlflow.settings import own_tags
 
     if stage and "." not in stage:
         one_of(stage, (*STAGES, TUNE), "--stage")
     ours = project()
-    own_tags()  # UserError for a wrong one, before a machine is rented
     opened = open_store(store_uri(store))
     done_by = time.time() + 3600 * parse_hours(deadline) if deadline else None
     variables, secrets = variables_from_shell(env or []), secrets_from_shell(secret or [])

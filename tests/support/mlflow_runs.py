@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ def own_experiment(monkeypatch: pytest.MonkeyPatch) -> str:
     for name in list(os.environ):
         if name.startswith(("MLFLOW_", "SKYTRAIN_")):
             monkeypatch.delenv(name)
-    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_URI", "SKYTRAIN_TAGS"):
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_URI"):
         monkeypatch.setenv(name, "")  # our code sets them; monkeypatch removes them again
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", name := f"test-{uuid.uuid4().hex[:8]}")
@@ -39,6 +38,3 @@ class Seen:
     def points(self, key: str) -> list[tuple[int, float]]:
         history = self.client.get_metric_history(self.run.info.run_id, key) if self.run else []
         return sorted((m.step, m.value) for m in history)
-
-    def text(self, name: str) -> str:
-        return Path(self.client.download_artifacts(self.run.info.run_id, name)).read_text()

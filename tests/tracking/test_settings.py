@@ -8,7 +8,7 @@ from run_records import RUN, recorded
 
 from pipelines.cloud.request import variables_from_shell
 from pipelines.tracking.mlflow.child import MirrorProcess
-from pipelines.tracking.mlflow.settings import own_tags, redacted, tracking_uri
+from pipelines.tracking.mlflow.settings import redacted, tracking_uri
 from trainer.errors import UserError
 from trainer.store import LocalStore
 
@@ -35,34 +35,11 @@ def test_the_tracking_uri_is_the_environments_then_the_default(monkeypatch: pyte
     assert tracking_uri("sqlite:///d") == "http://e"
 
 
-def test_experiment_and_own_tags_reach_the_record_of_the_run_and_the_node_of_a_launch(
+def test_the_experiment_reaches_the_record_of_the_run_and_the_node_of_a_launch(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "speed")
-    monkeypatch.setenv("SKYTRAIN_TAGS", tags := "team=research,note=a=b")
-    assert own_tags() == {"team": "research", "note": "a=b"}
-    job = variables_from_shell()
-    assert job["MLFLOW_EXPERIMENT_NAME"] == "speed" and job["SKYTRAIN_TAGS"] == tags
-    record = recorded(store, "train")
-    assert (record.experiment, record.tags) == ("speed", own_tags())
-
-
-@pytest.mark.parametrize(
-    ("tag", "wrong"),
-    [
-        ("team", "not of the form NAME=VALUE"),
-        *((f"{name}=x", f"MLflow does not take the name '{name}'") for name in ("", ".a", "a:b")),
-        *((f"{name}.x=1", "names that start with mlflow. or skytrain.") for name in ("mlflow", "skytrain")),
-        *((f"{name}=1", f"as a path: a/y, not {name}") for name in ("a//y", "x/../a/y", "a/y/.")),
-    ],
-)
-def test_a_tag_of_another_form_is_refused_with_the_part_that_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, tag: str, wrong: str
-) -> None:
-    monkeypatch.setenv("SKYTRAIN_TAGS", f"a=b,{tag}")
-    with pytest.raises(UserError) as error:
-        own_tags()
-    assert str(error.value).startswith(f"SKYTRAIN_TAGS: {tag}: ") and wrong in str(error.value)
+    assert variables_from_shell()["MLFLOW_EXPERIMENT_NAME"] == recorded(store, "train").experiment == "speed"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from pipelines.artifacts.manifest import scratch
 from pipelines.artifacts.provenance import provenance
@@ -136,13 +135,8 @@ def follow(mirror: Mirror, home: Path, ending: threading.Event) -> None:
         path, offset = newest, offset if newest == path else 0
         while path and (read := events_after(path, offset))[0]:
             events, offset = read
-            mirror.send_rows(row_of(event) for event in events if isinstance(event, Row))
-
-
-def row_of(event: Row) -> dict[str, Any]:
-    """The row of an event, as in the series."""
-    row = {"step": event.step, "time": event.time, **event.metrics}
-    return row | {"samples": event.samples} if event.samples else row
+            rows = (event for event in events if isinstance(event, Row))
+            mirror.send_rows({"step": row.step, "time": row.time, **row.metrics} for row in rows)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ HARDWARE = ("device", "precision", "world_size", "engine", "micro_batch")  # of 
 
 STORE, STORE_ID = "skytrain.store", "skytrain.store.id"  # tags
 FINGERPRINT = "skytrain.fingerprint"  # of the export, at a version of the registered model
-SAMPLES = "samples"  # beside the metrics
 Point = tuple[str, float, float, int]  # key, value, unix seconds, step
 
 
@@ -87,9 +86,6 @@ class Mirror:
         points: list[Point] = []
         for row in rows:
             step = row["step"]
-            if row.get("samples") and step > self._last.get(SAMPLES, -1):
-                self._log_text(f"samples/step-{step:08d}.txt", f"\n\n{'-' * 8}\n\n".join(row["samples"]))
-                self._last[SAMPLES] = step
             values = ((legal_name(key), value) for key, value in row.items() if "/" in key and key[:5] != "data/")
             points += [(key, value, row["time"], step) for key, value in values if step > self._last.get(key, -1)]
         self._log(points)
@@ -102,7 +98,7 @@ class Mirror:
         logged = self.client.get_run(self.run_id).data.params
         texts = {key: str(value)[:PARAM_CHARACTERS] for key, value in params_of(self.run).items()}
         changed = {f"param.{key}": value for key, value in texts.items() if logged.get(key, value) != value}
-        tags = tags_of(self.run, self.origin) | self.run.record.tags | changed
+        tags = tags_of(self.run, self.origin) | changed
         self.client.log_batch(
             self.run_id,
             params=[Param(key, value) for key, value in texts.items() if key not in logged],
@@ -130,13 +126,6 @@ class Mirror:
                     self._log(batch[: len(batch) // 2])
                     self._log(batch[len(batch) // 2 :])
 
-    def _log_text(self, name: str, text: str) -> None:
-        """Store a file. Files use another connection than metrics, which this machine may lack: it tries once."""
-        try:
-            self.client.log_text(self.run_id, text, name)
-        except Exception as error:
-            log(f"the file {name} is not in MLflow: {type(error).__name__}: {error}")
-
     def _register(self) -> None:
         """Make the export of a finished run a version of the registered model with the recipe's name. It refers to the
         export in the store; no weights are uploaded. Sending it again makes no second one: its fingerprint is a tag.
@@ -151,7 +140,7 @@ class Mirror:
             return
         key = export.files[0].key if export.files else ""
         folder = f"{run.store.uri}/{export.prefix}/{key}".rpartition("/")[0]
-        tags = {FINGERPRINT: export.fingerprint, "skytrain.run": run.name, "skytrain.uri": folder, **run.record.tags}
+        tags = {FINGERPRINT: export.fingerprint, "skytrain.run": run.name, "skytrain.uri": folder}
         if target := train.facts.get("stopped_by"):
             tags["skytrain.passed"] = str(target)
         try:

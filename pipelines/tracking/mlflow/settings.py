@@ -5,16 +5,13 @@ repeat it in their errors: each line of the mirror's log is redacted.
 """
 
 import os
-import re
 import time
 from collections.abc import Mapping
-from posixpath import normpath
 from urllib.parse import unquote, urlsplit
 
 from trainer.config import seconds_from_environment
-from trainer.errors import UserError, shown
+from trainer.errors import UserError
 
-TAG_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./ -]{0,99}")
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 USER, PASSWORD, TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
 
@@ -31,25 +28,6 @@ QUICK_MLFLOW = {
 def flush_seconds() -> float:
     """Seconds to wait for an MLflow server that does not answer."""
     return seconds_from_environment("SKYTRAIN_MLFLOW_FLUSH_SECONDS", 30.0)
-
-
-def own_tags() -> dict[str, str]:
-    """The user's own tags of a run, from SKYTRAIN_TAGS: NAME=VALUE,NAME=VALUE. UserError for another form, and for
-    names that skytrain or MLflow set."""
-    tags = {}
-    for text in filter(None, os.environ.get("SKYTRAIN_TAGS", "").split(",")):
-        name, equals, value = (part.strip() for part in text.partition("="))
-        if not equals:
-            raise UserError(f"SKYTRAIN_TAGS: {text}: not of the form NAME=VALUE, such as team=research")
-        if not TAG_NAME.fullmatch(name):
-            allowed = "1 to 100 letters, digits, '_', '.', '/', '-' and blanks, first a letter, digit or '_'"
-            raise UserError(f"SKYTRAIN_TAGS: {text}: MLflow does not take the name {shown(name)}, but {allowed}")
-        if normpath(name) != name:
-            raise UserError(f"SKYTRAIN_TAGS: {text}: MLflow reads the name as a path: {normpath(name)}, not {name}")
-        if name.startswith(("mlflow.", "skytrain.")):
-            raise UserError(f"SKYTRAIN_TAGS: {text}: names that start with mlflow. or skytrain. are reserved")
-        tags[name] = value
-    return tags
 
 
 def tracking_uri(default: str) -> str:
