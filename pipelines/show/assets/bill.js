@@ -28,7 +28,7 @@ const PHASES = {  // in this order: color and meaning
   redone: ["redone", "steps repeated after a loss"],
   lost: ["waste", "after the last heartbeat"],
   traffic: ["save", "bytes between the machines and the store"],
-  outside: ["waste", "machines up outside all attempts, by SkyPilot's clock"],
+  release: ["waste", "from the last heartbeat until SkyPilot has removed the machine"],
 };
 const phaseColor = (phase) => PHASES[phase]?.[0] ?? "prepare";
 const inOrder = (phases) => [...new Set([...Object.keys(PHASES), ...Object.keys(phases)])].filter((p) => phases[p] > 0);
