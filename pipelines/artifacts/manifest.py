@@ -330,7 +330,7 @@ def keep_copy(path: Path, file: File, cache: Path) -> None:
 
 def seal(path: Path, sha256: str) -> None:
     """Date a cached file by the sha256 of its verified bytes, so that any later write shows in its date. The access
-    time is that of its last use: gc removes what nobody uses."""
+    time is that of its last use: a cache of shards removes the oldest first."""
     with suppress(PermissionError):  # another user's file, which is hashed again and again
         os.utime(path, ns=(time.time_ns(), _date_of(sha256)))
 

@@ -180,21 +180,6 @@ class ShardCache:
         return self.folder / f"lock-{int(name[:8], 16) % LOCKS:02d}"
 
 
-def is_leased(shard: Path) -> bool:
-    """Whether a process reads this shard of a cache."""
-    try:
-        with _locked(shard, wait=False):
-            return False
-    except BlockingIOError:
-        return True
-
-
-def remove_unleased(shard: Path) -> None:
-    """Remove a shard of a cache, unless a process reads it."""
-    with suppress(BlockingIOError), _locked(shard.parent / REMOVING), _locked(shard, wait=False):
-        shard.unlink(missing_ok=True)
-
-
 def _leased(path: Path) -> BinaryIO | None:
     """The file, open and leased; None if it does not exist."""
     try:

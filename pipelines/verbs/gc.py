@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from pipelines.verbs.options import StoreUri, home, store_uri
+from pipelines.verbs.options import StoreUri, store_uri
 
 
 def gc(
@@ -25,7 +25,7 @@ def gc(
     opened = open_store(store_uri(store))
     count = size = 0
     damaged: list[str] = []
-    everything = collect(opened, home(), older_than_days, damaged.append, dry_run)
+    everything = collect(opened, older_than_days, damaged.append, dry_run)
     for leftover in remove_run(opened, run, dry_run) if run else everything:
         say(f"{leftover.size:>15,}  {leftover.path or leftover.key}  ({leftover.why})")
         count, size = count + 1, size + leftover.size

@@ -23,7 +23,7 @@ from run_records import (
 )
 from servers import S3Account
 
-from pipelines.artifacts.manifest import FOLDERS, File, scratch
+from pipelines.artifacts.manifest import FOLDERS, File
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.artifacts.traffic import traffic_here
 from pipelines.gc import Leftover, collect
@@ -32,7 +32,7 @@ from pipelines.tracking.records import ProcessId
 from pipelines.tracking.stop_request import request_stop
 from pipelines.verbs.gc import gc as verb_gc
 from trainer.errors import UserError
-from trainer.store import LocalStore
+from trainer.store import PARTIAL, LocalStore
 
 DAY = 86_400.0
 
@@ -51,16 +51,16 @@ def age_all(store: LocalStore, days: float) -> None:
 
 
 def leftovers(
-    store: LocalStore, home: Path, days: float, on_damage: Callable[[str], None] = lambda message: None
+    store: LocalStore, days: float, on_damage: Callable[[str], None] = lambda message: None
 ) -> list[Leftover]:
-    return list(collect(store, home, days, on_damage, dry_run=True))
+    return list(collect(store, days, on_damage, dry_run=True))
 
 
-def found(store: LocalStore, home: Path, days: float = 7.0) -> list[str]:
-    return [leftover.key for leftover in leftovers(store, home, days)]
+def found(store: LocalStore, days: float = 7.0) -> list[str]:
+    return [leftover.key for leftover in leftovers(store, days)]
 
 
-def test_gc_deletes_files_that_a_finished_artifacts_manifest_does_not_name(store: LocalStore, tmp_path: Path) -> None:
+def test_gc_deletes_files_that_a_finished_artifacts_manifest_does_not_name(store: LocalStore) -> None:
     kept = [put(store, f"{TRAIN}/a0002/model.safetensors")]
     kept += [put(store, f"{TRAIN}/metrics/step-00000004-a0001.jsonl")]
     gone = [put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/{name}") for name in ("a.safetensors", "COMMIT.json")]
@@ -69,19 +69,17 @@ def test_gc_deletes_files_that_a_finished_artifacts_manifest_does_not_name(store
     finished(store, "train", (File("model.safetensors", "a0002/model.safetensors", 5, "0" * 64),))
     recorded(store)
     before = {entry.key for entry in store.entries("")}
-    going = found(store, tmp_path)
+    going = found(store)
     assert sorted(going) == sorted(gone)
     assert going[0].endswith("/COMMIT.json")  # the marker first: a half deleted checkpoint has no commit
-    list(collect(store, tmp_path, 7.0))
+    list(collect(store, 7.0))
     assert {entry.key for entry in store.entries("")} == before - set(gone)
     assert set(kept) < before - set(gone)
-    assert found(store, tmp_path) == []
+    assert found(store) == []
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_gc_keeps_the_commits_that_keep_every_steps_keeps_for_good(
-    store: LocalStore, tmp_path: Path, is_finished: bool
-) -> None:
+def test_gc_keeps_the_commits_that_keep_every_steps_keeps_for_good(store: LocalStore, is_finished: bool) -> None:
     def checkpoint(step: int, *names: str) -> list[str]:
         return [put(store, f"{TRAIN}/checkpoints/step-{step:08d}-a0001/{name}") for name in names]
 
@@ -92,10 +90,10 @@ def test_gc_keeps_the_commits_that_keep_every_steps_keeps_for_good(
         finished(store, "train")
     recorded(store, recipe=recipe_with("runtime.keep_every_steps=50"))
     age_all(store, days=8.0)
-    assert sorted(found(store, tmp_path)) == sorted(gone)
+    assert sorted(found(store)) == sorted(gone)
 
 
-def test_gc_removes_no_commit_while_the_record_of_a_run_cannot_be_read(store: LocalStore, tmp_path: Path) -> None:
+def test_gc_removes_no_commit_while_the_record_of_a_run_cannot_be_read(store: LocalStore) -> None:
     put(store, f"{TRAIN}/checkpoints/step-00000060-a0001/COMMIT.json")
     surplus = put(store, f"{TRAIN}/a0001/surplus")
     attempted(store, "train")
@@ -103,11 +101,13 @@ def test_gc_removes_no_commit_while_the_record_of_a_run_cannot_be_read(store: Lo
     recorded(store)
     store.put(f"runs/{RUN}.json", b"{")
     notes: list[str] = []
-    assert [e.key for e in leftovers(store, tmp_path, 7.0, notes.append)] == [surplus]
-    assert len(notes) == 1 and notes[0].startswith(f"the commits of all runs, because {store.uri}/runs/{RUN}.json")
+    assert [e.key for e in leftovers(store, 7.0, notes.append)] == [surplus]
+    assert len(notes) == 1 and notes[0].startswith(
+        f"the commits of all runs stay: {RUN}: left out: {store.uri}/runs/{RUN}.json"
+    )
 
 
-def test_an_interrupted_run_can_be_resumed_until_it_is_old(store: LocalStore, tmp_path: Path) -> None:
+def test_an_interrupted_run_can_be_resumed_until_it_is_old(store: LocalStore) -> None:
     sound = [put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/{name}") for name in ("COMMIT.json", "a.st")]
     torn = put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st")
     shard = put(store, f"{PLANS['tokenize'].prefix}/a0001/val_000000.bin")
@@ -115,26 +115,24 @@ def test_an_interrupted_run_can_be_resumed_until_it_is_old(store: LocalStore, tm
     series = put(store, f"{TRAIN}/metrics/step-00000004-a0001.jsonl")
     for stage in ("tokenize", "train"):
         attempted(store, stage, state="interrupted")
-    assert found(store, tmp_path) == [torn]
+    assert found(store) == [torn]
     age_all(store, days=6.9)
-    assert found(store, tmp_path) == [torn]
+    assert found(store) == [torn]
     age_all(store, days=7.1)
-    assert set(found(store, tmp_path)) == {*sound, torn, shard, receipt}
-    assert found(store, tmp_path, days=8.0) == [torn]
-    assert series not in found(store, tmp_path, days=0.0)
+    assert set(found(store)) == {*sound, torn, shard, receipt}
+    assert found(store, days=8.0) == [torn]
+    assert series not in found(store, days=0.0)
 
 
 @pytest.mark.parametrize("process", [this_process(), ELSEWHERE])
-def test_gc_deletes_nothing_of_an_attempt_that_may_be_alive(
-    store: LocalStore, tmp_path: Path, process: ProcessId
-) -> None:
+def test_gc_deletes_nothing_of_an_attempt_that_may_be_alive(store: LocalStore, process: ProcessId) -> None:
     put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st", days_old=30)
     attempted(store, "train", state="running", process=process)
-    assert found(store, tmp_path, days=0.0) == []
+    assert found(store, days=0.0) == []
 
 
 def test_gc_asks_a_bucket_once_for_a_run_and_once_for_a_finished_artifact(
-    fresh_s3_store: Callable[[S3Account], S3Store], moto_server: S3Account, tmp_path: Path
+    fresh_s3_store: Callable[[S3Account], S3Store], moto_server: S3Account
 ) -> None:
     store = fresh_s3_store(moto_server)
     made = done_run(store)
@@ -142,27 +140,27 @@ def test_gc_asks_a_bucket_once_for_a_run_and_once_for_a_finished_artifact(
     surplus = f"{TRAIN}/a0001/surplus"
     store.put(surplus, b"12345")
     before = traffic_here()
-    assert [one.key for one in collect(store, tmp_path, 7.0, dry_run=True)] == [surplus]
+    assert [one.key for one in collect(store, 7.0, dry_run=True)] == [surplus]
     asked = traffic_here() - before
-    assert (asked.reads, asked.writes) == (2 + 4, 1 + len(FOLDERS))  # records and manifests; listings
+    assert (asked.reads, asked.writes) == (2 + 4, 2 + len(FOLDERS))  # records and manifests; listings
 
 
 def test_a_dry_run_lists_everything_and_deletes_nothing(
-    store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path))
     torn = put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st")
     attempted(store, "train", state="failed")
-    folder = scratch(tmp_path, store, TRAIN) / "a0001"
-    folder.mkdir(parents=True)
+    half = store.root / TRAIN / f"{PARTIAL}1"
+    half.write_bytes(b"1")
+    os.utime(half, (0, 0))
     before = sorted(path for path in tmp_path.rglob("*"))
     verb_gc(store=store.uri, dry_run=True)
     output = capsys.readouterr().out
-    assert torn in output and str(folder) in output and f"2 objects, 5 bytes would be removed in {store.uri}" in output
+    assert torn in output and str(half) in output and f"2 objects, 6 bytes would be removed in {store.uri}" in output
     assert sorted(path for path in tmp_path.rglob("*")) == before
     verb_gc(store=store.uri, dry_run=False)
     assert capsys.readouterr().out == output.replace("would be removed", "removed")
-    assert store.get(torn) is None and not folder.exists()
+    assert store.get(torn) is None and not half.exists()
     verb_gc(store=store.uri)
     assert capsys.readouterr().out == f"0 objects, 0 bytes removed in {store.uri}\n"
 
@@ -181,44 +179,39 @@ def abandoned(store: LocalStore) -> dict[str, list[str]]:
     return named
 
 
-def test_no_record_names_a_file_that_gc_removed_wherever_it_is_killed(store: LocalStore, tmp_path: Path) -> None:
+def test_no_record_names_a_file_that_gc_removed_wherever_it_is_killed(store: LocalStore) -> None:
     named = abandoned(store)
     removed = 0
-    for _ in collect(store, tmp_path, 7.0):
+    for _ in collect(store, 7.0):
         removed += 1
         keys = {entry.key for entry in store.entries("")}
         assert all(file in keys for record, files in named.items() if record in keys for file in files)
     assert removed == 7
 
 
-def test_a_run_that_begins_waits_until_gc_is_done(store: LocalStore, tmp_path: Path) -> None:
+def test_a_run_that_begins_waits_until_gc_is_done(store: LocalStore) -> None:
     abandoned(store)
-    for leftover in collect(store, tmp_path, 7.0):
+    for leftover in collect(store, 7.0):
         prefix = "/".join(leftover.key.split("/")[:2])
         assert is_alive(attempts(store, prefix)[-1])
         others: list[str] = []
-        assert not any(one.key.startswith(prefix) for one in leftovers(store, tmp_path, 7.0, others.append))
+        assert not any(one.key.startswith(prefix) for one in leftovers(store, 7.0, others.append))
     assert [is_alive(attempts(store, PLANS[stage].prefix)[-1]) for stage in ("tokenize", "train")] == [False, False]
-    assert list(leftovers(store, tmp_path, 0.0)) == []
+    assert list(leftovers(store, 0.0)) == []
 
 
-def test_gc_of_everything_passes_over_records_of_a_newer_skytrain_and_names_them(
-    store: LocalStore, tmp_path: Path
-) -> None:
+def test_gc_of_everything_passes_over_records_of_a_newer_skytrain_and_names_them(store: LocalStore) -> None:
     named = abandoned(store)
     tokens = PLANS["tokenize"].prefix
     beat = json.loads(store.get(f"{tokens}/attempts/0001/heartbeat.json") or b"")
     store.put(f"{tokens}/attempts/0001/heartbeat.json", json.dumps(beat | {"format": 2}).encode())
     notes: list[str] = []
-    going = {one.key for one in leftovers(store, tmp_path, 0.0, notes.append)}
+    going = {one.key for one in leftovers(store, 0.0, notes.append)}
     assert going == {key for record, files in named.items() for key in (record, *files) if key.startswith(TRAIN)}
     assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}") and "format 2" in notes[0]
 
 
-def test_a_run_is_removed_with_all_that_no_other_run_names(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path))
+def test_a_run_is_removed_with_all_that_no_other_run_names(store: LocalStore) -> None:
     made = done_run(store)
     put(store, f"{TRAIN}/a0001/model.safetensors")
     request_stop(store, RUN, "a test")

@@ -257,7 +257,7 @@ class World:
         """Start `skytrain gc`. With 0 days it may remove every commit that nobody works on."""
 
         def collect() -> None:
-            for _ in gc.collect(self.store, self.folder / machine, older_than_days):
+            for _ in gc.collect(self.store, older_than_days):
                 pass
 
         name = "gc" if older_than_days else "gc of all"

@@ -90,7 +90,7 @@ def test_gc_keeps_the_commit_that_a_run_begins_with_until_that_run_has_trained(f
     step = last_commit_before_the_end(parent)
 
     def removable() -> bool:
-        going = collect(finished.store, finished.home, 0, dry_run=True)
+        going = collect(finished.store, 0, dry_run=True)
         return any(f"/step-{step:08d}-" in one.key for one in going)
 
     assert removable()

@@ -76,7 +76,7 @@ def test_a_folder_of_shards_is_adopted_in_place(
     assert facts["documents"] == 60 * (1 + len(train)) and set(facts["max_ids"].values()) == {EOT}
     # Nothing was copied, changed or put beside them; gc leaves them alone.
     assert not [entry for entry in mine.store.entries(f"{manifest.prefix}/") if entry.key.endswith(".bin")]
-    list(collect(mine.store, mine.home, 0.0))
+    list(collect(mine.store, 0.0))
     assert {path: path.stat().st_mtime_ns for path in source.iterdir()} == before
     # Its identity is the contents, not the place.
     moved = source.rename(tmp_path / "elsewhere")
