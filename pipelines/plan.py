@@ -13,7 +13,6 @@ from pipelines.tracking.ledger import GC, attempts
 from pipelines.weight_sources import FIXED_IN_A_BRANCH
 from trainer.amounts import val_share, val_tokens, validations
 from trainer.checkpoint.commits import committed_folders, step_of
-from trainer.errors import UserError
 from trainer.optim.rates import peaks
 from trainer.store import Store
 
@@ -63,13 +62,6 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
     growth = (first, train.batch_tokens, length) if first and length else None
     made = find(store, known["tokenize"])
     sources, full = tuple(sources_planned(recipe, made)), val_tokens(recipe.model, recipe.train)
-    for one in sources:
-        if min(one.train_tokens, one.val_tokens) <= recipe.model.block_size and not made:
-            total = one.train_tokens + one.val_tokens
-            raise UserError(
-                f"tokens: {one.source} gives about {total:,} tokens, {one.val_tokens:,} of them for validation, and a "
-                f"sequence needs {recipe.model.block_size} + 1 in each split; use more text, or set tokens.val_tokens"
-            )
     read = min(full, sum(one.val_tokens for one in sources) or full)
     return RunPlan(
         run=run_name(known),

@@ -7,6 +7,7 @@ descriptions of the fields are the source of docs/recipes.md; a unit stands in b
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -337,25 +338,12 @@ class Recipe(Section):
                 )
 
     def _splits_hold_a_sequence(self) -> None:
-        sequence = self.model.block_size + 1
         for tokens in self.tokens.each():
-            if tokens.adopts:  # with their own split
-                continue
-            if tokens.shard_tokens < sequence:
-                raise ValueError(f"tokens.shard_tokens {tokens.shard_tokens} holds no sequence; use {sequence} or more")
-            if tokens.max_tokens is None and tokens.val_tokens is None:
-                continue
-            held_out = tokens.val_wanted or tokens.held_out(tokens.max_tokens or 0)
-            if held_out < sequence:
-                raise ValueError(
-                    f"tokens: {held_out:,} tokens are held out for validation, fewer than one sequence; "
-                    f"set tokens.val_tokens to {sequence} or more"
-                )
-            if tokens.max_tokens is not None and tokens.max_tokens - held_out < sequence:
-                raise ValueError(
-                    f"tokens.max_tokens {tokens.max_tokens} leaves nothing to train on: {held_out:,} tokens are held "
-                    "out; use more tokens, or hold out fewer by tokens.val_tokens"
-                )
+            if not tokens.adopts:  # they have their own split
+                total = tokens.max_tokens or sys.maxsize
+                held_out = tokens.val_wanted or tokens.held_out(total)
+                train, val = (max(0, min(count, tokens.shard_tokens)) for count in (total - held_out, held_out))
+                tokens.check_splits(train, val, self.model.block_size)
 
     def repeated_text(self, train_tokens: int, share: float = 1.0, of: str = "the text") -> str | None:
         """A warning if training goes over a training split of so many tokens more than four times. `share` of its

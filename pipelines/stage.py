@@ -44,7 +44,7 @@ RUN = "run:"
 
 @dataclass
 class Work:
-    """One attempt at a stage's artifact: its plan, its inputs and its tools."""
+    """One attempt at a stage's artifact, or at a source of a mixture: its plan, its inputs and its tools."""
 
     recipe: Recipe
     plan: ArtifactPlan
@@ -55,8 +55,6 @@ class Work:
     screen: Screen
     stop: StopSignal
     clock: PhaseClock = field(default_factory=PhaseClock)
-    # The artifact of the attempt, if `plan` is another one: a source of a mixture.
-    scratch_of: ArtifactPlan | None = None
     before_ranks: "Callable[[Work], None] | None" = None  # called before train starts its ranks; may raise Interrupted
     earlier: list[Heartbeat] = field(default_factory=list)  # the attempts at this artifact before this one
     # Of the ranks: seconds by phase, and the phase since then.
@@ -68,8 +66,7 @@ class Work:
     @property
     def folder(self) -> Path:
         """Scratch folder of this attempt alone."""
-        prefix = (self.scratch_of or self.plan).prefix
-        path = scratch(self.home, self.store, prefix) / f"a{self.attempt.number:04d}"
+        path = scratch(self.home, self.store, self.attempt.prefix) / f"a{self.attempt.number:04d}"
         path.mkdir(parents=True, exist_ok=True)
         return path
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from trainer.config_errors import explain
-from trainer.errors import shown
+from trainer.errors import UserError, shown
 from trainer.models.model_config import Section
 
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
@@ -184,6 +184,15 @@ class TokensConfig(Section):
         if self.val_wanted:
             return self.val_wanted if self.val_wanted < tokens else tokens // 10
         return min(self.shard_tokens, int(tokens * VAL_FRACTION))
+
+    def check_splits(self, train: int, val: int, block_size: int) -> None:
+        """UserError unless the largest shard of each split, with so many tokens, holds a sequence."""
+        for split, largest in (("training", train), ("validation", val)):
+            if largest <= block_size:
+                raise UserError(
+                    f"tokens: {self.named}: no {split} shard holds a sequence of {block_size + 1} tokens: the largest "
+                    f"has {largest:,}; use more text or a smaller model.block_size, or change tokens.val_tokens"
+                )
 
     @property
     def adopts(self) -> bool:

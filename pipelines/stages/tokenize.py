@@ -48,7 +48,7 @@ def works_on(work: Work, recipe: Recipe, plan: ArtifactPlan) -> Work:
         return work
     if (tokenizer := work.store.get(f"{work.plan.prefix}/{TOKENIZER_FILE}")) is not None:
         work.store.create(f"{plan.prefix}/{TOKENIZER_FILE}", tokenizer)
-    return replace(work, plan=plan, recipe=recipe, scratch_of=work.plan)
+    return replace(work, plan=plan, recipe=recipe)
 
 
 def finish(work: Work, receipts: list[ShardReceipt]) -> Built:
@@ -63,7 +63,7 @@ def finish(work: Work, receipts: list[ShardReceipt]) -> Built:
         work.folder,
         partial(rows_in, eot, work.recipe.row_tokens),
     )
-    check_split(work.recipe, shards)
+    check_splits(work.recipe, shards)
     files = [shard.file for shard in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
     # With the document that max_tokens cuts.
     documents = receipts[-1].document + bool(receipts[-1].offset) if receipts else 0
@@ -90,8 +90,7 @@ def tokens_of_source(work: Work) -> Manifest:
         return made
     work.screen.note(f"  {own.prefix}: {named}")
     built = adopt(work) if work.recipe.tokens.adopts else finish(work, make_all_shards(work))
-    assert work.scratch_of
-    return built.commit(work, own, {}, {"mixture": work.scratch_of.prefix})
+    return built.commit(work, own, {}, {"mixture": work.attempt.prefix})
 
 
 def adopt(work: Work) -> Built:
@@ -111,7 +110,7 @@ def adopt(work: Work) -> Built:
                 shards.append(shard)
                 documents, done = documents + begun, done + shard.file.size
                 bar.update(done, f"{short_number(done)} bytes")
-    check_split(recipe, shards)
+    check_splits(recipe, shards)
     files = [one.file for one in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
     return Built(files, facts_of(shards, documents) | packing_facts(shards, encoding.eot_token, recipe.row_tokens))
 
@@ -193,22 +192,8 @@ def packing_facts(shards: list[SplitShard], eot: int, row_tokens: int | None) ->
     return {"rows": rows, "eot": eot, "cropped_tokens": cropped}
 
 
-def check_split(recipe: Recipe, shards: list[SplitShard]) -> None:
-    """UserError unless both splits hold a sequence and the validation split is complete."""
-    t, block = recipe.tokens, recipe.model.block_size
-    total = sum(shard.tokens for shard in shards)
-    held_out = f"{min(t.held_out(total), total):,} of them"
-    if t.val_shards:
-        held_out = f"the first {t.val_shards} shard(s) of {t.shard_tokens:,}"
-    for name, split in (("val", "validation"), ("train", "training")):
-        if any(shard.tokens > block for shard in shards if shard.file.name.startswith(name)):
-            continue
-        if t.adopts:
-            raise UserError(
-                f"tokens.source: '{t.source}' has no {name} shard with a sequence of {block} + 1 tokens; use larger "
-                "shards or a smaller model.block_size"
-            )
-        raise UserError(
-            f"tokens: the text gives {total:,} tokens; {held_out} are held out, and no {split} sequence of "
-            f"{block} + 1 tokens is left; set tokens.val_tokens or use more text"
-        )
+def check_splits(recipe: Recipe, shards: list[SplitShard]) -> None:
+    """UserError unless both splits hold a sequence."""
+    sizes = {split: [one.tokens for one in shards if one.file.name.startswith(split)] for split in ("train", "val")}
+    train, val = (max(found, default=0) for found in sizes.values())
+    recipe.tokens.check_splits(train, val, recipe.model.block_size)

@@ -122,7 +122,7 @@ def sources_planned(recipe: Recipe, made: Manifest | None) -> list[SourcePlan]:
 
 
 def amounts(recipe: Recipe, facts: dict[str, Any] | None) -> tuple[int, int, int | None] | None:
-    """The tokens of both splits, and those that packing crops (None: not known)."""
+    """The tokens of both splits, and those that packing crops (None: not known). UserError for too small a text."""
     if facts is not None:
         return facts["train_tokens"], facts.get("val_tokens", 0), facts.get("cropped_tokens")
     if recipe.tokens.adopts:
@@ -132,4 +132,5 @@ def amounts(recipe: Recipe, facts: dict[str, Any] | None) -> tuple[int, int, int
     if not estimate:
         return None
     held_out = min(recipe.tokens.held_out(estimate), estimate)
+    recipe.tokens.check_splits(estimate - held_out, held_out, recipe.model.block_size)
     return estimate - held_out, held_out, None

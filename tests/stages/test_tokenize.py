@@ -13,7 +13,7 @@ from texts import FourFiles, made
 from pipelines.artifacts.manifest import File
 from pipelines.recipe import load_recipe
 from pipelines.stage import Work
-from pipelines.stages.tokenize import check_split
+from pipelines.stages.tokenize import check_splits
 from pipelines.text.receipts import existing_receipts
 from pipelines.text.shard_writer import SplitShard
 from trainer.data.shards import read_shard
@@ -71,5 +71,5 @@ def test_a_text_without_a_training_sequence_is_refused() -> None:
     recipe = load_recipe("smoke", SMALL)
     config = recipe.tokens.model_copy(update={"shard_tokens": 1500, "val_shards": 2})
     shards = [SplitShard(File(f"{name}.bin", "", 0, ""), n) for name, n in (("val_000000", 1500), ("val_000001", 9))]
-    with pytest.raises(UserError, match="no training sequence"):
-        check_split(recipe.model_copy(update={"tokens": config}), shards)
+    with pytest.raises(UserError, match="no training shard holds a sequence"):
+        check_splits(recipe.model_copy(update={"tokens": config}), shards)

@@ -150,7 +150,7 @@ def without_documents(folder: Path) -> None:
         (
             lambda f: write_shard(f / "fineweb_val_000000.bin", np.full(8, 5, np.uint16)),
             (),
-            r"has no val shard with a sequence of 8 \+ 1 tokens",
+            "no validation shard holds a sequence of 9 tokens: the largest has 8",
         ),
         (lambda f: None, ("tokens.max_tokens=500000",), "tokens.max_tokens: llmc:.* is adopted as it is; set"),
         (
