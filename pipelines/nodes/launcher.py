@@ -91,7 +91,7 @@ def run_ranks(folder: Path, cache: Path, grace_seconds: float, address: NodeAddr
     """Start the ranks of a node, `early` ones first, and wait for them. Returns the exit code."""
     from torch.distributed import TCPStore
 
-    spec, killed_for_memory = RankSpec.read(folder), kills_for_memory()
+    spec = RankSpec.read(folder)
     port = spec.port
     if address.rank == 0:
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -125,10 +125,8 @@ def run_ranks(folder: Path, cache: Path, grace_seconds: float, address: NodeAddr
             deadline = min(deadline, time.monotonic() + FAILING_SECONDS)
     for number, rank in ranks.items():
         if rank.exitcode and rank.exitcode < 0:
-            memory = kills_for_memory() != killed_for_memory
-            why = ", and the kernel killed a process for lack of memory" if memory else ""
             with suppress(OSError):  # a full disk: the pipeline's process detects it on its own
-                text = f"rank {number} was killed by {signal_name(-rank.exitcode)}{why}"
+                text = f"rank {number} was killed by {signal_name(-rank.exitcode)}"
                 (folder / f"{KILLED}-{number}.txt").write_text(text)
     for rank in ranks.values():
         rank.kill()
@@ -161,14 +159,6 @@ def make_context(device: int) -> None:
         cuda.cuInit(0)
         cuda.cuDeviceGet(ctypes.byref(handle), device)
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
-
-
-def kills_for_memory() -> str | None:
-    """The kernel's count of processes that it killed for lack of memory; None if it does not tell."""
-    with suppress(OSError):
-        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-        return counts.get("oom_kill")
-    return None
 
 
 if __name__ == "__main__":

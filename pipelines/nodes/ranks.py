@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pipelines.nodes.address import NodeAddress, interface_to
 from pipelines.nodes.launcher_process import prepared_launcher
@@ -31,6 +31,7 @@ from pipelines.nodes.results import (
 )
 from pipelines.recipe import Recipe
 from trainer.health import STUCK as STUCK_LINE
+from trainer.record import StoredRecord, record_in
 
 RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; imported by name, because stages are above this layer
 SPEC_FILE = "spec.json"
@@ -42,7 +43,7 @@ FAILING_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
-class RankSpec:
+class RankSpec(StoredRecord):
     """The task of all ranks of an attempt. Node 0 writes it; the ranks of every node read it."""
 
     started: float  # unix seconds at which the pipeline's clock enters the phase "ranks"
@@ -60,18 +61,13 @@ class RankSpec:
     weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
     tune: str | None = None  # name of a step of tuning: the ranks tune the model in the folder `weights`
 
-    def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"recipe": self.recipe.model_dump()}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """KeyError, TypeError or ValueError for values that another version wrote."""
-        return cls(**values | {"recipe": Recipe.model_validate(values["recipe"])})
+    def to_json(self) -> bytes:
+        return json.dumps(vars(self) | {"recipe": self.recipe.model_dump()}).encode()
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """The spec in the attempt's folder on this node."""
-        return cls.from_json(json.loads((folder / SPEC_FILE).read_text()))
+        return record_in(cls, (folder / SPEC_FILE).read_bytes(), str(folder / SPEC_FILE))
 
 
 def start_ranks(
@@ -79,7 +75,7 @@ def start_ranks(
 ) -> subprocess.Popen[bytes]:
     """Start this node's ranks. Returns their launcher: after SIGTERM, it kills ranks that still save after
     `grace_seconds`."""
-    (folder / SPEC_FILE).write_text(json.dumps(spec.to_json()))
+    (folder / SPEC_FILE).write_bytes(spec.to_json())
     (folder / LOG_FILE).touch()
     environment = dict(os.environ)
     if address.count > 1 and (interface := interface_to(address.first)):
@@ -127,26 +123,28 @@ def kill_ranks(launcher: subprocess.Popen[bytes]) -> None:
 
 def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:
     """How the ranks of this node ended, by its exit code and by the files in their attempt's folder."""
+    files = sorted(folder.glob("*-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    # By kind, the rank that failed first and its error: the other ranks only fail because of it.
+    first = {kind: (rank, path) for path in reversed(files) for kind, _, rank in [path.stem.rpartition("-")]}
+    errors = {kind: path.read_text() for kind, (_, path) in first.items()}
     for kind in RERAISED:
-        for message in error_messages(folder, kind):
-            return NodeResult(node, kind, message)
+        if kind in errors:
+            return NodeResult(node, kind, errors[kind])
     if not exit_code:
         return NodeResult(node)
     log = (folder / LOG_FILE).read_text(errors="replace").splitlines()
-    if line := first_line_with(HARDWARE_ERRORS, [*error_messages(folder, GPU), *log]):
-        failed = [path for kind in (GPU, KILLED, PEER, FAULT) for path in error_files(folder, kind)]
-        rank = f", rank {failed[0].stem.rpartition('-')[2]}" if failed else ""
+    if line := first_line_with(HARDWARE_ERRORS, [*errors.get(GPU, "").splitlines(), *log]):
+        rank = next((f", rank {first[kind][0]}" for kind in (GPU, KILLED, PEER, FAULT) if kind in first), "")
         return NodeResult(node, GPU, f"GPU fault: {line}{rank} on node {node} ({platform.node()})")
     for line in (line for line in log if STUCK_LINE in line):
         return NodeResult(node, STUCK, line)
-    for cause in error_messages(folder, KILLED):
-        return NodeResult(node, KILLED, cause)
+    if KILLED in errors:
+        return NodeResult(node, KILLED, errors[KILLED])
     if exit_code < 0:
         return NodeResult(node, KILLED, f"the launcher of node {node} was killed by {signal_name(-exit_code)}")
-    if not (faults := error_messages(folder, FAULT)):
-        for message in error_messages(folder, PEER):
-            return NodeResult(node, PEER, f"{message}, seen on node {node} ({platform.node()})")
-    return NodeResult(node, FAULT, [*faults, "\n".join(log[-LOG_LINES:])][0])
+    if PEER in errors and FAULT not in errors:
+        return NodeResult(node, PEER, f"{errors[PEER]}, seen on node {node} ({platform.node()})")
+    return NodeResult(node, FAULT, errors.get(FAULT) or "\n".join(log[-LOG_LINES:]))
 
 
 def leave_error_message(error: Exception, folder: Path) -> None:
@@ -154,13 +152,3 @@ def leave_error_message(error: Exception, folder: Path) -> None:
     kind, message = kind_and_message(error, folder)
     with suppress(OSError):  # a full disk: the pipeline's process detects it on its own
         (folder / f"{kind}-{os.environ.get('RANK', '0')}.txt").write_text(message)
-
-
-def error_messages(folder: Path, kind: str) -> list[str]:
-    """Error messages of failed ranks, the first failure first: the other ranks only fail because of it."""
-    return [path.read_text() for path in error_files(folder, kind)]
-
-
-def error_files(folder: Path, kind: str) -> list[Path]:
-    """The files of these messages."""
-    return sorted(folder.glob(f"{kind}-*.txt"), key=lambda path: path.stat().st_mtime_ns)

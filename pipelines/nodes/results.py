@@ -27,6 +27,8 @@ KILLED = "killed"  # kind: a signal ended a rank or the launcher
 GONE = "gone"  # kind: a signal ended a worker's command, so its node starts no ranks again
 STUCK = "stuck"  # kind: the watchdog ended ranks that made no progress
 FAULT = "fault"  # kind: any other error; it also names the ranks' error files
+# Of the results of several nodes, one of an earlier kind explains those of later ones.
+KINDS = (*RERAISED, GPU, STUCK, GONE, KILLED, FAULT, PEER)
 # Parts of the messages of CUDA and of the driver.
 HARDWARE_ERRORS = (
     "uncorrectable ECC error",
@@ -55,7 +57,7 @@ class NodeResult:
     """How the ranks of a node ended."""
 
     node: int
-    kind: str | None = None  # of the error: one of RERAISED, GPU, PEER, KILLED, GONE, STUCK or FAULT; None: success
+    kind: str | None = None  # of the error: one of KINDS; None: success
     message: str = ""
     host: str = field(default_factory=platform.node)
 
@@ -64,6 +66,11 @@ class NodeResult:
         """The error that node 0 raises for a failed node."""
         assert self.kind, self
         return RERAISED.get(self.kind, RuntimeError)(self.message)
+
+
+def cause_of(results: Iterable[NodeResult]) -> NodeResult | None:
+    """The result that explains the others, of equal ones the first node's; None if all ranks succeeded."""
+    return min((one for one in results if one.kind), key=lambda one: KINDS.index(str(one.kind)), default=None)
 
 
 def kind_and_message(error: Exception, folder: Path) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from pipelines.nodes.results import NodeResult
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Attempt
 from trainer.errors import UserError
 from trainer.process import Background, StopSignal
-from trainer.record import Count, StoredRecord, UnixSeconds, decoded, reading, record_at
+from trainer.record import Count, StoredRecord, UnixSeconds, record_at
 from trainer.store import Store
 
 POLL_SECONDS = 2.0  # between two looks into the store
@@ -53,18 +53,12 @@ def key_of_spec(prefix: str, attempt: int) -> str:
 
 def write_spec(store: Store, spec: RankSpec) -> None:
     """Let the workers start their ranks."""
-    store.put(key_of_spec(spec.prefix, spec.attempt), json.dumps(spec.to_json()).encode())
+    store.put(key_of_spec(spec.prefix, spec.attempt), spec.to_json())
 
 
 def read_spec(store: Store, prefix: str, attempt: int) -> RankSpec | None:
-    """The task of the ranks of an attempt; None before node 0 has written it. DamagedRecord."""
-    key = key_of_spec(prefix, attempt)
-    body = store.get(key)
-    if body is None:
-        return None
-    values = decoded(body, f"{store.uri}/{key}")
-    with reading(f"{store.uri}/{key}"):
-        return RankSpec.from_json(values)
+    """The task of the ranks of an attempt; None before node 0 has written it. DamagedRecord, or NewerRecord."""
+    return record_at(RankSpec, store, key_of_spec(prefix, attempt))
 
 
 class Workers:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from pipelines.nodes.ranks import (
     wait_for_orphans,
     wait_or_kill,
 )
-from pipelines.nodes.results import FAULT, GONE, GPU, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult
+from pipelines.nodes.results import GONE, GPU, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult, cause_of
 from pipelines.nodes.workers import Workers
 from pipelines.screen import Bar
 from pipelines.stage import Work
@@ -212,33 +212,31 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
     results = [result_of_ranks(0, work.folder, exit_code)]
     if workers and exit_code:
         results += workers.wait_for_results()
-    first = {result.kind: result for result in reversed(results)}  # of each kind, the first node's
-    for kind in RERAISED:
-        if kind in first:
-            raise after_outage(work, first[kind]) if kind == UNAVAILABLE else first[kind].error
-    if not exit_code:
+    if (cause := cause_of(results)) is None:
         return
+    if (kind := cause.kind) in RERAISED:
+        raise after_outage(work, cause) if kind == UNAVAILABLE else cause.error
 
-    def crashed(cause: str, ending: type[Interrupted] = Interrupted) -> Exception:
-        work.report(killed=cause)
-        return after_crash(work.store, work.plan.prefix, work.attempt.number, cause, ending)
+    def crashed(message: str, ending: type[Interrupted] = Interrupted) -> Exception:
+        work.report(killed=message)
+        return after_crash(work.store, work.plan.prefix, work.attempt.number, message, ending)
 
-    if GPU in first and work.stop.ending is Interrupted:
-        raise crashed(first[GPU].message)
+    if kind == GPU and work.stop.ending is Interrupted:
+        raise crashed(cause.message)
     if workers and workers.lost and work.stop.ending is Interrupted:
         raise Interrupted(f"node {workers.lost[0]} is lost")
     if work.stop.asked:
         raise work.stop.interruption()
-    if STUCK in first and workers and workers.absent:  # no interruption: rented nodes would otherwise retry for ever
+    if kind == STUCK and workers and workers.absent:  # no interruption: rented nodes would otherwise retry for ever
         raise UserError(
             f"node {workers.absent[0]} of {workers.address.count} did not start its ranks within "
             f"{START_MINUTES:.0f} min; run this command on all nodes, and let them reach {workers.address.first}"
         )
-    if STUCK in first:
-        raise crashed(first[STUCK].message)
-    if cause := cause_of_crash(results):
-        ending = Interrupted if GONE in first else Crashed
-        raise crashed(cause if step is None else f"{cause} after step {step:,}", ending)
+    if kind == STUCK:
+        raise crashed(cause.message)
+    if kind in (GONE, KILLED, PEER):
+        after = "" if step is None else f" after step {step:,}"
+        raise crashed(f"{cause.message}{after}", Interrupted if kind == GONE else Crashed)
     messages = "\n".join(result.message for result in results if result.kind)
     raise RuntimeError(
         f"the processes of {work.plan.stage} failed; their output is in {work.folder / LOG_FILE}:\n{messages}"
@@ -259,13 +257,6 @@ def after_outage(work: Work, result: NodeResult) -> Exception:
         if unsaved and isinstance(ending, RepeatedCrash):
             return ending
     return result.error
-
-
-def cause_of_crash(results: Iterable[NodeResult]) -> str | None:
-    """The message of a node whose command or rank was killed, before those of nodes whose ranks lost this peer; None if
-    a fault explains the lost peers."""
-    messages = {result.kind: result.message for result in reversed(list(results))}  # of each kind, the first
-    return messages.get(GONE) or messages.get(KILLED) or (None if FAULT in messages else messages.get(PEER))
 
 
 def describe(step: int, metrics: Mapping[str, float]) -> str:

@@ -149,7 +149,7 @@ def test_a_worker_waits_for_an_attempt_that_lives(store: LocalStore, clock: Cloc
     assert first.state in worker.ENDED
 
 
-def test_a_worker_leaves_resumable_once_node_0_is_silent_but_not_while_the_store_is_away(
+def test_a_worker_leaves_resumable_once_node_0_is_silent_or_never_came_but_not_while_the_store_is_away(
     store: LocalStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = FirstNode(store, [TOKENS, TRAIN])
@@ -164,13 +164,10 @@ def test_a_worker_leaves_resumable_once_node_0_is_silent_but_not_while_the_store
     clock.now += worker.RECORD_SECONDS + 1
     with pytest.raises(Interrupted, match="node 0 is lost"):
         first.look()
-
-
-def test_a_worker_that_finds_no_node_0_leaves_resumable(store: LocalStore, clock: Clock) -> None:
-    first = FirstNode(store, [TOKENS, TRAIN])
+    none = FirstNode(store, [TOKENS])
     clock.now += worker.JOIN_SECONDS + 1
     with pytest.raises(Interrupted, match="node 0 does not start the training"):
-        first.look()
+        none.look()
 
 
 def test_a_crash_of_a_workers_command_is_counted_by_node_0(of_node_0: Workers, attempt: Attempt) -> None:

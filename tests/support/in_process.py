@@ -1,6 +1,5 @@
 """`skytrain` in the process of the tests: without a start of Python, and with the ranks of a run as a thread."""
 
-import json
 import os
 import signal
 import subprocess
@@ -84,7 +83,7 @@ def start_ranks_here(spec: Any, folder: Path, home: Path, grace: int, address: A
 
     if spec.processes > 1 or address.count > 1:
         return ranks.start_ranks(spec, folder, home, grace, address)
-    (folder / ranks.SPEC_FILE).write_text(json.dumps(spec.to_json()))
+    (folder / ranks.SPEC_FILE).write_bytes(spec.to_json())
     return RanksInThread(folder, home / "cache")
 
 
