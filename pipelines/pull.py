@@ -68,13 +68,10 @@ def files_of(manifest: Manifest, format: str | None, run: str) -> list[File]:
 
 def is_present(path: Path, file: File) -> bool:
     """Whether a file is there from an earlier pull. UserError if something else is."""
-    try:
-        if not os.path.lexists(path):
-            return False
-        if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
-            return True
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); choose another folder") from error
+    if not os.path.lexists(path):
+        return False
+    if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
+        return True
     raise UserError(f"{path}: another file is there; choose an empty folder, or remove it")
 
 

@@ -20,8 +20,6 @@ from pipelines.tracking.runs import find_run
 from trainer.errors import UserError
 from trainer.process import failpoint
 
-NEEDS = {"gguf": "gguf"}  # packages of the extra `formats`
-
 
 class Format(Protocol):
     """A module of pipelines/formats, except for hf."""
@@ -73,9 +71,8 @@ def build(work: Work) -> Built:
 
 def check_packages(formats: list[str]) -> None:
     """UserError if a package that a format needs is not installed."""
-    for name in formats:
-        if (package := NEEDS.get(name)) and not importlib.util.find_spec(package):
-            raise UserError(
-                f"export.formats: {name} needs the package {package}: make install, pip install {package}, "
-                "or leave the format out; then run the same command again"
-            )
+    if "gguf" in formats and not importlib.util.find_spec("gguf"):
+        raise UserError(
+            "export.formats: gguf needs the package gguf: make install, pip install gguf, or leave the format out; "
+            "then run the same command again"
+        )

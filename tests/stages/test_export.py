@@ -231,8 +231,8 @@ def test_a_format_without_its_package_is_refused_before_any_work(
 ) -> None:
     work = tiny_work(tmp_path, "export")
     work.recipe = work.recipe.model_copy(update={"export": work.recipe.export.model_copy(update={"formats": ["gguf"]})})
-    monkeypatch.setitem(export.NEEDS, "gguf", "no_such_package")
-    with pytest.raises(UserError, match=r"export.formats: gguf needs the package no_such_package: make install"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"export.formats: gguf needs the package gguf: make install"):
         export.build(work)
     assert not list(work.folder.iterdir())
 
@@ -261,19 +261,11 @@ def test_the_card_names_the_first_weights_and_the_scores() -> None:
         return Manifest(stage, stage, "f" * 64, {}, {}, (), {}, facts, "run", 1, 1.0)
 
     source, scores = f"run:wsd-1a@50@sha256:{'d' * 64}", {"val/loss": 2.5, "eval/core": 0.1}
-    evaluated = made("evaluate", **scores)
-    trained = made("train", steps=60)
-    stages = {"tokenize": made("tokenize"), "evaluate": evaluated}
-    card = model_card(load_recipe("smoke", [f"train.branch_from={source}"]), stages | {"train": trained}, None)
+    stages = {"tokenize": made("tokenize"), "train": made("train", steps=60), "evaluate": made("evaluate", **scores)}
+    card = model_card(load_recipe("smoke", [f"train.branch_from={source}"]), stages, None)
     assert "| first weights | the whole state of run:wsd-1a@50 (sha256 dddddddddddd) |" in card
     assert "| validation loss, nats per token | 2.5000 |" in card
     assert "| CORE (DCLM), centred accuracy | 0.1000 |" in card
-    card = model_card(
-        load_recipe("smoke", ["train.init_from=/data/mine/gpt2.bin"]), stages | {"train": made("train")}, None
-    )
-    assert "| first weights | the weights of gpt2.bin |" in card
-    card = model_card(load_recipe("smoke"), stages | {"train": made("train")}, None)
-    assert "| first weights | random, from the seed 1337 |" in card
 
 
 @pytest.mark.parametrize(
