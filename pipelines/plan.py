@@ -24,8 +24,6 @@ class StagePlan:
     artifact: str  # prefix
     fingerprint: str
     exists: bool
-    sibling: str | None = None  # prefix of the finished artifact of the same name that differs in the fewest fields
-    differs: Mapping[str, Mapping[str, Any]] | None = None  # field -> its value "here" and "there", in the sibling
     why: str | None = None  # the reason if it does not exist, and something of its name does
     longer: str | None = None  # how to continue the sibling, whose training this one repeats from step 0 and exceeds
 
@@ -111,8 +109,7 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
     why = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}"
     longer = how_to_continue(store, sibling, differs)
     why = f"{why}; {longer}" if longer else why
-    values = {field: {"here": a, "there": b} for field, (a, b) in differs.items()}
-    return StagePlan(plan.prefix, plan.fingerprint, False, sibling.prefix, values, why, longer)
+    return StagePlan(plan.prefix, plan.fingerprint, False, why, longer)
 
 
 def how_to_continue(store: Store, sibling: Manifest, differs: Mapping[str, tuple[Any, Any]]) -> str | None:

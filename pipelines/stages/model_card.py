@@ -36,7 +36,7 @@ LIMITS = (
 
 def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) -> str:
     """The card of an export. `made` has the artifacts by stage; without `run` the card names no cost."""
-    from huggingface_hub import EvalResult, ModelCardData
+    from huggingface_hub import ModelCardData
 
     model, train, facts = recipe.model, recipe.train, made["train"].facts
     evaluated = made["evaluate"].facts if "evaluate" in made else {}
@@ -75,18 +75,11 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
         "## Reproduce\n\n" + reproduction(recipe, made["train"]),
         "## Intended use and limits\n\n" + LIMITS,
     ]
-    results = [
-        EvalResult("text-generation", of, of, metric, value, metric_name=SCORES.get(name, name))
-        for name, value in scores.items()
-        for of, _, metric in (name.partition("/"),)
-    ]
     metadata = ModelCardData(  # of the Hub. The licence of the weights is left to their owner.
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=[model.hf_config()["model_type"], "skytrain"],
         datasets=[one.source.removeprefix(HUB) for one in recipe.tokens.each() if one.source.startswith(HUB)] or None,
-        model_name=recipe.name,
-        eval_results=results or None,
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 

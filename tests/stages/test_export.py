@@ -249,7 +249,6 @@ def test_the_card_holds_what_the_run_measured_and_cost(undisturbed: Callable[[in
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
     loss = project.artifact("evaluate").facts["val/loss"]
     assert f"{loss:.4f}" in card.text and "skytrain run recipe.yaml" in card.text
-    assert ("loss", loss) in [(result.metric_type, result.metric_value) for result in card.data.eval_results]
     assert project.artifact("train").provenance["git_commit"] in card.text
     assert "machine hours in " in card.text and "| tokens trained on | 61,440 in 60 steps of 1,024 |" in card.text
     recipe = card.text.split("```yaml\n")[1].split("```")[0]
