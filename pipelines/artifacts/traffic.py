@@ -1,25 +1,18 @@
 """The bytes that the processes of this machine exchange with buckets, and their requests: clouds bill both.
 
-Every process counts in a file of its own in one folder, which SKYTRAIN_TRAFFIC names to child processes. The file is
-mapped into memory, so a killed process takes no byte of the bill with it.
+The processes append what they count to one file in memory, which SKYTRAIN_TRAFFIC names to child processes. So a killed
+process takes no byte of the bill with it, and a full disk loses none.
 """
 
-import fcntl
-import mmap
 import os
-import shutil
 import struct
-import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from operator import add, sub
-from pathlib import Path
 from typing import Any, Self
 
-PREFIX = "skytrain-traffic-"  # of the name of such a folder
-FOLDER = "SKYTRAIN_TRAFFIC"
+FILE = "SKYTRAIN_TRAFFIC"
 NUMBERS = struct.Struct("<QQQQ")
 GB = 1 << 30  # as clouds bill it
 
@@ -40,42 +33,10 @@ class Traffic:
         return Traffic(*map(sub, astuple(self), astuple(other)))
 
 
-class _Counter:
-    """The traffic of this process; in its file, if there is a folder that takes one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._numbers: mmap.mmap | bytearray = bytearray(NUMBERS.size)
-        self._place: tuple[str, int] | None = None  # the folder and the process of `_numbers`
-
-    def add(self, more: Traffic) -> None:
-        with self._lock:
-            self._settle()
-            NUMBERS.pack_into(self._numbers, 0, *astuple(Traffic(*NUMBERS.unpack_from(self._numbers)) + more))
-
-    def read(self) -> Traffic:
-        with self._lock:
-            self._settle()
-            return Traffic(*NUMBERS.unpack_from(self._numbers))
-
-    def _settle(self) -> None:
-        """Count in the file from now on. After a fork the child begins with a file of its own."""
-        place = (os.environ.get(FOLDER, ""), os.getpid())
-        if place == self._place:
-            return
-        self._place, self._numbers = place, bytearray(NUMBERS.size)
-        if place[0]:
-            with suppress(OSError), open(Path(place[0]) / str(place[1]), "x+b", buffering=0) as file:
-                file.write(bytes(NUMBERS.size))  # takes its block of the disk now: a full one would kill a map
-                self._numbers = mmap.mmap(file.fileno(), NUMBERS.size)
-
-
-_counter = _Counter()
-
-
 def count(more: Traffic) -> None:
-    """Add to the traffic of this process."""
-    _counter.add(more)
+    """Add to the traffic of the processes that count together."""
+    with suppress(KeyError, OSError), open(os.environ[FILE], "ab", buffering=0) as file:  # each write is atomic
+        file.write(NUMBERS.pack(*astuple(more)))
 
 
 def count_request(event_name: str, request: Any, **_: Any) -> None:
@@ -96,42 +57,22 @@ def count_answer(event_name: str, parsed: dict[str, Any], **_: Any) -> None:
 
 
 def traffic_here() -> Traffic:
-    """The traffic so far of all processes that count in this one's folder; without a folder, those of this process."""
-    own = _counter.read()
+    """The traffic so far of all processes that count together with this one; nothing outside of `counted_together`."""
+    import numpy as np
+
     try:
-        bodies = [file.read_bytes() for file in Path(os.environ[FOLDER]).iterdir()]
+        return Traffic(*np.fromfile(os.environ[FILE], "<u8").reshape(-1, 4).sum(0).tolist())
     except (KeyError, OSError):
-        return own
-    return sum((Traffic(*NUMBERS.unpack(body)) for body in bodies if len(body) == NUMBERS.size), Traffic())
-
-
-def _locked(folder: Path) -> int:
-    """A descriptor of the folder, which no other process has locked. OSError if one has."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+        return Traffic()
 
 
 @contextmanager
 def counted_together() -> Iterator[None]:
-    """Within it, this process and its children count in one folder. Removes those of commands that were killed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, or in use
-            os.close(_locked(left))
-            shutil.rmtree(left)
-    folder, before = tempfile.mkdtemp(prefix=PREFIX), os.environ.get(FOLDER)
-    lock = _locked(Path(folder))
-    os.environ[FOLDER] = folder
+    """Within it, this process and its children count together."""
+    file = os.memfd_create("skytrain-traffic")
+    os.environ[FILE] = f"/proc/{os.getpid()}/fd/{file}"
     try:
         yield
     finally:
-        os.close(lock)
-        if before is None:
-            del os.environ[FOLDER]
-        else:
-            os.environ[FOLDER] = before
-        shutil.rmtree(folder, ignore_errors=True)
+        del os.environ[FILE]
+        os.close(file)

@@ -1,17 +1,15 @@
 """The bytes that are exchanged with a bucket, counted over processes that die."""
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from servers import S3Account
 
 from pipelines.artifacts.s3_store import S3Store
-from pipelines.artifacts.traffic import FOLDER, Traffic, count, counted_together, traffic_here
+from pipelines.artifacts.traffic import Traffic, count, counted_together, traffic_here
 from trainer.store import PART_BYTES
 
 KILLED = """
@@ -32,8 +30,6 @@ def test_the_bytes_of_processes_that_are_killed_stay_in_the_sum() -> None:
         died = subprocess.run([sys.executable, "-c", KILLED])
         assert died.returncode == -signal.SIGKILL
         assert traffic_here() == Traffic(sent=112, received=1003)
-        folder = Path(os.environ[FOLDER])
-    assert not folder.exists() and FOLDER not in os.environ
 
 
 def test_every_body_to_and_from_a_bucket_counts_shown_on_motos_imitation(
@@ -54,15 +50,3 @@ def test_every_body_to_and_from_a_bucket_counts_shown_on_motos_imitation(
         s3_store.delete("small")
         # A listing is as dear as a put. Three parts are read, and three other ranges.
         assert traffic_here() == Traffic(size + 3, size + 3 + 2 + 20, writes + 1, 3 + 3)
-
-
-def test_the_counters_of_a_killed_command_are_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "skytrain-traffic-killed").mkdir()
-    with counted_together():
-        used = Path(os.environ[FOLDER])
-        with counted_together():
-            assert used.exists() and len(list(tmp_path.iterdir())) == 2
-    assert not list(tmp_path.iterdir())
