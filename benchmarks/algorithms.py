@@ -1,6 +1,6 @@
 """cuBLASLt's algorithms for the products of a recipe's fused step, on a hot card: the source of gemm.PREFERRED.
 
-    python -m benchmarks.algorithms modern-d24 --micro-batch 16 --precision fp8_head
+    python -m benchmarks.algorithms modern-d24 --set train.precision=fp8_head
 
 The algorithm that is fastest in a short burst is not the fastest on a card at its power limit (trainer/fused/gemm.py).
 So a product heats the card for ten seconds. Then, for each product of a micro-batch, all candidates of cuBLASLt's
@@ -20,10 +20,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks import median_ms
+from benchmarks import median_ms, run_as_command
 from pipelines.bench.measure import bench_recipe
 from pipelines.recipe import Recipe
 from trainer.engine import make_engine
+from trainer.errors import UserError
 from trainer.fused import gemm
 from trainer.fused.gemm import ALIGNMENT_BYTES, Lt, Matrix, ProductPlan, Request
 from trainer.parallel import World
@@ -147,15 +148,13 @@ def print_entries(by_key: dict[Key, list[Counted]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe")
-    parser.add_argument("--micro-batch", type=int, required=True, help="sequences")
-    parser.add_argument("--precision", default="bf16")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="section.field=value")
     options = parser.parse_args()
-    fixed = [f"train.precision={options.precision}", "runtime.engine=fused"]
-    fixed += [f"runtime.micro_batch_size={options.micro_batch}"]
-    recipe = bench_recipe(options.recipe, [*fixed, *options.changes])
+    recipe = bench_recipe(options.recipe, ["runtime.engine=fused", *options.changes])
+    if recipe.runtime.micro_batch_size == "auto":
+        raise UserError("runtime.micro_batch_size: auto; name the sequences of a micro-batch, by --set")
     world = World.start(recipe.runtime)
-    counts = products_of(recipe, world, options.micro_batch)
+    counts = products_of(recipe, world, recipe.runtime.micro_batch_size)
     torch.cuda.empty_cache()
     lt = lt_of(world)
     product = Product(lt, max(counts, key=lambda request: counts[request]))
@@ -167,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_as_command(main)

@@ -1,7 +1,7 @@
 """The speed of 1, 2, 4 … GPUs together, against the sum of the same GPUs working alone at the same time.
 
-    python -m benchmarks.scaling gpt2-124m --micro-batch 64 --gpus 8
-    python -m benchmarks.scaling gpt2-1558m --micro-batch 16 --gpus 8 --precision fp8_head
+    python -m benchmarks.scaling gpt2-124m --gpus 8
+    python -m benchmarks.scaling gpt2-1558m --gpus 8 --set train.precision=fp8_head
 
 Cards of one host differ by some percent, and all of them share its power and air. So every GPU first runs
 `skytrain bench` by itself, all at the same time; then torchrun runs it on the first n. The batch of a GPU is the same
@@ -45,12 +45,12 @@ def measured(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 def compare(recipe: str, options: list[str], gpu_tokens: int, gpus: int) -> None:
     """Print the speed of the GPUs alone at the same time, then of 2, 4, … and all of them together."""
-    common = [recipe, "--json", *options, "--batch-tokens"]
-    processes = [started([*common, str(gpu_tokens)], range(gpu, gpu + 1), gpus) for gpu in range(gpus)]
+    common, batch = [recipe, "--json", *options, "--set"], "train.batch_tokens={}".format
+    processes = [started([*common, batch(gpu_tokens)], range(gpu, gpu + 1), gpus) for gpu in range(gpus)]
     alone = [measured(process)["tokens_per_second"]["median"] for process in processes]
     print("alone, at the same time: " + ", ".join(f"{speed:,.0f}" for speed in alone), flush=True)
     for count in sorted({*(2**power for power in range(1, gpus.bit_length())), gpus} - {1}):
-        together = measured(started([*common, str(count * gpu_tokens)], range(count), gpus))
+        together = measured(started([*common, batch(count * gpu_tokens)], range(count), gpus))
         speed, memory = together["tokens_per_second"], together["allocated_bytes"]
         print(
             f"{count} GPUs: {speed['median']:,.0f} tokens/s [{speed['low_quartile']:,.0f} … "
@@ -65,16 +65,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", nargs="?", default="gpt2-124m")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="at least 2 [all]")
-    parser.add_argument("--micro-batch", default="auto", help="sequences of a micro-batch")
     parser.add_argument("--gpu-tokens", type=int, help="tokens of a step on a GPU [the recipe's batch / GPUs]")
-    parser.add_argument("--precision", default="auto")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="section.field=value")
     parser.add_argument("--steps", type=int, default=20)
     chosen = parser.parse_args()
     if chosen.gpus < 2:
         parser.error("--gpus: one GPU has nothing to scale; name 2 or more")
     gpu_tokens = chosen.gpu_tokens or load_recipe(chosen.recipe).train.batch_tokens // chosen.gpus
-    options = ["--micro-batch", chosen.micro_batch, "--precision", chosen.precision, "--steps", str(chosen.steps)]
+    options = ["--steps", str(chosen.steps)]
     options += [word for change in chosen.changes for word in ("--set", change)]
     compare(chosen.recipe, options, gpu_tokens, chosen.gpus)
 

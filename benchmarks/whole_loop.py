@@ -1,6 +1,6 @@
 """The speed of `skytrain run`, with checkpoints, heartbeat and tracking, against the bare steps of `skytrain bench`.
 
-    python -m benchmarks.whole_loop SHARDS gpt2-124m --gpus 8 --steps 400 --micro-batch 64
+    python -m benchmarks.whole_loop SHARDS gpt2-124m --gpus 8 --steps 400
 
 SHARDS holds llm.c's shards, which both read. bench, the run and bench again take turns on the same GPUs. The run has a
 store in a temporary folder (of --place) and the recipe's settings, without validation, whose cost depends on its length
@@ -54,7 +54,6 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="llm.c's shards, train_*.bin and val_*.bin")
     parser.add_argument("recipe", nargs="?", default="gpt2-124m")
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()))
-    parser.add_argument("--micro-batch", default="auto", help="sequences of a micro-batch")
     parser.add_argument("--steps", type=int, default=400, help="of the run")
     parser.add_argument("--after", type=int, default=40, help="steps of the run that do not count")
     parser.add_argument("--place", type=Path, help="folder for the store")
@@ -63,8 +62,7 @@ def main() -> None:
     if not 0 < chosen.after <= chosen.steps - LEAST_STEPS:
         parser.error(f"--after {chosen.after}: at least 1, and {LEAST_STEPS} less than --steps {chosen.steps}")
     fixed = [f"train.max_steps={chosen.steps}", "train.warmup_steps=0"]
-    fixed += ["train.val_every=null", "evaluate.every=null"]
-    fixed += [f"runtime.micro_batch_size={chosen.micro_batch}", f"runtime.processes={chosen.gpus}"]
+    fixed += ["train.val_every=null", "evaluate.every=null", f"runtime.processes={chosen.gpus}"]
     recipe = load_recipe(chosen.recipe, [*fixed, *chosen.changes])
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(chosen.gpus)))
     with tempfile.TemporaryDirectory(dir=chosen.place) as folder:
@@ -73,8 +71,7 @@ def main() -> None:
         tokenizer = recipe.tokens.model_dump(mode="json")["tokenizer"]
         sections["tokens"] = {"source": f"llmc://{chosen.data.resolve()}", "tokenizer": tokenizer}
         path.write_text(yaml.safe_dump(sections))
-        options = ["--micro-batch", chosen.micro_batch, "--data", str(chosen.data.resolve())]
-        options += ["--steps", str(chosen.steps - chosen.after)]
+        options = ["--data", str(chosen.data.resolve()), "--steps", str(chosen.steps - chosen.after)]
         before = bench(path, chosen.gpus, options)
         print(f"bare steps, before: {before:,.0f} tokens/s", flush=True)
         rows = [row for row in run(path, store) if row["step"] >= chosen.after]

@@ -6,7 +6,6 @@ import subprocess
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,18 +31,15 @@ class Spread:
         return cls(middle, low, high, ordered[0], ordered[-1])
 
 
-def kernel_seconds(work: Callable[[], None], trace: Path | None) -> dict[str, float]:
-    """Seconds of each kernel during `work`, the longest first. `trace`: a file for the Chrome trace."""
+def kernel_seconds(work: Callable[[], None]) -> dict[str, float]:
+    """Seconds of each kernel during `work`, the longest first."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CUDA] + ([ProfilerActivity.CPU] if trace else [])
-    with profile(activities=activities) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
-    if trace:
-        profiler.export_chrome_trace(str(trace))
     events = [e for e in profiler.key_averages() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     events.sort(key=lambda event: -event.self_device_time_total)
     return {event.key: event.self_device_time_total / 1e6 for event in events}

@@ -17,7 +17,7 @@ runs on several GPUs; rank 0 prints.
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.bench.gauges import Sensors, Spread, kernel_seconds
-from trainer.errors import Diverged, UserError
+from trainer.errors import Diverged
 
 if TYPE_CHECKING:
     import torch
@@ -75,15 +75,13 @@ class Measurement:
     kernel_seconds: dict[str, float] | None  # of a step, by name; their sum is less than the step where the GPU waits
 
 
-def bench(name: str, recipe: "Recipe", steps: int, data: Path | None, trace: Path | None) -> Measurement | None:
+def bench(name: str, recipe: "Recipe", steps: int, data: Path | None) -> Measurement | None:
     """Measure the engine of a recipe; None on every rank but 0. UserError for an engine that cannot run here."""
     from trainer.parallel import World
 
     world = World.start(recipe.runtime)
-    if trace and world.device.type != "cuda":
-        raise UserError("--trace: kernels are profiled on CUDA devices, and there is none here; leave it out")
     with training_data(recipe, data) as tokens:
-        measured = measure(name, str(data or SYNTHETIC_TEXT), recipe, tokens, world, steps, trace)
+        measured = measure(name, str(data or SYNTHETIC_TEXT), recipe, tokens, world, steps)
     world.close()
     return None if world.rank else measured
 
@@ -120,9 +118,7 @@ def training_data(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]
         yield split_of(Path(scratch))
 
 
-def measure(
-    name: str, text: str, recipe: "Recipe", data: "TokenData", world: "World", steps: int, trace: Path | None
-) -> Measurement:
+def measure(name: str, text: str, recipe: "Recipe", data: "TokenData", world: "World", steps: int) -> Measurement:
     """Warm up, time and profile the steps of a recipe."""
     import torch
 
@@ -147,7 +143,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
     with Sensors(device) as sensors:
         seconds = timed(run, steps, device)
-    kernels = kernel_seconds(run.several, trace if world.rank == 0 else None) if on_gpu else None
+    kernels = kernel_seconds(run.several) if on_gpu else None
     speeds = Spread.of(train.batch_tokens / s for s in seconds)
     peak = peak_flops(device_name) if on_gpu else None
     return Measurement(
@@ -185,10 +181,16 @@ class Steps:
     """Steps of the training loop. Each returns this rank's own loss: the ranks exchange no numbers after a step."""
 
     def __init__(
-        self, recipe: "Recipe", engine: "Engine", data: "TokenData", world: "World", micro_batch_size: int
+        self,
+        recipe: "Recipe",
+        engine: "Engine",
+        data: "TokenData",
+        world: "World",
+        micro_batch_size: int,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.recipe, self.data, self.world = recipe, data, world
-        self.engine, self.micro_batch_size = engine, micro_batch_size
+        self.engine, self.micro_batch_size, self.before_update = engine, micro_batch_size, before_update
         self.done, self.loss = 0, math.nan
 
     def step(self) -> float:
@@ -213,6 +215,7 @@ class Steps:
             self.done + 1,
             alone,
             update_first=self.engine.guarded,
+            before_update=self.before_update,
         )
         self.loss = verdict.agreed.loss
         self.done += 1

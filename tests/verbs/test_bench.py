@@ -12,7 +12,7 @@ from pipelines.cli import app
 from trainer.data.shards import write_shard
 
 TINY = [
-    "bench", "smoke", "--batch-tokens", "256", "--set", "runtime.device=cpu",
+    "bench", "smoke", "--set", "train.batch_tokens=256", "--set", "runtime={device: cpu}",
     "--set", "model={n_layer: 1, n_head: 2, n_embd: 16, block_size: 32, vocab_size: 257}",
 ]  # fmt: skip
 
@@ -43,9 +43,9 @@ def test_a_measurement_adds_up(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--steps", "19"], "--steps"),
-        (["--micro-batch", "some"], "runtime.micro_batch_size"),
-        (["--precision", "fp8"], "train.precision: fp8 needs the fused engine: it needs a CUDA device"),
-        (["--engine", "fused"], "runtime.engine: fused cannot run here: it needs a CUDA device"),
+        (["--set", "runtime.micro_batch_size=some"], "runtime.micro_batch_size"),
+        (["--set", "train.precision=fp8"], "train.precision: fp8 needs the fused engine: it needs a CUDA device"),
+        (["--set", "runtime.engine=fused"], "runtime.engine: fused cannot run here: it needs a CUDA device"),
     ],
 )
 def test_an_impossible_measurement_is_refused(options: list[str], message: str) -> None:
