@@ -2,7 +2,7 @@
 
     python -m benchmarks.beside_nanochat PATH_OF_NANOCHAT SHARDS --json RESULTS
     python -m benchmarks.beside_nanochat PATH_OF_NANOCHAT SHARDS --json RESULTS --depth 24 --speed 12 --arms ours
-    python -m benchmarks.beside_nanochat - SHARDS --json RESULTS --arms ours --without all
+    python -m benchmarks.beside_nanochat - SHARDS --json RESULTS --arms ours+ramp2 ours+ramp4
 
 PATH_OF_NANOCHAT is a checkout of github.com/karpathy/nanochat (July 2026, 92d63d4; `-`: none, for our arms alone), of
 which model, optimizer and fp8 are imported; nothing of it is part of this project. Its code computes its rates for
@@ -14,7 +14,6 @@ SHARDS is a folder of llm.c's train_*.bin and val_*.bin, for example those that 
 of --at, and the median speed of the last half of its steps. Runs that RESULTS has are not repeated, so short calls add
 up.
 Arms with +ramp let the batch grow, over as many tokens; their steps of --at are the last that those tokens suffice for.
-`--without NAME` trains ours without one of the things of nanochat that it has, by a patch: the ablation.
 """
 
 import argparse
@@ -24,10 +23,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -41,9 +38,7 @@ from trainer.data.shards import local_shards, sequences_of
 from trainer.engine import make_engine
 from trainer.errors import UserError
 from trainer.eval.evaluation import validation_loss
-from trainer.fused.flat import FlatState
-from trainer.models import modern_module
-from trainer.optim import muon, rates
+from trainer.optim import rates
 from trainer.parallel import World
 
 RECIPE = Path(__file__).parents[1] / "pipelines" / "recipes" / "modern-124m.yaml"
@@ -53,24 +48,6 @@ RAMPS = {
 }  # last batch / first batch, share of the tokens in which it grows
 OURS = ("ours", "ours-fp8_head")
 ARMS = ("nanochat", "nanochat-fp8", *OURS, *(f"{arm}+{ramp}" for arm in OURS for ramp in RAMPS))
-OLD = rates.Moments(0.8, 0.95, 1e-8, 0.0)
-FLAT = {"resid_lambdas": (1.0, 1.0), "x0_lambdas": (0.1, 0.1)}
-WITHOUT: dict[str, tuple[Any, str, Any]] = {
-    "decay of tall matrices": (muon, "factor_of", lambda *_: 1.0),
-    "equal rows": (muon, "_row_norms", lambda m: muon._norms(m) / m.size(-2) ** 0.5),
-    "NorMuon": (muon, "_even", lambda d, *_: d * max(1.0, d.size(-2) / d.size(-1)) ** 0.5),
-    "falling momentum": (rates, "LAST_MOMENTUM", 1.0),
-    "moments by group": (rates, "BESIDE_MUON", dict.fromkeys(rates.BESIDE_MUON, OLD)),
-    "epsilon 1e-10": (rates, "BESIDE_MUON", {g: m._replace(epsilon=1e-8) for g, m in rates.BESIDE_MUON.items()}),
-    "first scalars": (modern_module, "SCALARS", {**modern_module.SCALARS, **FLAT}),
-    "the step's own batch": (rates, "batch_tokens_at", lambda _, train: train.batch_tokens),
-    "vectors in float32": (FlatState, "_in_float32", lambda state: (state.master[:0], [])),
-}
-FIELDS: dict[str, dict[str, Any]] = {
-    "scaled rates": {"train": {"scale_rates": False}},
-    "queries and keys times 1.2": {"model": {"qk_scale": 1.0}},
-    "options": {"model": dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), False)},
-}
 
 
 def steps_within(tokens: int, train: TrainConfig) -> int:
@@ -78,7 +55,7 @@ def steps_within(tokens: int, train: TrainConfig) -> int:
     return next(step for step in itertools.count() if tokens_before(step + 1, train) > tokens)
 
 
-def configured(options: argparse.Namespace, precision: str, without: str, ramp: str = "") -> TrainerConfig:
+def configured(options: argparse.Namespace, precision: str, ramp: str) -> TrainerConfig:
     """The recipe at a depth, with the batch and the length of a call."""
     base, heads = read_config(RECIPE), -(-options.depth // 2)
     window = None if options.window == "L" else -(-options.T // 512) * 128
@@ -89,9 +66,8 @@ def configured(options: argparse.Namespace, precision: str, without: str, ramp: 
     more["batch_ramp_tokens"] = round(share * options.batch * options.steps) or None
     if options.speed:  # fp8 begins after the warm-up
         more["warmup_steps"] = 0
-    fields = FIELDS.get(without, {})
-    model = base.model.model_copy(update={**shape, "window": window, **fields.get("model", {})})
-    train = base.train.model_copy(update={**more, **fields.get("train", {})})
+    model = base.model.model_copy(update={**shape, "window": window})
+    train = base.train.model_copy(update=more)
     train = train.model_copy(update={"max_steps": steps_within(options.batch * options.steps, train)})
     return TrainerConfig(model=model, train=train, runtime=base.runtime)
 
@@ -162,35 +138,32 @@ class Nanochat:
         return float(total)
 
 
-def run(arm: str, without: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def run(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train an arm from a seed; its losses and its speed."""
     precise, _, ramp = arm.partition("+")
     name, _, kind = precise.partition("-")
-    with ExitStack() as patches:
-        if without in WITHOUT:
-            patches.enter_context(mock.patch.object(*WITHOUT[without]))
-        config = configured(options, "bf16" if name == "nanochat" else kind or "auto", without, ramp)
-        world = World.alone(config.runtime)
-        cuda = world.device.type == "cuda"
-        trained = (Nanochat if name == "nanochat" else Ours)(config, world, seed, kind, options.window)
-        folder, T = options.shards, options.T
-        text, val = (TokenData(local_shards(folder, k), folder.joinpath, T, seed) for k in ("train", "val"))
-        measured = {steps_within(at * options.batch, config.train): at for at in options.at}
-        losses, seconds, last = {}, [], options.speed or config.train.max_steps
-        for step in range(last):
-            began, sequences = time.perf_counter(), sequences_of(step, config.model, config.train, 0, 1)
-            batches = text.micro_batches(sequences, options.B, world.device)
-            loss = trained.step(step, batches, micro_batch_count(len(sequences), options.B))
-            if cuda:
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-            if not options.speed and (at := measured.get(step + 1)):
-                losses[at] = validation_loss(trained.loss, val, options.val_tokens, options.B, world)
-                print(f"{arm} {without}: step {step + 1}: loss {loss:.4f}, val {losses[at]:.4f}", flush=True)
-        device = torch.cuda.get_device_name() if cuda else "cpu"
-        half = range(last // 2, last)
-        speed = statistics.median(batch_tokens_at(step, config.train) / seconds[step] for step in half)
-        return {"val": losses, "last_loss": loss, "tokens_per_second": speed, "device": device}
+    config = configured(options, "bf16" if name == "nanochat" else kind or "auto", ramp)
+    world = World.alone(config.runtime)
+    cuda = world.device.type == "cuda"
+    trained = (Nanochat if name == "nanochat" else Ours)(config, world, seed, kind, options.window)
+    folder, T = options.shards, options.T
+    text, val = (TokenData(local_shards(folder, k), folder.joinpath, T, seed) for k in ("train", "val"))
+    measured = {steps_within(at * options.batch, config.train): at for at in options.at}
+    losses, seconds, last = {}, [], options.speed or config.train.max_steps
+    for step in range(last):
+        began, sequences = time.perf_counter(), sequences_of(step, config.model, config.train, 0, 1)
+        batches = text.micro_batches(sequences, options.B, world.device)
+        loss = trained.step(step, batches, micro_batch_count(len(sequences), options.B))
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        if not options.speed and (at := measured.get(step + 1)):
+            losses[at] = validation_loss(trained.loss, val, options.val_tokens, options.B, world)
+            print(f"{arm}: step {step + 1}: loss {loss:.4f}, val {losses[at]:.4f}", flush=True)
+    device = torch.cuda.get_device_name() if cuda else "cpu"
+    half = range(last // 2, last)
+    speed = statistics.median(batch_tokens_at(step, config.train) / seconds[step] for step in half)
+    return {"val": losses, "last_loss": loss, "tokens_per_second": speed, "device": device}
 
 
 def main() -> None:
@@ -199,7 +172,6 @@ def main() -> None:
     parser.add_argument("shards", type=Path)
     parser.add_argument("--json", type=Path, required=True, help="file of the results, a line each")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["nanochat", "ours", "ours-fp8_head"])
-    parser.add_argument("--without", nargs="+", default=[""], choices=["", "all", *WITHOUT, *FIELDS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     sizes = {"depth": 12, "T": 1024, "B": 64, "batch": 262_144, "steps": 450, "val-tokens": 1_048_576, "speed": 0}
     for name, default in sizes.items():
@@ -207,8 +179,6 @@ def main() -> None:
     parser.add_argument("--at", nargs="+", type=int, default=[150, 300, 450], help="steps with a validation")
     parser.add_argument("--window", choices=("L", "SSSL"), default="L")
     options = parser.parse_args()
-    if options.without == ["all"]:
-        options.without = ["", *WITHOUT, *FIELDS]
     if any(arm.startswith("nanochat") for arm in options.arms):
         if not (Path(options.nanochat) / "nanochat" / "gpt.py").is_file():
             raise UserError(f"{options.nanochat}: has no nanochat/gpt.py; name a checkout of karpathy/nanochat")
@@ -217,14 +187,13 @@ def main() -> None:
     done = [json.loads(line) for line in options.json.read_text().splitlines()] if options.json.exists() else []
     for seed in options.seeds:
         for arm in options.arms:
-            for without in options.without if arm.startswith("ours") else [""]:
-                what = asked | {"arm": arm, "without": without, "seed": seed}
-                if any(what.items() <= one.items() for one in done):
-                    continue
-                line = json.dumps(what | run(arm, without, seed, options))
-                with options.json.open("a") as file:
-                    file.write(line + "\n")
-                print(line, flush=True)
+            what = asked | {"arm": arm, "seed": seed}
+            if any(what.items() <= one.items() for one in done):
+                continue
+            line = json.dumps(what | run(arm, seed, options))
+            with options.json.open("a") as file:
+                file.write(line + "\n")
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """Text in parquet on S3 to token shards on S3: the tokenize stage against the usual script.
 
-`python -m benchmarks.tokenizing make FOLDER MB [ROOT …]` writes parquet of 100 MB of text a file from the documentation
-and sources below some folders (default: all installed packages): each text once, between 200 and 200,000 characters.
-`python -m benchmarks.tokenizing FOLDER [REPEATS]` starts the S3 server of the tests (radosgw), puts the parquet there,
-and tokenizes it to shards of 100M tokens in the same bucket.
+`python -m benchmarks.tokenizing FOLDER [REPEATS]` starts the S3 server of the tests (radosgw), puts the parquet of
+FOLDER there, whose column `text` has the documents, and tokenizes it to shards of 100M tokens in the same bucket.
 
 The usual script is written as build-nanogpt's and llm.c's are: a pool of processes over `datasets`, tiktoken, an array
 for each document, a file for each shard; boto3 downloads the parquet before and uploads each file. It makes no
@@ -12,16 +10,13 @@ second, and a CPU second with the children's (the server's is not counted), and 
 pages once.
 """
 
-import hashlib
 import json
 import os
 import resource
 import signal
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,48 +30,6 @@ SHARD_TOKENS = 100_000_000
 WAYS = ("stage", "script")
 BUCKET = "tokenizing"
 SAMPLE_SECONDS = 0.5  # between two looks at the memory
-KINDS = (".py", ".pyi", ".md", ".rst", ".txt", ".html", ".c", ".h", ".cpp", ".js", ".json", ".rs", ".ts")
-
-
-def texts(roots: list[Path]) -> Iterator[str]:
-    """Each text below some folders once, in the order of paths."""
-    seen = set()
-    for path in (path for root in roots for path in sorted(root.rglob("*"))):
-        if path.suffix not in KINDS or path.is_symlink() or not path.is_file():
-            continue
-        if not 200 <= path.stat().st_size <= 200_000:
-            continue
-        content = path.read_bytes()
-        digest = hashlib.blake2b(content, digest_size=8).digest()
-        if digest not in seen:
-            seen.add(digest)
-            yield content.decode(errors="replace")
-
-
-def make(folder: Path, megabytes: int, roots: list[Path]) -> None:
-    """Write the texts below some folders as parquet, at most so many megabytes of text."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    folder.mkdir(parents=True, exist_ok=True)
-    rows: list[str] = []
-    size = written = files = 0
-
-    def write() -> None:
-        nonlocal rows, size, written, files
-        pq.write_table(pa.table({"text": rows}), folder / f"{files:03d}.parquet", row_group_size=1000)
-        rows, size, written, files = [], 0, written + size, files + 1
-
-    for text in texts(roots):
-        rows.append(text)
-        size += len(text.encode())
-        if size >= 100_000_000:
-            write()
-        if written + size >= megabytes * 1_000_000:
-            break
-    if rows:
-        write()
-    print(f"{written / 1e6:,.0f} MB of text in {files} files")
 
 
 def stage(source: str, work: Path) -> int:
@@ -219,10 +172,6 @@ def compare(repeats: int) -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["make", folder, size, *roots]:
-            installed = [Path(one) for one in sys.path if one.endswith("site-packages")]
-            stdlib = Path(sysconfig.get_path("stdlib"))
-            make(Path(folder), int(size), [Path(root) for root in roots] or [*installed, stdlib])
         case ["one", way, place]:
             print(json.dumps(one(way, place)))
         case [folder, *rest] if len(rest) <= 1:

@@ -5,7 +5,7 @@ server of its own, in several processes, that speaks as much of S3 as a transfer
 saves a checkpoint, loads it, uploads a file and downloads it, verified, in rounds. The server takes cores, too: on a
 machine with few, they are the limit, and the client's own seconds of processor time a GB show more; or slower
 connections, of as many as a machine with --cores opens. With --against the code of another checkout and this one take
-turns, each round in new processes, and the ratios are printed. It runs the code of f281e43 and later.
+turns, each round in new processes, and the ratios are printed. It runs the code of eda2ad97 and later.
 """
 
 import argparse
@@ -27,11 +27,7 @@ from typing import TypeVar
 import torch
 
 from pipelines.artifacts.manifest import download_verified, upload
-
-try:
-    from pipelines.artifacts.s3_store import S3Store
-except ImportError:  # before 2026-11-26
-    from pipelines.artifacts.store import S3Store  # type: ignore[no-redef]
+from pipelines.artifacts.s3_store import S3Store
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
