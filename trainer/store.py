@@ -28,8 +28,6 @@ PARTIAL = ".partial-"
 # Bytes of an object that `get` reads as a whole. The largest of ours are records of 64 MiB.
 LARGEST = 512 << 20
 READERS = 16  # small objects at once: a bucket answers each request after a hundredth of a second
-# Errors of a disk or a file server that may pass.
-FAILING = {errno.EIO, errno.ELOOP, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.ENODEV}
 PART_BYTES = 16 << 20  # of a large object; the repetition of a lost one costs 0.2 s
 MOST_PARTS = 10_000  # that a bucket takes
 HASHING_THREADS = 3  # beside the one that writes
@@ -168,7 +166,7 @@ class LocalStore:
 
     def get(self, key: str) -> bytes | None:
         path = self.path_of(key)
-        with _reading(path):
+        with unavailable_if_failing(path):
             try:
                 with open_regular(path) as file:
                     refuse_huge(str(path), os.fstat(file.fileno()).st_size)
@@ -180,7 +178,7 @@ class LocalStore:
         self, key: str, start: int, buffer: memoryview, size: int | None = None, take: Take | None = None
     ) -> int:
         path = self.path_of(key)
-        with _reading(path):
+        with unavailable_if_failing(path):
             try:
                 with open_regular(path) as file:
                     os.lseek(file.fileno(), start, os.SEEK_SET)
@@ -229,7 +227,7 @@ class LocalStore:
         # Only the folder of the prefix: a store may hold a thousand runs.
         found = []
         top = self.root / checked_prefix(prefix).rpartition("/")[0]
-        with _reading(top):
+        with unavailable_if_failing(top):
             for folder, _, names in os.walk(top, onerror=_raise_unless_absent):
                 for name in names:
                     path = Path(folder, name)
@@ -344,27 +342,18 @@ def _raise_unless_absent(error: OSError) -> None:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """UserError for a refusal of permission, StoreUnavailable for any other error of the file system."""
+def unavailable_if_failing(path: Path) -> Iterator[None]:
+    """UserError for a refusal of permission, StoreUnavailable for an error that may pass: any but those of the path
+    itself, and a full disk."""
     try:
         yield
     except PermissionError as error:
-        raise UserError(
-            f"{error.filename or path}: not readable ({error.strerror}); correct its permissions"
-        ) from error
+        raise UserError(f"{error.filename or path}: {error.strerror}; correct its permissions") from error
     except OSError as error:
-        raise StoreUnavailable(f"{error.filename or path}: {error.strerror or error}") from error
-
-
-@contextmanager
-def unavailable_if_failing(path: Path) -> Iterator[None]:
-    """StoreUnavailable for an error of the disk or the file server that may pass."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FAILING:
+        of_path = isinstance(error, (*ABSENT, FileExistsError)) or error.errno in (errno.EROFS, errno.ENAMETOOLONG)
+        if of_path or is_full(error):
             raise
-        raise StoreUnavailable(f"{error.filename or path}: {error.strerror}") from error
+        raise StoreUnavailable(f"{error.filename or path}: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -400,15 +389,9 @@ def _open_partial(path: Path) -> BinaryIO:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return open(path.parent / f"{PARTIAL}{uuid.uuid4().hex}", "x+b")
-        except FileNotFoundError:
-            continue
-        except FileExistsError:  # mkdir raises it for a file, and for a folder that disappears meanwhile
+        except (FileNotFoundError, FileExistsError):  # mkdir raises both for a folder that disappears meanwhile
             if path.parent.is_file():
                 raise
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EROFS):
-                raise UserError(f"{path.parent}: not writable ({error.strerror}); choose a writable folder") from error
-            raise
     raise UserError(f"{path.parent}: cannot be made, or is removed again and again; choose another folder")
 
 

@@ -44,8 +44,6 @@ REMEDIES = {
     "NotImplemented": "this server lacks an operation that commits need; use one with If-None-Match: *",
     "QuotaExceeded": "the quota of the bucket or its owner is used up",
 }  # fmt: skip
-# The source may have newer credentials than this process: a renewed session in ~/.aws, a rotated key.
-OUTDATED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidAccessKeyId"}
 # An answer without a body (HEAD) has no error code, only a status.
 CODE_OF_STATUS = {
     "301": "PermanentRedirect",
@@ -102,12 +100,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_outdated(error: BaseException) -> bool:
-    """Whether a request failed because of expired credentials."""
-    from botocore.exceptions import ClientError
-
-    if isinstance(error, ClientError):
-        return code_of(error) in OUTDATED_CODES
-    # botocore has no exception type for a source of expired credentials.
+    """Whether the source of our credentials has expired ones, for which botocore has no exception type."""
     return isinstance(error, RuntimeError) and "credentials are still expired" in str(error)
 
 
@@ -146,8 +139,6 @@ def explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -
         code = code_of(error)
         if code in REMEDIES:
             return UserError(f"{where}: {REMEDIES[code]} ({code})")
-        if code == "PreconditionFailed":
-            return StoreUnavailable(f"{where}: another process replaced the object while it was read")
         said = cut(" ".join(str(error.response.get("Error", {}).get("Message", "")).split()))
         return UserError(f"{where}: the server refused the request: {said or 'no reason given'} ({brief(error)})")
     if is_outdated(error):

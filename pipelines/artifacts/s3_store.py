@@ -52,7 +52,6 @@ T = TypeVar("T")
 
 FIRST_BYTES = 1 << 20  # of a download: their answer tells the size of the object, for which the other parts wait
 LINE_SECONDS = 30.0  # between two lines about an outage
-WORTH_A_LINE_SECONDS = 10.0  # of an outage, for a line about its end
 PART_ATTEMPTS = 5  # then the whole transfer begins again, until the time limit
 CONTENT_TYPES = {".json": "application/json", ".jsonl": "application/x-ndjson", ".md": "text/markdown; charset=utf-8"}
 
@@ -60,25 +59,20 @@ CONTENT_TYPES = {".json": "application/json", ".jsonl": "application/x-ndjson", 
 class S3Store:
     """A store under a prefix of an S3 bucket, or of a server with the S3 protocol and conditional writes."""
 
-    def __init__(self, bucket: str, prefix: str = "", client: Any = None, time_limit_s: float = 120) -> None:
-        """`time_limit_s` bounds the repetitions of a request or a transfer, from its first failure on.
-        `client` is a boto3 S3 client for everything; by default one from the environment."""
+    def __init__(self, bucket: str, prefix: str = "", time_limit_s: float = 120) -> None:
+        """`time_limit_s` bounds the repetitions of a request or a transfer, from its first failure on."""
         self.bucket = bucket
         self.prefix = checked_key(prefix) + "/" if prefix else ""
         self.uri = f"s3://{bucket}/{self.prefix}".rstrip("/")
         self.connections = share_of_node(CONNECTIONS_OF_NODE)
         self._time_limit_s = time_limit_s
-        self._given_client = client
         self._accepted: set[str] = set()  # kinds of requests that the server has accepted from this process
         self._line_at = -math.inf  # by time.monotonic
         self._connect()
 
     def _connect(self) -> None:
         """Make the clients, with the credentials of now."""
-
-        given = self._given_client
-        clients = [given] * 2 if given else clients_from_environment(self.uri, self._time_limit_s, 1, PART_ATTEMPTS)
-        self._client, self._transfer_client = clients
+        self._client, self._transfer_client = clients_from_environment(self.uri, self._time_limit_s, 1, PART_ATTEMPTS)
 
     def __repr__(self) -> str:
         return f"S3Store({self.uri!r})"
@@ -106,25 +100,34 @@ class S3Store:
     def read_into(
         self, key: str, start: int, buffer: memoryview, size: int | None = None, take: Take | None = None
     ) -> int:
-        return self._read(key, start, buffer, size, take)[0]
+        return self._read(self._where(key), start, buffer, size, take)[0]
+
+    def read_listed(self, found: Entry, start: int, buffer: memoryview) -> int:
+        """Like `read_into`. UserError if the object was removed or has other contents than when `objects` listed it."""
+        where = {"Bucket": self.bucket, "Key": self.prefix + found.key, "IfMatch": found.etag}
+        try:
+            return self._read(where, start, buffer)[0]
+        except FileNotFoundError:
+            raise UserError(f"{self.uri}/{found.key}: changed while it was read; run again") from None
 
     def _read(
-        self, key: str, start: int, buffer: memoryview, size: int | None = None, take: Take | None = None
+        self, where: dict[str, str], start: int, buffer: memoryview, size: int | None = None, take: Take | None = None
     ) -> tuple[int, int]:
         """Like `read_into`, and the size of the object, which is 0 at its end."""
+        uri = f"s3://{where['Bucket']}/{where['Key']}"
 
         def attempt() -> tuple[int, int]:
             try:
-                answer = self._client.get_object(**self._where(key), Range=_range(start, size or len(buffer)))
+                answer = self._client.get_object(**where, Range=f"bytes={start}-{start + (size or len(buffer)) - 1}")
             except self._client.exceptions.ClientError as error:
                 if code_of(error) == "InvalidRange":  # the object ends before it
                     return 0, 0
-                absent = code_of(error) == "NoSuchKey"
-                raise FileNotFoundError(2, "no such object", self._uri_of(key)) if absent else error from None
+                absent = code_of(error) in ("NoSuchKey", "PreconditionFailed")
+                raise FileNotFoundError(2, "no such object", uri) if absent else error from None
             whole = int(answer.get("ContentRange", f"/{answer['ContentLength']}").rpartition("/")[2])
             return filled(buffer, answer, size, take), whole
 
-        return self._until_answered(f"get {self._uri_of(key)} from byte {start:,}", attempt)
+        return self._until_answered(f"get {uri} from byte {start:,}", attempt)
 
     def upload(self, path: Path, key: str, check: Check | None = None) -> None:
         with open(path, "rb") as file:
@@ -171,8 +174,7 @@ class S3Store:
             def send(start: int) -> tuple[dict[str, Any], str]:
                 number, body = start // length + 1, filled_part(start)
                 answer = client.upload_part(**where, PartNumber=number, Body=body)
-                signed = getattr(SENT, "sha256", None) or hashlib.sha256(body).hexdigest()
-                return {"PartNumber": number, "ETag": answer["ETag"]}, signed
+                return {"PartNumber": number, "ETag": answer["ETag"]}, SENT.sha256
 
             try:
                 with ThreadPoolExecutor(self.connections) as pool:
@@ -188,7 +190,7 @@ class S3Store:
 
     def download(self, key: str, path: Path) -> str:
         first = bytearray(FIRST_BYTES)
-        count, size = self._read(key, 0, memoryview(first))
+        count, size = self._read(self._where(key), 0, memoryview(first))
 
         digest, starts = hashlib.sha256(first[:count]), range(count, size, PART_BYTES)
         coming = deque[tuple[bytearray, Future[memoryview]]]()
@@ -237,22 +239,6 @@ class S3Store:
             if more is None:
                 return sorted(found, key=lambda one: one.key)
             request["ContinuationToken"] = more
-
-    def read(self, found: Entry, start: int, size: int) -> bytes:
-        """A range of an object's bytes. UserError if the object was removed or has other contents by now."""
-        where = {"Bucket": self.bucket, "Key": self.prefix + found.key}
-        what = f"get {self._uri_of(found.key)} from byte {start:,}"
-
-        def attempt() -> bytes:
-            try:
-                answer = self._client.get_object(**where, Range=_range(start, size), IfMatch=found.etag)
-                return bytes(answer["Body"].read())
-            except self._client.exceptions.ClientError as error:
-                if code_of(error) in ("PreconditionFailed", "NoSuchKey"):
-                    raise UserError(f"{self._uri_of(found.key)}: changed while it was read; run again") from None
-                raise
-
-        return self._until_answered(what, attempt)
 
     def delete(self, key: str) -> None:
         self._until_answered(f"delete {self._uri_of(key)}", lambda: self._client.delete_object(**self._where(key)))
@@ -333,11 +319,9 @@ class S3Store:
             before_sleep=log_retry,
             reraise=True,
         )
-        answered = False
         try:
             answer = attempts(understood, request)
             self._accepted.add(kind)
-            answered = True
             return answer
         except (UserError, FileNotFoundError):
             raise
@@ -348,9 +332,6 @@ class S3Store:
             if may_pass(error) and not is_transient(error):
                 raise StoreUnavailable(f"{reported}; refused for {self._time_limit_s:g} s") from error
             raise reported from error
-        finally:
-            if began is not None and (seconds := time.monotonic() - began) > WORTH_A_LINE_SECONDS:
-                log.warning("%s: %s after %.0f s", what, "answered" if answered else "given up", seconds)
 
 
 def filled(buffer: memoryview, answer: Mapping[str, Any], size: int | None = None, take: Take | None = None) -> int:
@@ -417,7 +398,3 @@ def _content_type(key: str) -> dict[str, str]:
     """The argument of a request that stores an object, by its name."""
     kind = CONTENT_TYPES.get(PurePosixPath(key).suffix)
     return {"ContentType": kind} if kind else {}
-
-
-def _range(start: int, size: int) -> str:
-    return f"bytes={start}-{start + size - 1}"

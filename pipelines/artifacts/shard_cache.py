@@ -14,7 +14,6 @@ import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
@@ -58,15 +57,6 @@ def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
             number = int(source[1]) if source else 0
             shards.append(Shard(name, count, token_bytes, max_ids.get(name), rows.get(name), number, header))
     return shards
-
-
-@dataclass(frozen=True)
-class CachedShard:
-    """A shard that the cache holds, or the room that it keeps for a download."""
-
-    name: str
-    size: int  # bytes
-    used: float  # unix seconds of the last fetch
 
 
 class ShardCache:
@@ -132,16 +122,16 @@ class ShardCache:
         `full`: the disk is full although it seemed to have the room.
         """
         with _locked(self._removing):
-            cached = [one for one in self._cached() if one.name != part.parent.name]
+            cached = [one for one in self._cached() if one[2] != part.parent.name]
             free = 0 if full else shutil.disk_usage(self.folder).free
-            total = sum(one.size for one in cached)
+            total = sum(size for _, size, _ in cached)
             over = total + file.size - self._budget_bytes(total + free)
             lacking, removed = file.size - free, False
-            for one in sorted(cached, key=lambda one: one.used):
+            for _, size, name in sorted(cached):
                 if over <= 0 and lacking <= 0:
                     break
-                if self._remove(one.name):
-                    over, lacking, removed = over - one.size, lacking - one.size, True
+                if self._remove(name):
+                    over, lacking, removed = over - size, lacking - size, True
             if lacking > 0 and not (full and removed):
                 raise DiskFull(
                     f"{self.folder}: no space left for {file.name} ({file.size / 1e6:,.1f} MB), and every other shard "
@@ -155,7 +145,9 @@ class ShardCache:
         """`available`: bytes that are free, or that the cache holds."""
         return available / 2 if self.budget_gb == "auto" else self.budget_gb * 1e9
 
-    def _cached(self) -> Iterator[CachedShard]:
+    def _cached(self) -> Iterator[tuple[float, int, str]]:
+        """The shards that the cache holds, and the room that it keeps for downloads: unix seconds of the last fetch,
+        bytes and name."""
         for entry in os.scandir(self.folder):  # strings: a Path takes longer than the system calls
             with suppress(FileNotFoundError):  # arrived, or gone, meanwhile
                 if entry.name.endswith(COMPLETE):
@@ -164,7 +156,7 @@ class ShardCache:
                     status = os.stat(f"{entry.path}/{PART}")
                 else:
                     continue
-                yield CachedShard(entry.name, status.st_size, status.st_atime)
+                yield status.st_atime, status.st_size, entry.name
 
     def _remove(self, name: str) -> bool:
         """Remove a shard that nobody leases, or a download whose process was killed. Whether it did."""

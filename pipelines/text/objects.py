@@ -55,10 +55,10 @@ class _Object(io.RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        size = max(0, min(len(buffer), self.found.size - self.at))
-        buffer[:size] = self.store.read(self.found, self.at, size) if size else b""
-        self.at += size
-        return size
+        if wanted := max(0, min(len(buffer), self.found.size - self.at)):
+            wanted = self.store.read_listed(self.found, self.at, memoryview(buffer)[:wanted])
+        self.at += wanted
+        return wanted
 
 
 @functools.cache  # a client of boto3 takes 0.1 s of processor time

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from answers import Request, answering
 
-from pipelines.artifacts.s3_client import clients_from_environment
 from pipelines.artifacts.s3_store import S3Store
 
 BODY = b"the body of the object"
@@ -38,12 +37,21 @@ def serving(monkeypatch: pytest.MonkeyPatch, *answers: Answer) -> Iterator[tuple
         monkeypatch.setenv(f"AWS_{name}", value)
     with answering(answer) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        (client,) = clients_from_environment("s3://bucket", 20, 1)
-        yield S3Store("bucket", client=client, time_limit_s=20), asked
+        yield S3Store("bucket", time_limit_s=20), asked
 
 
 WHOLE: Answer = (200, BODY, {})
+LOGIN_PAGE = b"<html><body>Log in to the guest network</body></html>"
 ODD: dict[str, tuple[Callable[[S3Store], object], Answer, Answer, object]] = {
+    "an error without a body": (lambda s: s.get("key"), (404, b"", {}), WHOLE, BODY),
+    "a login page": (lambda s: s.get("key"), (400, LOGIN_PAGE[:-20], {}), WHOLE, BODY),
+    "a login page in place of a listing": (lambda s: s.entries(""), (200, LOGIN_PAGE, {}), listing(ENDS), []),
+    "an answer to a write without ETag": (
+        lambda s: s.create("key", BODY),
+        (200, LOGIN_PAGE, {"ETag": ""}),
+        (200, b"", {}),
+        True,
+    ),
     "an end in the middle": (lambda s: s.get("key"), (503, b"cut", {"Content_Length": "9"}), WHOLE, BODY),
     **{
         f"a listing without {lacking}": (

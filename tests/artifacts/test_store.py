@@ -227,7 +227,7 @@ class TestLocalStore:
         with pytest.raises(StoreUnavailable, match=f"{tmp_path}/run/checkpoints/?: Input/output error"):
             store.entries(prefix)
         monkeypatch.setattr(os, "scandir", fails(errno.EACCES))
-        with pytest.raises(UserError, match="run/checkpoints/?: not readable"):
+        with pytest.raises(UserError, match="run/checkpoints/?: Permission denied; correct its permissions"):
             store.entries(prefix)
         monkeypatch.setattr(os, "scandir", fails(errno.ENOENT))  # deleted between two looks
         assert store.entries(prefix) == []
@@ -354,20 +354,13 @@ OVERLOADED = [
 
 class TestS3StoreAndAServerThatFails:
     def test_passing_failures_are_retried_and_take_few_lines(
-        self,
-        behind_proxy: S3Store,
-        proxy: FaultyProxy,
-        caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
+        self, behind_proxy: S3Store, proxy: FaultyProxy, caplog: pytest.LogCaptureFixture
     ) -> None:
         proxy.fail(*OVERLOADED)
-        monkeypatch.setattr("pipelines.artifacts.s3_store.WORTH_A_LINE_SECONDS", 0.0)
         behind_proxy.put("a", b"x")
         assert len(proxy.requests) == len(OVERLOADED) + 1
-        first, last = caplog.messages
         what = f"put {behind_proxy.uri}/a: "
-        assert first == f"0 s without an answer, 30 s left: {what}SlowDown (HTTP 503); trying again"
-        assert last.startswith(f"{what}answered after ")
+        assert caplog.messages == [f"0 s without an answer, 30 s left: {what}SlowDown (HTTP 503); trying again"]
         proxy.fail(*OVERLOADED[:2])
         assert behind_proxy.get("a") == b"x"
         proxy.fail(*OVERLOADED[:2])
@@ -512,43 +505,8 @@ class TestS3StoreAndTheUsersMistakes:
         assert "hunter2" not in str(caught.value)
 
 
-@pytest.fixture
-def short(
-    moto_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[S3Store, FaultyProxy]]:
-    """A store behind a proxy, with a short time limit."""
-    bucket = fresh_s3_store(moto_server).bucket
-    with FaultyProxy(moto_server.endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        yield S3Store(bucket, "some/prefix", time_limit_s=1), proxy
-
-
-LOGIN_PAGE = b"<html><body>Log in to the guest network</body></html>"
-ODD_ANSWERS = [Fault(404, body=b""), Fault(400, body=LOGIN_PAGE[:-20]), Fault(200, body=LOGIN_PAGE)]
-
-
-@pytest.mark.parametrize("odd", ODD_ANSWERS, ids=lambda fault: f"{fault.status}-{len(fault.body)}")
-def test_an_answer_that_no_s3_server_gives_is_repeated_like_an_outage(
-    short: tuple[S3Store, FaultyProxy], odd: Fault, tmp_path: Path
-) -> None:
-    store, proxy = short
-    operations: dict[str, Callable[[], object]] = {
-        "PUT": lambda: store.create("run/a", b"x"),
-        "GET": lambda: store.get("run/a"),
-        "GET list": lambda: [entry.key for entry in store.entries("run/")],
-        "GET file": lambda: store.download("run/a", tmp_path / "a") and None,
-    }
-    for method, operation in operations.items():
-        proxy.fail(odd, method=method[:3])
-        assert operation() in (True, b"x", ["run/a"], None), method
-    assert (tmp_path / "a").read_bytes() == b"x"
-    proxy.fail(*[odd] * 400, method="GET")
-    with pytest.raises(StoreUnavailable, match=f"get {store.uri}/run/a"):
-        store.get("run/a")
-
-
-def test_a_refusal_after_the_store_was_accepted_is_an_outage(short: tuple[S3Store, FaultyProxy]) -> None:
-    store, proxy = short
+def test_a_refusal_after_the_store_was_accepted_is_an_outage(impatient: S3Store, proxy: FaultyProxy) -> None:
+    store = impatient
     store.put("a", b"x")
     proxy.fail(Fault(403, "SignatureDoesNotMatch"))
     store.put("a", b"y")  # renewed meanwhile
@@ -557,16 +515,16 @@ def test_a_refusal_after_the_store_was_accepted_is_an_outage(short: tuple[S3Stor
         store.put("a", b"z")
 
 
-def test_a_right_that_was_never_there_is_a_mistake_at_once(short: tuple[S3Store, FaultyProxy]) -> None:
-    store, proxy = short
+def test_a_right_that_was_never_there_is_a_mistake_at_once(impatient: S3Store, proxy: FaultyProxy) -> None:
+    store = impatient
     assert store.get("a") is None
     proxy.fail(Fault(403, "AccessDenied"))
     with pytest.raises(UserError, match=r"the credentials may not do that.*\(AccessDenied\)"):
         store.put("a", b"x")
 
 
-def test_objects_carry_the_content_types_of_their_names(short: tuple[S3Store, FaultyProxy]) -> None:
-    store, _ = short
+def test_objects_carry_the_content_types_of_their_names(impatient: S3Store) -> None:
+    store = impatient
     store.create("a/MANIFEST.json", b"{}")
     store.put("a/README.md", b"#")
     store.write([memoryview(bytes(PART_BYTES + 1))], "a/rows.jsonl", PART_BYTES)

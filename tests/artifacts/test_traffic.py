@@ -46,7 +46,7 @@ def test_every_body_to_and_from_a_bucket_counts_shown_on_motos_imitation(
         s3_store.download("large", tmp_path / "copy")
         assert s3_store.get("small") == b"123" and s3_store.read_into("small", 1, memoryview(bytearray(9))) == 2
         (found,) = s3_store.objects("large")
-        s3_store.read(found, 10, 20)
+        assert s3_store.read_listed(found, 10, memoryview(bytearray(20))) == 20
         s3_store.delete("small")
         # A listing is as dear as a put. Three parts are read, and three other ranges.
         assert traffic_here() == Traffic(size + 3, size + 3 + 2 + 20, writes + 1, 3 + 3)

@@ -124,7 +124,7 @@ def test_gpus_for_which_the_wheels_have_no_kernels_are_refused_unless_the_enviro
 def test_a_job_that_could_not_open_the_bucket_is_not_launched(
     secrets: dict[str, str], clouds: list[str], state: str
 ) -> None:
-    assert credentials(S3Store("bucket", client=object()), clouds, secrets).state == state
+    assert credentials(S3Store("bucket"), clouds, secrets).state == state
 
 
 # The shell that launches
@@ -147,7 +147,7 @@ def test_a_job_takes_over_the_settings_of_the_store_and_hides_secrets(monkeypatc
 
 def test_keys_of_another_service_under_the_names_of_aws_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://r2")
-    noted = credentials(S3Store("bucket", client=object()), ["aws"], KEYS)
+    noted = credentials(S3Store("bucket"), ["aws"], KEYS)
     assert noted.state == "note" and "SKYTRAIN_S3_" in noted.remedy
 
 

@@ -198,10 +198,15 @@ def is_denied(call: Callable[..., Any], **arguments: Any) -> bool:
 
 @pytest.mark.slow
 def test_a_job_has_all_rights_of_a_store_and_none_elsewhere(
-    user_with: Callable[[str], S3Account], tmp_path: Path
+    user_with: Callable[[str], S3Account], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = client("s3", user_with("JobPolicy"))
-    store = S3Store(BUCKET, PREFIX, client=job)
+    def user(policy: str) -> tuple[Any, S3Store]:
+        account = user_with(policy)
+        for name, value in account.environment.items():
+            monkeypatch.setenv(name, value)
+        return client("s3", account), S3Store(BUCKET, PREFIX)
+
+    job, store = user("JobPolicy")
     big = tmp_path / "big"
     big.write_bytes(bytes(20 * 2**20))  # in parts
     assert store.create("commit", b"1") and not store.create("commit", b"2")
@@ -220,8 +225,7 @@ def test_a_job_has_all_rights_of_a_store_and_none_elsewhere(
     assert is_denied(job.delete_bucket, Bucket=BUCKET)
     assert is_denied(job.put_bucket_policy, Bucket=BUCKET, Policy="{}")
 
-    viewer = client("s3", user_with("ViewerPolicy"))
-    store = S3Store(BUCKET, PREFIX, client=viewer)
+    viewer, store = user("ViewerPolicy")
     assert store.get("plain") == b"2" and store.get("absent") is None and len(store.entries("")) == 2
     assert is_denied(viewer.put_object, Bucket=BUCKET, Key=f"{PREFIX}/plain", Body=b"3")
     assert is_denied(viewer.delete_object, Bucket=BUCKET, Key=f"{PREFIX}/plain")
