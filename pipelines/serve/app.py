@@ -13,9 +13,9 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -215,7 +215,7 @@ def make_app(
         prompt = model.chat.prompt([message.model_dump() for message in asked.messages])
         given = asked.max_completion_tokens or ("max_tokens" in asked.model_fields_set and asked.max_tokens)
         room = asked.model_copy(update={"max_tokens": given or max(1, model.context - len(prompt))})
-        return await writer.answer(room, checked_prompts(model, room, [prompt], "messages"), CHAT, request)
+        return await writer.answer(room, checked_prompts(model, room, [prompt], "messages"), request)
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
@@ -225,7 +225,7 @@ def make_app(
             raise Refused(400, "stream: not with echo or logprobs; leave it out", "stream")
         ids = [model.ids_of(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
         prompts = checked_prompts(model, asked, ids, "prompt")
-        return await writer.answer(asked, prompts, TEXT, request)
+        return await writer.answer(asked, prompts, request)
 
     return Guard(app, hosts)
 
@@ -242,27 +242,6 @@ async def refusal(_: Request, error: Exception) -> Response:
     return Answer(error.body, error.status)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How answers of one kind look: the beginning of their ids, their objects, and a text, whole or in parts."""
-
-    id: str
-    object: str
-    streamed: str
-    whole: Callable[[str], dict[str, Any]]
-    part: Callable[[str], dict[str, Any]]
-
-
-TEXT = Shape("cmpl", "text_completion", "text_completion", lambda text: {"text": text}, lambda text: {"text": text})
-CHAT = Shape(
-    "chatcmpl",
-    "chat.completion",
-    "chat.completion.chunk",
-    lambda text: {"message": {"role": "assistant", "content": text}},
-    lambda text: {"delta": {"role": "assistant", "content": text}},
-)
-
-
 class Writer:
     """Writes the texts of requests, one request at a time."""
 
@@ -270,13 +249,14 @@ class Writer:
         """`seconds` bounds the generation of one request."""
         self.model, self.queue, self.seconds = model, queue, seconds
 
-    async def answer(self, asked: TextRequest, prompts: list[list[int]], shape: Shape, request: Request) -> Response:
+    async def answer(self, asked: TextRequest, prompts: list[list[int]], request: Request) -> Response:
         """The texts, or a stream of them."""
         self.queue.check()
-        base = {"id": f"{shape.id}-{uuid.uuid4().hex}", "object": shape.object, "created": int(time.time())}
+        name, kind = ("chatcmpl", "chat.completion") if isinstance(asked, ChatRequest) else ("cmpl", "text_completion")
+        base = {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
         base["model"] = self.model.run
         if asked.stream:
-            stream = self.events(asked, prompts, base | {"object": shape.streamed}, shape)
+            stream = self.events(asked, prompts, base)
             return StreamingResponse(stream, media_type="text/event-stream")
         own = asked if isinstance(asked, CompletionRequest) else CompletionRequest()
         given = [self.model.text_of(prompt[unseen(asked) :])[0] if own.echo else "" for prompt in prompts]
@@ -290,7 +270,7 @@ class Writer:
                 scores[n] = await run_in_threadpool(self.logprobs, own, prompts[n // asked.n], texts[n], one)
             if await request.is_disconnected():
                 return Response(status_code=499)
-        choices = [choice(n, shape.whole(texts[n]), end) | {"logprobs": scores.get(n)} for n, end in enumerate(ends)]
+        choices = [choice(asked, n, texts[n], end.finish, scores.get(n)) for n, end in enumerate(ends)]
         usage = usage_of(asked, prompts, [end.tokens for end in ends])
         return Answer(base | {"choices": choices, "usage": usage})
 
@@ -329,16 +309,16 @@ class Writer:
             "text_offset": offsets,
         }
 
-    async def events(
-        self, asked: TextRequest, prompts: list[list[int]], base: dict[str, Any], shape: Shape
-    ) -> AsyncIterator[str]:
+    async def events(self, asked: TextRequest, prompts: list[list[int]], base: dict[str, Any]) -> AsyncIterator[str]:
         """Server-sent events, to the last one, "[DONE]"."""
         usage = asked.stream_options is not None and asked.stream_options.include_usage
-        more, tokens = ({"usage": None} if usage else {}), [0] * len(prompts) * asked.n
+        base |= {"usage": None} if usage else {}
+        base["object"] += ".chunk" if isinstance(asked, ChatRequest) else ""
+        tokens = [0] * len(prompts) * asked.n
         try:
             async for one in self.fragments(asked, prompts):
                 tokens[one.number] = one.tokens
-                yield event(base | {"choices": [choice(one.number, shape.part(one.text), one)]} | more)
+                yield event(base | {"choices": [choice(asked, one.number, one.text, one.finish)]})
             if usage:
                 yield event(base | {"choices": [], "usage": usage_of(asked, prompts, tokens)})
         except (Refused, UserError) as error:
@@ -346,8 +326,12 @@ class Writer:
         yield "data: [DONE]\n\n"
 
 
-def choice(number: int, text: dict[str, Any], end: Fragment) -> dict[str, Any]:
-    return text | {"index": number, "logprobs": None, "finish_reason": end.finish}
+def choice(asked: TextRequest, number: int, text: str, finish: str | None, logprobs: Any = None) -> dict[str, Any]:
+    """A text of an answer, or the next part of one in a stream."""
+    said: dict[str, Any] = {"text": text}
+    if isinstance(asked, ChatRequest):
+        said = {"delta" if asked.stream else "message": {"role": "assistant", "content": text}}
+    return said | {"index": number, "logprobs": logprobs, "finish_reason": finish}
 
 
 def event(values: dict[str, Any]) -> str:
