@@ -24,7 +24,7 @@ class StopSignal:
     asked = False
     reason: str | None = None  # of the first request
     ending: type[Interrupted] = Interrupted  # the exception with which the first request ends the process
-    grace_seconds = 30  # to save, until torchrun or Kubernetes kills the process
+    grace_seconds = 30.0  # to save, until torchrun or Kubernetes kills the process
 
     def __init__(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

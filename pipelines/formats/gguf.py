@@ -28,11 +28,7 @@ TURNED = ("attn.q_proj.weight", "attn.k_proj.weight")  # whose rows have rotary 
 
 def write(weights: Weights, folder: Path) -> list[Path]:
     """Write `<run>-f16.gguf` and `<run>-q8_0.gguf`."""
-    return [write_kind(weights, path_of(weights, folder, kind), kind) for kind in KINDS]
-
-
-def path_of(weights: Weights, folder: Path, kind: str) -> Path:
-    return folder / f"{weights.name}-{kind}.gguf"
+    return [write_kind(weights, folder / f"{weights.name}-{kind}.gguf", kind) for kind in KINDS]
 
 
 def write_kind(weights: Weights, path: Path, kind: str) -> Path:

@@ -7,7 +7,6 @@ runs if its user says trust_remote_code=True; no command of ours loads an export
 
 import json
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from pipelines.formats.export_weights import Weights
 from pipelines.text.tokenizer import tokenizer_files
 from trainer.models import modern
 from trainer.models.model_config import ModelConfig
-from trainer.models.weights import FLOATS, safetensors_header
+from trainer.models.weights import safetensors_header
 
 INDEX = "model.safetensors.index.json"
 MOST_BYTES = 10 * 10**9  # of a file
@@ -27,7 +26,10 @@ TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in saf
 
 
 def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
-    """Write the checkpoint with weights in `dtype`."""
+    """Write the checkpoint with weights in `dtype`: one file of them, or several of at most MOST_BYTES."""
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+
     end_of_text = weights.encoding.eot_token
     config = hf_config(weights.config, dtype, end_of_text)
     tokenizer = tokenizer_files(weights.encoding, weights.config.block_size)
@@ -46,27 +48,18 @@ def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
     }
     if "auto_map" in config:
         texts[REMOTE_CODE] = remote_code()
-    files = files_of(weights, dtype)
+    ours, number = {weights.config.hf_name(name): name for name in weights.shapes}, getattr(torch, dtype)
+    sizes = {theirs: torch.empty(weights.shapes[name], dtype=number, device="meta") for theirs, name in ours.items()}
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=MOST_BYTES)
+    files = split.filename_to_tensors
     for file, names in files.items():
-        write_safetensors(weights, folder / file, names, dtype)
-    if len(files) > 1:
-        theirs = {weights.config.hf_name(name): file for file, names in files.items() for name in names}
-        size = weights.config.parameters * FLOATS[TYPES[dtype]]
-        texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": dict(sorted(theirs.items()))})
+        write_safetensors(weights, folder / file, {theirs: ours[theirs] for theirs in names}, dtype)
+    if split.is_sharded:
+        texts[INDEX] = _json({"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     for name, body in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(body)
     return [folder / name for name in (*files, *texts)]
-
-
-def files_of(weights: Weights, dtype: str) -> dict[str, list[str]]:
-    """The tensors of each file, in the order of the model: one file, or several of at most MOST_BYTES."""
-    import torch
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    number = getattr(torch, dtype)
-    sizes = {name: torch.empty(shape, dtype=number, device="meta") for name, shape in weights.shapes.items()}
-    return split_torch_state_dict_into_shards(sizes, max_shard_size=MOST_BYTES).filename_to_tensors
 
 
 def remote_code() -> bytes:
@@ -95,14 +88,13 @@ def mlmodel(architecture: str, tokenizer: str, dtype: str, block_size: int) -> d
     return {"flavors": flavors, "signature": {"inputs": text, "outputs": text, "params": json.dumps(schema)}}
 
 
-def write_safetensors(weights: Weights, path: Path, ours: Iterable[str], dtype: str) -> None:
-    """Write some tensors, a few at a time."""
+def write_safetensors(weights: Weights, path: Path, names: dict[str, str], dtype: str) -> None:
+    """Write some tensors, a few at a time. `names`: ours, by those of the file."""
     import torch
 
     from trainer.models.family import to_hf
 
     config = weights.config
-    names = {config.hf_name(name): name for name in ours}
     shapes = {theirs: weights.shapes[name] for theirs, name in names.items()}
     shapes = {theirs: shape[::-1] if config.hf_transposed(names[theirs]) else shape for theirs, shape in shapes.items()}
     start, begins = safetensors_header(shapes, TYPES[dtype], {"format": "pt"})

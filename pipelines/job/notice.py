@@ -12,14 +12,15 @@ SKYTRAIN_GRACE_SECONDS: the time that the training processes have to save, once 
 import http.client
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from pipelines.screen import Screen
 from pipelines.tracking.records import Machine
+from trainer.config import seconds_from_environment
 from trainer.errors import UserError
 from trainer.process import Background, StopSignal
 
@@ -41,19 +42,17 @@ class MetadataAnswer(NamedTuple):
 class Metadata:
     """A metadata service. Requests go to it directly, so neither a proxy nor a redirect ever sees a token."""
 
-    def __init__(self, endpoint: str) -> None:
-        try:
-            parts = urlsplit(endpoint)
-            host, port = parts.hostname, parts.port or 80
-        except ValueError:
-            host = None
-        if not host or parts.scheme != "http" or parts.path.strip("/"):
+    def __init__(self, endpoint: str | None = None) -> None:
+        """`endpoint`: by default that of the environment, or of every cloud."""
+        endpoint = endpoint or os.environ.get("SKYTRAIN_NOTICE_ENDPOINT") or ENDPOINT
+        form = re.fullmatch(r"http://([^/@]+)/?", endpoint)
+        if not form:
             raise UserError(f"SKYTRAIN_NOTICE_ENDPOINT: {endpoint!r} is not of the form http://host:port")
-        self._host, self._port = host, port
+        self._address = form[1]
 
     def ask(self, path: str, headers: dict[str, str], timeout_s: float, method: str = "GET") -> MetadataAnswer:
         """One request; `timeout_s` limits each read. OSError or HTTPException without an answer."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        connection = http.client.HTTPConnection(self._address, timeout=timeout_s)
         try:
             connection.request(method, path, headers=headers)
             response = connection.getresponse()
@@ -175,16 +174,14 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
     named = os.environ.get("SKYTRAIN_NOTICE") or None
     if named not in (None, "off", *SOURCES):
         raise UserError(f"SKYTRAIN_NOTICE: {named!r} is unknown; choose one of {', '.join(SOURCES)}, off")
-    metadata = Metadata(os.environ.get("SKYTRAIN_NOTICE_ENDPOINT") or ENDPOINT)
-    chosen_grace = grace_from_environment()
-    source = SOURCES[named](metadata) if named in SOURCES else None
-    if chosen_grace or source:
-        stop.grace_seconds = chosen_grace or (source.grace_seconds if source else stop.grace_seconds)
+    metadata = Metadata()
+    source, grace = SOURCES[named](metadata) if named in SOURCES else None, "SKYTRAIN_GRACE_SECONDS"
+    stop.grace_seconds = seconds_from_environment(grace, (source or stop).grace_seconds)
     ending = threading.Event()
 
     def watch() -> None:
         if found := source or detect_source(metadata):
-            stop.grace_seconds = chosen_grace or found.grace_seconds
+            stop.grace_seconds = seconds_from_environment(grace, found.grace_seconds)
             poll(found, stop, screen, ending)
 
     def report_crash(thread: Background) -> None:
@@ -198,25 +195,12 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
         ending.set()  # without a join: a service that hangs delays nothing
 
 
-def grace_from_environment() -> int | None:
-    """SKYTRAIN_GRACE_SECONDS; None if it is not set. UserError for an invalid value."""
-    text = os.environ.get("SKYTRAIN_GRACE_SECONDS") or None
-    if text is None:
-        return None
-    if not (text.isdecimal() and len(text) <= 5 and int(text) > 0):
-        raise UserError(f"SKYTRAIN_GRACE_SECONDS: {text!r} is not a whole number of seconds, from 1 to 99999")
-    return int(text)
-
-
 def detect_source(metadata: Metadata) -> NoticeSource | None:
     """The cloud whose metadata service answers."""
     for kind in SOURCES.values():
-        source = kind(metadata)
-        try:
-            source.probe()
-        except Exception:  # a service may answer anything
-            continue
-        return source
+        with suppress(Exception):  # a service may answer anything
+            (source := kind(metadata)).probe()
+            return source
     return None
 
 

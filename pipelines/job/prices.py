@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
 
-from pipelines.job.notice import ENDPOINT, SOURCES, Metadata
+from pipelines.job.notice import SOURCES, Metadata
 from pipelines.tracking.records import Billing, Machine
 from trainer.errors import UserError
 from trainer.record import DamagedRecord, NewerRecord, typed
@@ -106,7 +106,7 @@ def machine_from_metadata(cloud: str | None) -> Machine:
     """This machine by its metadata service; all fields are None without an answer, or with SKYTRAIN_NOTICE=off."""
     if os.environ.get("SKYTRAIN_NOTICE") == "off":
         return Machine()
-    metadata = Metadata(os.environ.get("SKYTRAIN_NOTICE_ENDPOINT") or ENDPOINT)
+    metadata = Metadata()
     for source in SOURCES.values():
         for _ in range(TRIES if cloud in (None, source.cloud) else 0):
             with suppress(Exception):  # a service may answer anything

@@ -71,7 +71,7 @@ class RankSpec(StoredRecord):
 
 
 def start_ranks(
-    spec: RankSpec, folder: Path, home: Path, grace_seconds: int, address: NodeAddress
+    spec: RankSpec, folder: Path, home: Path, grace_seconds: float, address: NodeAddress
 ) -> subprocess.Popen[bytes]:
     """Start this node's ranks. Returns their launcher: after SIGTERM, it kills ranks that still save after
     `grace_seconds`."""
