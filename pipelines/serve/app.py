@@ -1,8 +1,8 @@
 """The application of `skytrain serve`: OpenAI's completions for one model, and a page to type into.
 
-It is made for a look at a run on one's own machine: one generation at a time, and a short queue. It answers only
-requests that name it in their Host header, and none that a foreign page sends: a page whose name resolves to 127.0.0.1
-gets nothing. There is no CORS, and no account. Bytes, tokens, texts, waiting requests and seconds are bounded.
+It is made for a look at a run on one's own machine: one generation at a time. It answers only requests that name it in
+their Host header, and none that a foreign page sends: a page whose name resolves to 127.0.0.1 gets nothing. There is no
+CORS, and no account. Bytes, tokens, texts and seconds are bounded; uvicorn bounds the connections.
 
 Source of the shapes: OpenAI's API reference, "Completions" (legacy) and "Chat". Arguments that this endpoint does not
 have are refused by name, never silently ignored.
@@ -34,7 +34,6 @@ from trainer.errors import UserError, cut
 
 MAX_BYTES = 1 << 20  # of a request
 MAX_TEXTS = 16  # prompts times n
-WAITING = 8  # requests at most, besides the one that is served
 WAIT_SECONDS = 120.0  # then a waiting request is refused
 GENERATION_SECONDS = 600.0  # of one request, with the time that its client takes to read
 ARRIVAL_SECONDS = 10.0  # of a request: else silent connections would use up all that the server takes
@@ -66,8 +65,7 @@ class Refused(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON of the error."""
-        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
-        kind = "server_error" if self.status >= 500 else kind
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -143,49 +141,31 @@ class Answer(JSONResponse):
         return json.dumps(content).encode()
 
 
-class Queue:
-    """One generation at a time, and a short line of requests that wait for it."""
-
-    def __init__(self, limit: int, wait_seconds: float) -> None:
-        self.limit, self.wait_seconds, self.waiting = limit, wait_seconds, 0
-        self.turn = asyncio.Lock()
-
-    def check(self) -> None:
-        """Refused if too many requests wait."""
-        if self.turn.locked() and self.waiting >= self.limit:
-            raise Refused(429, f"{self.waiting} requests wait already; try again later", code="queue_full")
-
-    @asynccontextmanager
-    async def wait(self) -> AsyncIterator[None]:
-        """Wait for the turn, and have it. Refused if too many wait, and after a long wait."""
-        self.check()
-        self.waiting += 1
-        try:
-            async with asyncio.timeout(self.wait_seconds):
-                await self.turn.acquire()
-        except TimeoutError as error:
-            message = f"not served within {self.wait_seconds:g} s, because other requests take long; try again later"
-            raise Refused(503, message, code="queue_timeout") from error
-        finally:
-            self.waiting -= 1
-        try:
-            yield
-        finally:
-            self.turn.release()
+@asynccontextmanager
+async def turn(lock: asyncio.Lock, wait_seconds: float) -> AsyncIterator[None]:
+    """Wait for the turn of a request, and have it: one generation at a time. Refused after a long wait."""
+    try:
+        async with asyncio.timeout(wait_seconds):
+            await lock.acquire()
+    except TimeoutError as error:
+        message = f"not served within {wait_seconds:g} s, because other requests take long; try again later"
+        raise Refused(503, message, code="queue_timeout") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def make_app(
     model: TextModel,
     hosts: set[str] | None,
-    waiting: int = WAITING,
     wait_seconds: float = WAIT_SECONDS,
     seconds: float = GENERATION_SECONDS,
 ) -> ASGIApp:
     """The application for one model. `hosts`: the Host headers that it answers to; None: any."""
     # The pages of FastAPI's own documentation load scripts from elsewhere.
     app = FastAPI(title="skytrain", docs_url=None, redoc_url=None, openapi_url=None)
-    queue = Queue(waiting, wait_seconds)
-    writer = Writer(model, queue, seconds)
+    writer = Writer(model, wait_seconds, seconds)
     about = {"id": model.run, "object": "model", "created": int(time.time()), "owned_by": "skytrain"}
     about |= {"chat": model.chat is not None, "context": model.context}  # for the page
 
@@ -196,7 +176,7 @@ def make_app(
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "model": model.run, "busy": queue.turn.locked(), "waiting": queue.waiting}
+        return {"status": "ok", "model": model.run, "busy": writer.lock.locked()}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -245,13 +225,13 @@ async def refusal(_: Request, error: Exception) -> Response:
 class Writer:
     """Writes the texts of requests, one request at a time."""
 
-    def __init__(self, model: TextModel, queue: Queue, seconds: float) -> None:
-        """`seconds` bounds the generation of one request."""
-        self.model, self.queue, self.seconds = model, queue, seconds
+    def __init__(self, model: TextModel, wait_seconds: float, seconds: float) -> None:
+        """`wait_seconds` bounds the wait of a request, `seconds` its generation."""
+        self.model, self.wait_seconds, self.seconds = model, wait_seconds, seconds
+        self.lock = asyncio.Lock()
 
     async def answer(self, asked: TextRequest, prompts: list[list[int]], request: Request) -> Response:
         """The texts, or a stream of them."""
-        self.queue.check()
         name, kind = ("chatcmpl", "chat.completion") if isinstance(asked, ChatRequest) else ("cmpl", "text_completion")
         base = {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
         base["model"] = self.model.run
@@ -281,7 +261,7 @@ class Writer:
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
         seed = random.SystemRandom().randrange(1 << 62) if asked.seed is None else asked.seed
         seeds = [seed + n for n in range(asked.n)]
-        async with self.queue.wait():
+        async with turn(self.lock, self.wait_seconds):
             late = time.monotonic() + self.seconds
             for first, prompt in enumerate(prompts):
                 steps = self.model.continue_prompt(prompt, asked.max_tokens, seeds, sampling, asked.stop)

@@ -26,7 +26,7 @@ from tiny_models import model_of
 
 from pipelines.sample import Fragment, GrowingText, TextModel
 from pipelines.serve import app as serve
-from pipelines.serve.app import MAX_BYTES, MAX_TEXTS, ImpatientProtocol, Queue, Refused, make_app
+from pipelines.serve.app import MAX_BYTES, MAX_TEXTS, ImpatientProtocol, Refused, make_app, turn
 from pipelines.text.chat import ChatTokens
 from pipelines.text.tokenizer import tokenizer, tokenizer_files
 from pipelines.verbs.serve import listen
@@ -39,6 +39,7 @@ from trainer.store import LocalStore
 browser = open_browser
 
 CONTEXT = 8192
+CONNECTIONS = 8
 MODEL = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT, vocab_size=257)
 END = 256
 
@@ -62,7 +63,11 @@ class Endpoint:
         self.port = self.socket.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
         app = make_app(self.model, {self.address}, **limits)
-        bounds: dict[str, Any] = {"http": ImpatientProtocol, "limit_concurrency": 8, "timeout_graceful_shutdown": 1}
+        bounds: dict[str, Any] = {
+            "http": ImpatientProtocol,
+            "limit_concurrency": CONNECTIONS,
+            "timeout_graceful_shutdown": 1,
+        }
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", **bounds))
         self.thread = threading.Thread(target=lambda: self.server.run(sockets=[self.socket]))
         self.thread.start()
@@ -98,7 +103,7 @@ class Endpoint:
 def endpoint() -> Iterator[Endpoint]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    started = Endpoint(waiting=1)
+    started = Endpoint()
     yield started
     started.close()
     torch.set_num_threads(threads)
@@ -184,7 +189,7 @@ def test_a_token_of_the_text_has_the_offset_of_its_first_character(
         endpoint.model.text_of(ids[serve.unseen(asked) :])[0] + text,
         Fragment(0, text, "stop", growing.tokens, growing.ids),
     )
-    found = serve.Writer(endpoint.model, Queue(1, 1.0), 1.0).logprobs(asked, ids, whole, end)
+    found = serve.Writer(endpoint.model, 1.0, 1.0).logprobs(asked, ids, whole, end)
     assert (found["text_offset"], found["tokens"][-1], len(found["tokens"])) == (offsets, last, len(offsets))
 
 
@@ -257,7 +262,7 @@ def test_what_is_not_served_is_refused_in_openais_shape(
 def test_only_the_paths_of_openais_completions_are_there(endpoint: Endpoint) -> None:
     (model,) = endpoint.ask("/v1/models")[1]["data"]
     assert endpoint.ask("/v1/models/speaker") == (200, model) and model["id"] == "speaker" and not model["chat"]
-    assert endpoint.ask("/health") == (200, {"status": "ok", "model": "speaker", "busy": False, "waiting": 0})
+    assert endpoint.ask("/health") == (200, {"status": "ok", "model": "speaker", "busy": False})
     status, answer = endpoint.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
     assert status == 404 and "chat is not served" in answer["error"]["message"]
     assert endpoint.send("HEAD", "/health").status == 200
@@ -364,17 +369,14 @@ def started_stream(endpoint: Endpoint) -> http.client.HTTPResponse:
     return endpoint.send("POST", "/v1/completions", {"max_tokens": 8000, "n": 4, "stream": True})
 
 
-def test_a_request_waits_for_the_one_before_and_a_full_line_is_refused(endpoint: Endpoint) -> None:
+def test_a_request_waits_for_the_one_before_and_more_than_uvicorn_takes_are_refused(endpoint: Endpoint) -> None:
     first = started_stream(endpoint)
     first.readline()
-    second = started_stream(endpoint)
-    endpoint.until(lambda health: health["busy"] and health["waiting"] == 1)
-    status, answer = endpoint.ask(body={"max_tokens": 1})
-    assert status == 429 and answer["error"]["code"] == "queue_full" and answer["error"]["type"] == "rate_limit_error"
-    second.close()  # gone while it waits
-    endpoint.until(lambda health: health["waiting"] == 0)
-    first.close()
-    assert endpoint.ask(body={"max_tokens": 1})[0] == 200
+    more = [started_stream(endpoint) for _ in range(CONNECTIONS - 1)]
+    assert endpoint.send("POST", "/v1/completions", {"max_tokens": 1}).status == 503
+    for stream in (*more, first):  # the others are gone while they wait
+        stream.close()
+    waiting.until(lambda: endpoint.send("POST", "/v1/completions", {"max_tokens": 1}).status == 200, "served again", 30)
 
 
 def test_a_client_that_leaves_ends_its_generation(endpoint: Endpoint) -> None:
@@ -389,12 +391,12 @@ def test_a_client_that_leaves_ends_its_generation(endpoint: Endpoint) -> None:
 
 def test_waits_and_generations_have_limits_of_time() -> None:
     async def check() -> None:
-        queue = Queue(2, 0.05)
-        async with queue.wait():
+        lock = asyncio.Lock()
+        async with turn(lock, 0.05):
             with pytest.raises(Refused, match=r"not served within 0.05 s") as late:
-                async with queue.wait():
+                async with turn(lock, 0.05):
                     raise AssertionError
-        assert (late.value.status, queue.waiting, queue.turn.locked()) == (503, 0, False)
+        assert (late.value.status, lock.locked()) == (503, False)
 
     asyncio.run(check())
     short = Endpoint(seconds=0.0)
