@@ -37,7 +37,7 @@ import numpy as np
 import yaml
 
 from trainer.errors import UserError, cut
-from trainer.eval.scoring import Chat, Encode, Scored, ScoredRow, read_jsonl, score_items
+from trainer.eval.scoring import Chat, Encode, Scored, ScoredRow, cropped_row, read_jsonl, score_items
 from trainer.parallel import World
 from trainer.strict_yaml import load_yaml
 
@@ -155,19 +155,17 @@ def chat_rows(
 ) -> list[ScoredRow]:
     """The rows of an item in chat form: one for every choice, or one for a continuation."""
 
-    def turns(item: Item) -> list[tuple[dict[str, str], dict[str, str]]]:
-        return [
-            ({"role": "user", "content": f"{b}{task.delimiter}".strip()}, {"role": "assistant", "content": e.strip()})
-            for b, e in itertools.product(item.beginnings, item.endings)
-        ]
+    def messages(item: Item, choice: int) -> list[dict[str, str]]:
+        asked, said = [*itertools.product(item.beginnings, item.endings)][choice]
+        question = {"role": "user", "content": f"{asked}{task.delimiter}".strip()}
+        return [question, {"role": "assistant", "content": said.strip()}]
 
-    before = [turn for shot in examples_of(task, items, index) for turn in turns(shot)[shot.right]]
-    asked, said = zip(*turns(items[index]), strict=True)
+    before = [message for shot in examples_of(task, items, index) for message in messages(shot, shot.right)]
+    choices = [messages(items[index], n) for n in range(len(items[index].beginnings) * len(items[index].endings))]
     rows = []
-    for first, answer in zip(asked, encode([one["content"] for one in said]), strict=True):
-        ids = np.concatenate((chat([*before, first]), answer)).astype(np.int32)
-        ids = ids[-(reach or len(ids)) :]
-        rows.append(ScoredRow(ids, max(1, len(ids) - len(answer))))
+    for (question, _), answer in zip(choices, encode([said["content"] for _, said in choices]), strict=True):
+        context = chat([*before, question])
+        rows.append(cropped_row(np.concatenate((context, answer)), len(context), reach))
     return rows
 
 
@@ -180,10 +178,7 @@ def item_rows(kind: Kind, tokens: list[np.ndarray], reach: int | None) -> list[S
         starts = [_common(tokens)] * len(tokens)
     if kind == "language_modeling":
         tokens, starts = tokens[1:], [min(starts[1], len(tokens[1]) - 1)]
-    return [
-        ScoredRow(ids[-(reach or len(ids)) :], max(1, start - max(0, len(ids) - (reach or len(ids)))))
-        for ids, start in zip(tokens, starts, strict=True)
-    ]
+    return [cropped_row(ids, start, reach) for ids, start in zip(tokens, starts, strict=True)]
 
 
 def _common(tokens: Sequence[np.ndarray]) -> int:

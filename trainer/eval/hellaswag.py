@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.eval.scoring import Chat, Encode, Scored, ScoredRow, read_jsonl, score_items
+from trainer.eval.scoring import Chat, Encode, Scored, ScoredRow, cropped_row, read_jsonl, score_items
 from trainer.parallel import World
 
 
@@ -58,8 +58,9 @@ def hellaswag(
             contexts = [chat([{"role": "user", "content": item.context}]) for item in some]
         space = "" if chat else " "
         endings = iter(encode([space + ending for item in some for ending in item.endings]))
+        longest = model.config.block_size + 1
         return [
-            [_row(context, next(endings), model.config.block_size) for _ in item.endings]
+            [cropped_row(np.concatenate((context, next(endings))), len(context), longest) for _ in item.endings]
             for item, context in zip(some, contexts, strict=True)
         ]
 
@@ -69,9 +70,3 @@ def hellaswag(
         f"{name}_acc_norm": float(np.mean([np.argmin([s.mean for s in of]) == item.label for item, of in pairs])),
         f"{name}_acc": float(np.mean([np.argmin([s.loss for s in of]) == item.label for item, of in pairs])),
     }
-
-
-def _row(context: Sequence[int] | np.ndarray, ending: Sequence[int] | np.ndarray, block_size: int) -> ScoredRow:
-    """Context and ending as one sequence. A too long context loses its oldest tokens."""
-    tokens = np.concatenate((context, ending))[-(block_size + 1) :].astype(np.int32)
-    return ScoredRow(tokens, max(1, len(tokens) - len(ending)))

@@ -55,6 +55,12 @@ class ScoredRow(NamedTuple):
     start: int
 
 
+def cropped_row(tokens: np.ndarray, start: int, longest: int | None) -> ScoredRow:
+    """A row without its oldest tokens, if it has more than `longest`."""
+    left_out = max(0, len(tokens) - (longest or len(tokens)))
+    return ScoredRow(tokens[left_out:].astype(np.int32), max(1, start - left_out))
+
+
 class RowScore(NamedTuple):
     """The summed loss in nats of the tokens that count, their number, and whether each has the largest logit. A row
     without such a token has an infinite loss."""
