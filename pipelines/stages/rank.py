@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 
 def run(folder: Path, cache: Path, stop: StopSignal) -> int:
-    """Train or evaluate as one rank. Leaves an error in the attempt's folder."""
+    """Train, tune or evaluate as one rank, and return the exit code of this process. Leaves an error in the attempt's
+    folder."""
     try:
         spec = RankSpec.read(folder)
         with Watchdog(spec.recipe.runtime, PhaseClock("imports"), int(os.environ.get("RANK", "0"))) as watch:
-            if spec.tune:
-                set_environment_of_trl(spec.processes)
-                from pipelines.stages.tune_rank import tune_rank
-
-                return tune_rank(spec, folder, stop, watch.enter)
-            return (evaluate_rank if spec.weights else train_rank)(spec, folder, cache, stop, watch.enter)
+            (weights_rank if spec.weights else train_rank)(spec, folder, cache, stop, watch.enter)
+        return EXIT_DONE
+    except StaleAttempt as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED  # the pipeline's process detects by itself that the attempt is stale
     except Exception as error:
         leave_error_message(error, folder)
         raise
@@ -62,8 +62,8 @@ def set_environment_of_trl(processes: int) -> None:
             os.environ.pop(name, None)
 
 
-def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
-    """Train as one rank of `spec`'s attempt. Returns the exit code of this process."""
+def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> None:
+    """Train as one rank of `spec`'s attempt."""
 
     from trainer.rank import RankJob, run_rank
 
@@ -96,12 +96,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         starting=starting,
         origin=partial(origin_of, spec, store, cache) if recipe.train.init_from or recipe.train.branch_from else None,
     )
-    try:
-        run_rank(job, stop)
-    except StaleAttempt as error:
-        print(error, file=sys.stderr)
-        return EXIT_FAILED  # the pipeline's process detects by itself that the attempt is stale
-    return EXIT_DONE
+    run_rank(job, stop)
 
 
 def origin_of(spec: RankSpec, store: Store, cache: Path, world: "World") -> Origin:
@@ -124,25 +119,42 @@ def origin_of(spec: RankSpec, store: Store, cache: Path, world: "World") -> Orig
     return Origin(where, path=before[-1])  # ranks are numbered node by node
 
 
-def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
-    """Measure the trained weights as one rank; rank 0 leaves its events and the facts in the folder. Returns the exit
-    code of this process."""
-
+def weights_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> None:
+    """Tune or measure given weights as one rank; rank 0 leaves its events, the tuned model and the facts in the
+    folder."""
+    if spec.tune:
+        set_environment_of_trl(spec.processes)
+        from pipelines.stages.tune_rank import Tuning
+    from trainer.checkpoint.checkpointer import Checkpointer
     from trainer.parallel import World
 
     world = World.join(spec.recipe.runtime, starting)
     starting(STARTED)
-    log = EventLog(folder / EVENTS_FILE if world.rank == 0 else None, PhaseClock(started=spec.started))
-    with Watchdog(spec.recipe.runtime, log.clock, world.rank) as watchdog:
+    log = EventLog(folder / EVENTS_FILE if world.rank == 0 else None, PhaseClock(started=spec.started), spec.reached)
+    store = open_store(spec.store)
+    with Watchdog(spec.recipe.runtime, log.clock, world.rank) as watchdog, suppress(Interrupted):
 
         def check() -> None:
             watchdog.progress()
             if world.sum(stop.asked)[0]:
                 raise Interrupted
 
-        with suppress(Interrupted):
-            facts = measure(spec, open_store(spec.store), cache, world, log, check)
+        if not spec.tune:
+            facts = measure(spec, store, cache, world, log, check)
             if world.rank == 0:
                 (folder / FACTS_FILE).write_text(json.dumps(facts))
+        else:
+            with Checkpointer(
+                store,
+                spec.prefix,
+                world,
+                spec.attempt,
+                spec.recipe.runtime.keep_last,
+                superseded=lambda: latest_number(store, spec.prefix) > spec.attempt,
+                between_failures=spec.between_failures,
+            ) as checkpointer:
+                try:
+                    Tuning(spec, folder, store, world, checkpointer, log, stop, watchdog, check).tune()
+                except Interrupted:
+                    checkpointer.finish(log)
     world.close()
-    return EXIT_DONE

@@ -28,7 +28,6 @@ from transformers import (
     set_seed,
 )
 
-from pipelines.artifacts.s3_store import open_store
 from pipelines.nodes.ranks import RankSpec
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, RewardConfig, TuneConfig
 from pipelines.stages.follow import FACTS_FILE
@@ -37,17 +36,16 @@ from pipelines.text.chat import END, TEMPLATE, ChatTokens
 from pipelines.text.conversations import answer_in
 from pipelines.text.reward_code import RewardCode
 from pipelines.text.tokenizer import tokenizer_of
-from pipelines.tracking.ledger import latest_number
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
 from trainer.checkpoint.save_clock import SaveClock
-from trainer.errors import EXIT_DONE, Diverged, Interrupted, StaleAttempt, UserError
-from trainer.events import EVENTS_FILE, EventLog, Started
-from trainer.health import STARTED, Watchdog
-from trainer.metrics import PhaseClock
+from trainer.errors import Diverged, Interrupted, UserError
+from trainer.events import EventLog, Started
+from trainer.health import Watchdog
 from trainer.parallel import World
-from trainer.process import StopSignal, failpoint, log_line
+from trainer.process import StopSignal, failpoint
+from trainer.store import Store
 
 TRL_NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
@@ -56,51 +54,26 @@ MEASURED_AT_ONCE = 64  # held-out rows of a rank
 PADDED = {"padding": True, "return_tensors": "pt", "return_dict": True}
 
 
-def tune_rank(spec: RankSpec, folder: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
-    """Tune as one rank of `spec`'s attempt; rank 0 leaves the model and its facts in `folder` once the last step is
-    done. Returns the exit code of this process."""
-    world = World.join(spec.recipe.runtime, starting)
-    clock, store = PhaseClock(started=spec.started), open_store(spec.store)
-    starting(STARTED)
-    log = EventLog(folder / EVENTS_FILE if world.rank == 0 else None, clock, spec.reached)
-    checkpointer = Checkpointer(
-        store,
-        spec.prefix,
-        world,
-        spec.attempt,
-        spec.recipe.runtime.keep_last,
-        superseded=lambda: latest_number(store, spec.prefix) > spec.attempt,
-        between_failures=spec.between_failures,
-    )
-    with Watchdog(spec.recipe.runtime, clock, world.rank) as watchdog, checkpointer:
-        tokens = ChatTokens(tokenizer_of(spec.recipe.tokens, store, spec.tokens))
-        try:
-            Tuning(spec, folder, world, tokens, checkpointer, log, stop, watchdog).tune()
-        except StaleAttempt as error:
-            log_line(str(error))
-            return EXIT_DONE  # the pipeline's process detects by itself that the attempt is stale
-        except Interrupted:
-            checkpointer.finish(log)
-    world.close()
-    return EXIT_DONE
-
-
 @dataclass
 class Tuning(TrainerCallback):
     """One step of tuning in this process, to which TRL's trainer reports as to a callback."""
 
     spec: RankSpec
     folder: Path
+    store: Store
     world: World
-    tokens: ChatTokens
     checkpointer: Checkpointer
     log: EventLog
     stop: StopSignal
     watchdog: Watchdog
+    check_stop: Callable[[], None]  # raises Interrupted if a rank was asked to stop; a collective call
 
     def __post_init__(self) -> None:
         spec, world = self.spec, self.world
+        self.tokens = ChatTokens(tokenizer_of(spec.recipe.tokens, self.store, spec.tokens))
         self.step = step = next(one for one in spec.recipe.tune if one.name == spec.tune)
+        on_gpu = world.device.type == "cuda"
+        self.precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "fp32"
         self.rows = load_from_disk(self.folder / ROWS)
         self.held_out = json.loads((self.folder / HELD_OUT).read_text())
         self.examples = step.batch // step.generations if step.method in REWARDED else step.batch  # of a step
@@ -117,8 +90,8 @@ class Tuning(TrainerCallback):
         self.tokens_before, self.stepped = 0.0, time.perf_counter()
 
     def tune(self) -> None:
-        """Tune from the newest commit to the last step; then measure, commit and write the result. Raises Interrupted
-        after a stop, once the state is committed."""
+        """Tune from the newest commit to the last step; then measure, commit, and write the model and its facts into
+        the folder, on rank 0. Raises Interrupted after a stop, whose state is being committed."""
         self.resume()
         self.log.write(self.started())
         if self.step.held_out and not self.state.step:
@@ -216,10 +189,6 @@ class Tuning(TrainerCallback):
 
         return score
 
-    @property
-    def precision(self) -> str:
-        return "bf16" if self.world.device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-
     def pieces_of_state(self) -> dict[str, Piece]:
         """Weights and moments, for the checkpointer. Makes the moments, which AdamW makes at its first step."""
         optimizer = self.trainer.optimizer
@@ -295,35 +264,26 @@ class Tuning(TrainerCallback):
             self.checkpointer.save(self.state, self.pieces, self.log, proven)
             self.save_clock.saved(time.monotonic() - started)
 
-    def check_stop(self) -> None:
-        """Raise Interrupted if a rank was asked to stop. A collective call."""
-        self.watchdog.progress()
-        if self.world.sum(self.stop.asked)[0]:
-            raise Interrupted
-
     def measure(self) -> None:
         """Log the share of held-out prompts whose likeliest answer is the right one. A collective call: the ranks
         divide the rows."""
         rows, world, right = self.held_out, self.world, 0
-        with self.log.clock.phase("evaluate"):
+        options = PADDED | {"padding_side": "left", "add_generation_prompt": True}
+        self.model.eval()
+        with self.log.clock.phase("evaluate"), torch.no_grad():
             for first in range(0, len(rows), MEASURED_AT_ONCE * world.world_size):
                 self.check_stop()
                 some = rows[first : first + MEASURED_AT_ONCE * world.world_size][world.rank :: world.world_size]
-                texts = self.answers([question for question, _ in some]) if some else []
-                right += sum(answer_in(text) == answer_in(a) for text, (_, a) in zip(texts, some, strict=True))
+                if not some:
+                    continue
+                questions, answers = zip(*some, strict=True)
+                given = self.tokenizer.apply_chat_template([*questions], **options).to(world.device)
+                length = given["input_ids"].shape[1]
+                room = min(self.step.max_answer, self.spec.recipe.model.block_size - length)
+                made = self.model.generate(**given, do_sample=False, max_new_tokens=room)
+                texts = self.tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)
+                right += sum(answer_in(a) == answer_in(b) for a, b in zip(texts, answers, strict=True))
         self.log.row(self.state.step, {f"tune/{self.step.name}/exact": world.sum(right)[0] / len(rows)})
-
-    def answers(self, questions: list[Any]) -> list[str]:
-        """The likeliest answers to some prompts."""
-        options = PADDED | {"padding_side": "left", "add_generation_prompt": True}
-        given = self.tokenizer.apply_chat_template(questions, **options).to(self.world.device)
-        length = given["input_ids"].shape[1]
-        room = min(self.step.max_answer, self.spec.recipe.model.block_size - length)
-        self.model.eval()
-        with torch.no_grad():
-            made = self.model.generate(**given, do_sample=False, max_new_tokens=room)
-        texts: list[str] = self.tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)
-        return texts
 
     def write_result(self) -> None:
         """Write the model as a folder for transformers, and its facts last."""
