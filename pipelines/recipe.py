@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -54,10 +54,6 @@ TRL_OPTIONS = {
     "scale_rewards": ("grpo",),
     "normalize_advantages": ("rloo",),
 }
-if TYPE_CHECKING:
-    TrlOption = str
-else:
-    TrlOption = Literal[tuple(TRL_OPTIONS)]
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
 GOOD_EPOCHS = 4
 HELLASWAG_TOKENS = 10_042 * 400  # of all items: an item is four endings of about 100 tokens
@@ -211,7 +207,7 @@ class TuneConfig(Section):
         "before and after [rows]",
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of the order of the data and of generation")
-    options: dict[TrlOption, bool | int | float | str] = Field(
+    options: dict[Literal[tuple(TRL_OPTIONS)], bool | int | float | str] = Field(  # type: ignore[valid-type]
         default={}, description="Further arguments of TRL by name: " + ", ".join(TRL_OPTIONS)
     )
 

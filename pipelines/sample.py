@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from pipelines.artifacts.manifest import Manifest, fetch, fetch_folder, read_manifest
+from pipelines.artifacts.manifest import fetch, fetch_folder, read_manifest
 from pipelines.recipe import CHAT_TOKENS
 from pipelines.text.chat import ChatTokens
 from pipelines.text.tokenizer import tokenizer_of
@@ -160,18 +160,16 @@ def load_text_model(
     encoding = tokenizer_of(run.recipe.tokens, store, run.record.prefixes["tokenize"])
     made = tuned_model(store, run.record) if tuned else None
     chat, precision = ChatTokens(encoding) if made else None, precision or best_precision(device)
-    model, step = (read_tuned(store, cache, run, made), None) if made else read_weights(store, cache, run, at)
+    if made:
+        config = run.recipe.with_vocabulary(made.fact("vocab_size")).model
+        with TemporaryDirectory() as scratch:
+            weights = open_weights(
+                fetch_folder(store, made, cache, Path(scratch) / "tuned"), f"{store.uri}/{made.prefix}"
+            )
+            model, step = load_weights(weights, config, device), None
+    else:
+        model, step = read_weights(store, cache, run, at)
     return TextModel(run.name, step, Decoder(model.to(device), precision, (chat or encoding).n_vocab), encoding, chat)
-
-
-def read_tuned(store: Store, cache: Path, run: Run, made: Manifest) -> "LanguageModel":
-    """The model that a step of tuning made."""
-    import torch
-
-    config = run.recipe.with_vocabulary(made.fact("vocab_size")).model
-    with TemporaryDirectory() as scratch:
-        folder = fetch_folder(store, made, cache, Path(scratch) / "tuned")
-        return load_weights(open_weights(folder, f"{store.uri}/{made.prefix}"), config, torch.device("cpu"))
 
 
 def read_weights(store: Store, cache: Path, run: Run, at: int | None) -> "tuple[LanguageModel, int | None]":

@@ -15,6 +15,7 @@ from subprocess import PIPE, Popen
 from typing import Any
 
 from pipelines.recipe import RewardConfig, TuneConfig
+from pipelines.text.tokenizer import recorded_file
 from trainer.errors import UserError, cut
 
 PASSED_ON = ("PATH", "LANG", "TMPDIR", "LD_LIBRARY_PATH")  # of the environment
@@ -25,7 +26,7 @@ class RewardCode:
 
     def __init__(self, reward: RewardConfig) -> None:
         self.function = self.__name__ = str(reward.function)
-        source, (path, _, name) = source_of(reward).decode(), self.function.rpartition(":")
+        source, (path, _, name) = source_of(reward).decode(errors="replace"), self.function.rpartition(":")
         child = [sys.executable, "-P", str(Path(__file__).with_name("reward_child.py"))]
         env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         self._process = Popen(child, env=env, stdin=PIPE, stdout=PIPE, encoding="utf8")
@@ -53,14 +54,7 @@ class RewardCode:
 def source_of(reward: RewardConfig) -> bytes:
     """The file of a function. UserError if there is none, or if it is not the one on record."""
     path = Path(str(reward.function).rpartition(":")[0])
-    try:
-        source = path.read_bytes()
-        source.decode()
-    except (OSError, ValueError) as error:
-        raise UserError(f"rewards: {path}: cannot be read ({error}); name a file of Python code") from error
-    if reward.sha256 not in (None, found := sha256(source).hexdigest()):
-        raise UserError(f"rewards: {path} has the sha256 {found}, and {reward.sha256} is on record")
-    return source
+    return recorded_file(f"rewards: {path}", path, reward.sha256, "name a file of Python code")
 
 
 def with_digests(step: TuneConfig) -> list[RewardConfig]:

@@ -64,10 +64,8 @@ def tokenizer(name: str) -> "tiktoken.Encoding":
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a damaged file is a ValueError
-        asked = getattr(getattr(error, "request", None), "url", None)
-        why = f"no answer from {asked}" if asked and getattr(error, "response", None) is None else str(error)
         raise UserError(
-            f"the vocabulary of the tokenizer '{name}' could not be loaded ({why}); "
+            f"the vocabulary of the tokenizer '{name}' could not be loaded ({reason_of(error)}); "
             "allow the download once, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has cached it"
         ) from error
 
@@ -126,14 +124,17 @@ def tokenizer_file_bytes(own: TokenizerFile) -> bytes:
         from huggingface_hub import hf_hub_download
 
         path = Path(asked(where, lambda: hf_hub_download(found["name"], TOKENIZER_FILE, revision=found["revision"])))
+    return recorded_file(where, path, own.sha256, "`skytrain tokenizer train` makes such a file")
+
+
+def recorded_file(where: str, path: Path, digest: str | None, remedy: str) -> bytes:
+    """The content of a file. UserError if it cannot be read, or if its sha256 is not the one on record."""
     try:
         body = path.read_bytes()
     except OSError as error:
-        raise UserError(
-            f"{where}: cannot be read ({error.strerror}); `skytrain tokenizer train` makes such a file"
-        ) from error
-    if (digest := sha256(body).hexdigest()) != (own.sha256 or digest):
-        raise UserError(f"{where}: its sha256 is {digest}, and the recipe has {own.sha256}; use the file of the recipe")
+        raise UserError(f"{where}: cannot be read ({error.strerror}); {remedy}") from error
+    if digest not in (None, found := sha256(body).hexdigest()):
+        raise UserError(f"{where}: its sha256 is {found}, and the recipe has {digest}; use the file of the recipe")
     return body
 
 

@@ -248,7 +248,7 @@ def test_a_reward_function_that_fails_is_named(tmp_path: Path, source: str, wron
     with pytest.raises(UserError) as refused:
         RewardCode(reward)(prompts=[1, 2], completions=[1, 2])
     assert f"{path}:score: {wrong}" in str(refused.value)
-    with pytest.raises(UserError, match="is on record"):
+    with pytest.raises(UserError, match="the recipe has 0000"):
         RewardCode(reward.model_copy(update={"sha256": "0" * 64}))
 
 
