@@ -45,7 +45,7 @@ def content_of(step: TuneConfig) -> str:
     identity: Any = addition()
     with naming(step):
         source = source_of(step) if step.data != ADDITION else None
-        if isinstance(source, Files) and source.pinned is None:
+        if isinstance(source, Files):
             identity = [one.etag for one in source.objects.values()] or [sha256_of_text(path) for path in source.paths]
         elif source:
             identity = source.identity()
@@ -53,11 +53,8 @@ def content_of(step: TuneConfig) -> str:
 
 
 def source_of(step: TuneConfig) -> Text:
-    """The files of the data. UserError if there are none."""
-    source = open_source(step.data, None, step.revision, "messages")
-    if isinstance(source, Files) and source.kind not in ("parquet", "jsonl"):
-        raise UserError(f"tune.{step.name}: {step.data}: conversations are rows of .jsonl or .parquet files")
-    return source
+    """The data, if it is a text. UserError if there is none."""
+    return open_source(step.data, None, step.revision, "messages")
 
 
 @contextmanager
@@ -99,6 +96,8 @@ def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
 
 def read_rows(files: Files) -> Iterator[dict[str, Any]]:
     """The rows of all files, in order. UserError for a damaged file, with its place."""
+    if files.kind not in ("parquet", "jsonl"):
+        raise UserError(f"tokens.source: {files.where}: conversations are rows of .jsonl or .parquet files")
     for path in files.paths if files.kind == "parquet" else ():
         with reading(path):
             yield from (row for batch in parquet_batches(path, ROWS, None, None) for row in batch.to_pylist())

@@ -1,13 +1,12 @@
 """Text files of one kind, local or remote, as a source of text."""
 
 import functools
-import glob
 import io
 import json
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -48,22 +47,17 @@ class Files:
     """
 
     kind: str
-    paths: tuple[str, ...]  # local paths in reading order, URLs in S3, or one URL or pattern on the Hub
+    paths: tuple[str, ...]  # local paths, or URLs in S3 or on the Hub, in reading order
     column: str
     where: str  # as the user wrote it
-    pinned: str | None = None  # the commit on the Hub; None: identified by contents
     objects: dict[str, Entry] = field(default_factory=dict)  # of paths in S3
 
     def identity(self, look: bool = True) -> dict[str, Any]:
         """Its canonical identity, for the fingerprint: equal identities give equal documents. UserError for a text that
         cannot be read, if its first document is to be looked at."""
-        identity: dict[str, Any] = {"source": "files", "kind": self.kind}
-        if self.kind != "txt":
-            identity["text_column"] = self.column
-        if self.pinned is not None:
-            return identity | {"files": self.where, "revision": self.pinned}
-        if look:
-            self._look()
+        identity = identity_of_files(self.kind, self.column)
+        if look and next(self.documents(), None) is None:  # a wrong column fails now, not on rented machines
+            raise UserError(f"tokens.source: '{self.where}' has no documents; at least one is required")
         if self.objects:
             return identity | {"etag": [one.etag.strip('"') for one in self.objects.values()]}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -71,29 +65,14 @@ class Files:
                 list(pool.map(look_at_start, self.paths))
             return identity | {"sha256": list(pool.map(sha256_of_text, self.paths))}
 
-    def _look(self) -> None:
-        """Read the first document: a wrong column fails now, not on rented machines. Only parquet imports numpy, which
-        the first heartbeat would wait for."""
-        pieces = self.pieces()
-        if self.kind == "parquet":
-            empty = not any(piece.documents for piece in pieces)
-        else:
-            empty = next((one for piece in pieces for one in self.read(piece)), None) is None
-        if empty:
-            raise UserError(f"tokens.source: '{self.where}' has no documents; at least one is required")
+    def documents(self) -> Iterator[bytes]:
+        """All documents, in this process."""
+        for piece in self.pieces():
+            yield from self.read(piece)
 
     def resolved(self) -> Self:
-        """The same text, with a pattern of URLs as its files. Asks the server, so only for reading."""
-        if self.pinned is None or not glob.has_magic(self.paths[0]):
-            return self
-        import fsspec
-
-        with reading(self.where):
-            system, pattern = fsspec.core.url_to_fs(self.paths[0])
-            found = [system.unstrip_protocol(path) for path in sorted(with_retries(lambda: system.glob(pattern)))]
-        if not found:
-            raise UserError(f"tokens.source: no file matches '{self.where}'")
-        return replace(self, paths=tuple(found))
+        """The same text."""
+        return self
 
     def connect(self) -> None:
         """Make the client of its server, if that is S3."""
@@ -104,7 +83,7 @@ class Files:
 
     def text_bytes(self) -> int | None:
         """About the bytes of its text; None if only a server knows, or if it is packed."""
-        if self.pinned is not None or any(path.endswith(tuple(PACKED)) for path in self.paths):
+        if any(path.endswith(tuple(PACKED)) for path in self.paths):
             return None
         if self.kind == "parquet":
             return sum(size for path in self.paths for _, size in row_groups(path, self.column))
@@ -212,6 +191,11 @@ class Files:
     def _place(self, piece: TextShare, number: int) -> str:
         before = sum(1 for _ in self.lines(TextShare(piece.names, 0, piece.first))) if piece.first else 0
         return f"line {before + number + 1} of '{piece.names[0]}'"
+
+
+def identity_of_files(kind: str, column: str) -> dict[str, Any]:
+    """What the identities of all texts of files begin with."""
+    return {"source": "files", "kind": kind} | ({} if kind == "txt" else {"text_column": column})
 
 
 def look_at_start(path: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipelines.text.files import KINDS, Files, TextShare, common_kind, sha256_of_text
+from pipelines.text.files import KINDS, Files, TextShare, common_kind, identity_of_files, sha256_of_text
 from pipelines.text.hub import HUB, asked, datasets_library, pinned_commit
 from pipelines.tokens_config import LLMC, TokensConfig
 from trainer.errors import UserError
@@ -65,33 +65,38 @@ def standard_library() -> StandardLibrary:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """The train split of a dataset on the Hugging Face Hub at one commit."""
+    """The train split of a dataset on the Hugging Face Hub at one commit, or its files of a pattern."""
 
     repository: str
     subset: str | None
     commit: str
     column: str
+    pattern: str | None = None
 
     def identity(self, look: bool = True) -> dict[str, Any]:
         """Its canonical identity, for the fingerprint."""
-        return {
-            "source": HUB + self.repository,
-            "subset": self.subset,
-            "revision": self.commit,
-            "text_column": self.column,
-        }
+        if self.pattern is None:
+            return {
+                "source": HUB + self.repository,
+                "subset": self.subset,
+                "revision": self.commit,
+                "text_column": self.column,
+            }
+        identity = identity_of_files(common_kind((self.pattern,)), self.column)
+        return identity | {"files": f"{HUB}{self.repository}/{self.pattern}", "revision": self.commit}
 
     @functools.cache  # noqa: B019  (one dataset a process)
     def resolved(self) -> Files:
         """Its files. UserError for a dataset that cannot be opened: not found, gated, no such subset, no network."""
-        where = f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")
+        where = f"{HUB}{self.repository}" + (f" ({self.subset or self.pattern})" if self.subset or self.pattern else "")
         load = datasets_library().load_dataset_builder
         at = f"tokens.source: {where} at {self.commit[:12]}"
-        builder = asked(at, lambda: load(self.repository, self.subset, revision=self.commit))
+        how = {"data_files": self.pattern, "revision": self.commit}
+        builder = asked(at, lambda: load(self.repository, self.subset, **how))
         files = tuple((builder.config.data_files or {}).get("train", ()))
         if not files:
             raise UserError(f"tokens.source: {where} has no files of a train split")
-        return Files(common_kind(files), files, self.column, where, self.commit)
+        return Files(common_kind(files), tuple(sorted(files)) if self.pattern else files, self.column, where)
 
     def text_bytes(self) -> None:
         """Only the Hub knows."""
@@ -135,10 +140,8 @@ def text_of(config: TokensConfig) -> Text:
 
 def first_documents(source: Text) -> Generator[str, None, None]:
     """The documents of a text from its first one on, in this process."""
-    files = source.resolved()
-    for piece in files.pieces():
-        for document in files.read(piece):
-            yield document.decode()
+    for document in source.resolved().documents():
+        yield document.decode()
 
 
 def open_source(source: str, subset: str | None, revision: str | None, text_column: str) -> Text:
@@ -157,12 +160,22 @@ def open_source(source: str, subset: str | None, revision: str | None, text_colu
             f"tokens.source: '{source}' is not a dataset on the Hub; use '{HUB}ORG/NAME', with the commit "
             "in tokens.revision"
         )
-    if len(repository) == 2:
-        return HubDataset("/".join(repository), subset, pinned_commit(source, revision), text_column)
-    if subset is not None:
+    if subset is not None and len(repository) != 2:
         raise UserError(f"tokens.subset: '{source}' has no subsets; only {HUB}ORG/NAME has them; remove it")
+    if repository:
+        name, pattern = "/".join(repository[:2]), "/".join(repository[2:]) or None
+        return HubDataset(name, subset, pinned_commit(source, revision), text_column, pattern)
     if separator:
-        return remote_files(source, revision, text_column)
+        from pipelines.text.objects import matching_objects
+
+        if "@" in urlsplit(source).netloc:  # manifests are published
+            raise UserError("tokens.source: the address contains a user name; use the plain address")
+        if revision is not None:
+            raise UserError(
+                f"tokens.revision: '{source}' is identified by the ETags of its objects; remove the revision"
+            )
+        objects = matching_objects(source)
+        return Files(common_kind(tuple(objects)), tuple(objects), text_column, source, objects)
     if revision is not None:
         raise UserError(f"tokens.revision: '{source}' is local and identified by its contents; remove the revision")
     if source == STDLIB:
@@ -180,19 +193,3 @@ def open_source(source: str, subset: str | None, revision: str | None, text_colu
     if not paths:
         raise UserError(f"tokens.source: no file matches '{source}' ({os.path.abspath(path)}); use {SOURCES}")
     return Files(common_kind(paths), paths, text_column, source)
-
-
-def remote_files(source: str, revision: str | None, column: str) -> Files:
-    """The files of a URL or pattern on the Hub or in S3. UserError without a commit, or for a URL with a secret."""
-    if source.startswith(HUB):
-        commit = pinned_commit(source, revision)
-        organisation, name, path = source.removeprefix(HUB).split("/", 2)
-        return Files(common_kind((source,)), (f"{HUB}{organisation}/{name}@{commit}/{path}",), column, source, commit)
-    from pipelines.text.objects import matching_objects
-
-    if "@" in urlsplit(source).netloc:  # manifests are published
-        raise UserError("tokens.source: the address contains a user name; use the plain address")
-    if revision is not None:
-        raise UserError(f"tokens.revision: '{source}' is identified by the ETags of its objects; remove the revision")
-    found = matching_objects(source)
-    return Files(common_kind(tuple(found)), tuple(found), column, source, objects=found)
