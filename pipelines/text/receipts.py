@@ -40,11 +40,6 @@ class ShardReceipt(StoredRecord):
             raise DamagedRecord(where, f"{receipt.file.key!r} is in no folder of an attempt")
         return receipt
 
-    @property
-    def attempt(self) -> int:
-        """The attempt that made the shard."""
-        return int(self.file.key.partition("/")[0].removeprefix("a"))
-
 
 def existing_receipts(
     store: Store, plan: ArtifactPlan, note: Callable[[str], None] = lambda line: None
@@ -56,10 +51,8 @@ def existing_receipts(
         receipts.append(receipt)
     if receipts:
         note(f"  {len(receipts)} shard(s) exist from an earlier attempt")
-    # The listing is newer than the receipts.
-    folders = {receipt.attempt for receipt in receipts}
-    entries = (entry for number in folders for entry in store.entries(f"{plan.prefix}/a{number:04d}/"))
-    sizes = {entry.key: entry.size for entry in entries}
+    # The listing, of the folders of all attempts, is newer than the receipts.
+    sizes = {entry.key: entry.size for entry in store.entries(f"{plan.prefix}/a")} if receipts else {}
     lost = [n for n, r in enumerate(receipts) if sizes.get(f"{plan.prefix}/{r.file.key}") != r.file.size]
     if lost:
         note(f"  {len(lost)} shards of {store.uri}/{plan.prefix} are missing; they are made again")
