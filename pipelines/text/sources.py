@@ -82,8 +82,8 @@ class HubDataset:
                 "revision": self.commit,
                 "text_column": self.column,
             }
-        identity = identity_of_files(common_kind((self.pattern,)), self.column)
-        return identity | {"files": f"{HUB}{self.repository}/{self.pattern}", "revision": self.commit}
+        files = f"{HUB}{self.repository}/{self.pattern}"
+        return identity_of_files(common_kind((files,)), self.column) | {"files": files, "revision": self.commit}
 
     @functools.cache  # noqa: B019  (one dataset a process)
     def resolved(self) -> Files:
@@ -106,21 +106,15 @@ Text = Files | HubDataset
 
 
 def estimated_tokens(config: TokensConfig) -> int | None:
-    """About the number of tokens of a text that is not tokenized yet; None if only a server knows."""
-    if (tokens := declared_tokens(config)) is not None and config.max_tokens is None:
-        return tokens
+    """About the number of tokens of a text that is not tokenized yet, by its subset's name (sample-10BT) or
+    its bytes; None if only a server knows."""
+    most, billions = config.max_tokens, re.search(r"(\d+)BT\b", config.subset or "")
+    if billions and most is None:
+        return int(billions[1]) * 1_000_000_000
     if (size := text_of(config).text_bytes()) is None:
-        return tokens
+        return most
     estimate = int(size / BYTES_PER_TOKEN[config.tokenizer if config.tokenizer == "bytes" else "gpt2"])
-    return estimate if tokens is None else min(estimate, tokens)
-
-
-def declared_tokens(config: TokensConfig) -> int | None:
-    """Tokens by the recipe's limit, or by the number in the subset's name (sample-10BT); None without either."""
-    if config.max_tokens is not None:
-        return config.max_tokens
-    billions = re.search(r"(\d+)BT\b", config.subset or "")
-    return int(billions[1]) * 1_000_000_000 if billions else None
+    return estimate if most is None else min(estimate, most)
 
 
 def source_label(source: str, subset: str | None) -> str:

@@ -37,12 +37,8 @@ Ranks = dict[bytes, int]
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"  # of a user's own tokenizer, below the tokens' artifact
 HUB_NAME = "hub-"  # begins the names of tokenizers that `tokenizers` reads
-BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": True,
-}  # GPT-2's pattern
+# The pre-tokenizer of GPT-2's pattern.
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 @functools.cache
