@@ -283,9 +283,9 @@ class Recipe(Section):
         return {"packing": self.tokens.packing, "row_tokens": self.row_tokens} if self.row_tokens else {}
 
     def check_vocab_size(self, needed: int) -> None:
-        """ValueError unless the model has a row for each of the tokenizer's ids."""
+        """UserError unless the model has a row for each of the tokenizer's ids."""
         if self.model.vocab_size < needed:
-            raise ValueError(
+            raise UserError(
                 f"model.vocab_size {self.model.vocab_size} is smaller than the {needed} ids of "
                 f"tokens.tokenizer '{self.tokens.tokenizer}'; use {needed}"
             )

@@ -92,10 +92,7 @@ def check_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
             f"export.formats: {others[0]} cannot carry the tokenizer '{recipe.tokens.tokenizer}', only GPT-2's, bytes "
             "and those of `skytrain tokenizer train`; remove it, and use hf"
         )
-    try:
-        recipe.check_vocab_size(encoding.n_vocab)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    recipe.check_vocab_size(encoding.n_vocab)
 
 
 def keep_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
