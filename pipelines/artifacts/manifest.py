@@ -161,8 +161,6 @@ class TrainFacts(StoredRecord):
     """Of the facts of a training, those that other stages and reports compute with."""
 
     steps: Count = 0
-    rollbacks: tuple[tuple[Count, Count], ...] = ()
-    text_from: Count = 0  # the step at which a branch began to read another text, from the start
 
 
 FACTS: dict[str, type[Any]] = {"tokenize": TokensFacts, "train": TrainFacts}

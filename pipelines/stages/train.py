@@ -112,7 +112,7 @@ def given_weights(work: Work) -> Built:
     work.clock.enter("download")
     given = bring(str(recipe.train.init_from), work.store, work.home / "cache", "train.init_from")
     path = stored_as_ours(given, recipe.model, work.folder / WEIGHTS_FILE)
-    return Built([work.upload(path)], {"steps": 0, "tokens": 0, "parameters": recipe.model.parameters, "rollbacks": []})
+    return Built([work.upload(path)], {"steps": 0, "tokens": 0, "parameters": recipe.model.parameters})
 
 
 def stored_as_ours(weights: Path, model: ModelConfig, path: Path) -> Path:
@@ -176,7 +176,6 @@ def store_result(work: Work, state: TrainState) -> Built:
         "val/loss": final.get("val/loss"),
         "perf/tokens_per_second": speeds[len(speeds) // 2] if speeds else None,  # median over steps
         "skipped_updates": state.health.skipped,
-        "rollbacks": state.rollbacks,
         "precision": " and ".join(sorted(precisions)),
         "reduce_dtype": work.recipe.runtime.reduce_dtype,
     }
@@ -186,8 +185,6 @@ def store_result(work: Work, state: TrainState) -> Built:
         facts["stopped_by"] = target
     if state.threads:
         facts["threads"] = state.threads
-    if state.text_from:
-        facts["text_from"] = state.text_from
     weights = work.upload(work.folder / WEIGHTS_FILE)
     if not isinstance(work.store, LocalStore):
         keep_copy(work.folder / WEIGHTS_FILE, weights, work.home / "cache")

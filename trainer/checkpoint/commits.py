@@ -65,8 +65,9 @@ class TrainState(StoredRecord):
 
     @property
     def data_step(self) -> int:
-        """The position in the data order that the next update reads."""
-        return data_step(self.step, self.rollbacks) - self.text_from
+        """The position in the data order that the next update reads: each rollback shifts all steps after it."""
+        shift = sum(skipped for returned_to, skipped in self.rollbacks if self.step >= returned_to)
+        return self.step + shift - self.text_from
 
     def on_another_text(self) -> "TrainState":
         """This state at the start of another text: its losses and validations say nothing about that one."""
@@ -120,11 +121,6 @@ class TrainState(StoredRecord):
         self.step += 1
         self.tokens_seen += batch_tokens
         self.optimizer_steps += applied
-
-
-def data_step(step: int, rollbacks: Sequence[tuple[int, int]]) -> int:
-    """The position in the data order that update `step` (from 0) reads: each rollback shifts all steps after it."""
-    return step + sum(skipped for returned_to, skipped in rollbacks if step >= returned_to)
 
 
 @dataclass(frozen=True)
