@@ -119,7 +119,7 @@ class DeadlineWatch:
         """Ask the run to stop once the slack is too short, by the speed of this attempt."""
         train, step = self.recipe.train, beat.progress.step
         if beat.stage == "train" and step:
-            ours, gpus = account(beat.run, [StoredHeartbeat("train", beat)]).attempts, beat.machine.accelerators or ""
+            ours, gpus = account([StoredHeartbeat("train", beat)]).attempts, beat.machine.accelerators or ""
             if per_token := seconds_per_token(train, [gpus], beat.nodes, ours):
                 to_come = tokens_before(train.max_steps, train) - tokens_before(step, train)
                 self._compare(to_come * per_token)

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from pipelines.artifacts.traffic import GB
 from pipelines.show.console import cell, console, duration, money
-from pipelines.tracking.account import AttemptAccount, TrafficCost, market_of, merge_waits
+from pipelines.tracking.account import AttemptAccount, TrafficCost, market_of
 from pipelines.tracking.runs import Run
 
 
@@ -39,14 +39,18 @@ def print_bill(run: Run, budget: float | None = None) -> None:
         out.print()
     heads = ("attempt", "state", "on", "started (UTC)", "time", "price an hour", "dollars", "steps", "saved", "redone")
     table = Table(*heads, box=None, pad_edge=False)
-    for number, attempt in merge_waits(account.attempts):
-        table.add_row(*map(cell, attempt_row(number, attempt)))
+    for attempt in account.attempts:
+        if not attempt.waited:  # a launch that waits for spot does so a hundred times a day
+            table.add_row(*map(cell, attempt_row(attempt)))
     out.print(table)
     out.print()
     lines = []
     if account.goodput is not None:
-        waits = " without waits for spot" if any(a.waited for a in account.attempts) else ""
+        waits = " without waits for spot" if account.waits.hours else ""
         lines.append(f"goodput {account.goodput:.1%}: training, each step counted once, of all billed time{waits}")
+    if account.waits.hours:
+        waited = money(account.waits.usd, account.waits.unpriced_hours)
+        lines.append(f"{waited} dollars in {duration(3600 * account.waits.hours)} of waits for spot, in no row above")
     if account.usd_per_billion_tokens:
         lines.append(f"{account.usd_per_billion_tokens:,.2f} dollars per billion tokens")
     if account.traffic != TrafficCost():
@@ -81,10 +85,10 @@ def traffic_text(traffic: TrafficCost) -> str:
     return f"{text}; their price is unknown" if traffic.unpriced_bytes else text
 
 
-def attempt_row(number: str, a: AttemptAccount) -> list[str]:
+def attempt_row(a: AttemptAccount) -> list[str]:
     return [
-        f"{a.stage} {number}",
-        ("waiting for spot" if a.waited else a.state) + (f" ({a.progress.notice})" if a.progress.notice else ""),
+        f"{a.stage} {a.attempt}",
+        a.state + (f" ({a.progress.notice})" if a.progress.notice else ""),
         (f"{a.nodes} x " if a.nodes > 1 else "") + f"{a.machine.instance or a.process.host}, {market_of(a.machine)}",
         time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(a.started)),
         duration(sum(a.phases.values())),

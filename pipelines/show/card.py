@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.artifacts.manifest import Manifest
+from pipelines.recipe import Recipe
 from pipelines.show.console import columns, console, duration, money
 from pipelines.stages.tune import TUNED_METRICS
 from pipelines.tracking.account import LATE_SHARE, Account, late_share, total_cost
-from pipelines.tracking.runs import Passed, Summary
+from pipelines.tracking.runs import Summary
 from trainer.config import TARGETS
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
     out.print("─" * width)
     out.print(table_of_stages(pipeline, run.account))
     out.print("─" * width)
-    for name, value in card_facts(pipeline, run.summary, run.passed):
+    for name, value in card_facts(pipeline, run.summary):
         lines = textwrap.wrap(value, width - LABEL, break_long_words=False, break_on_hyphens=False)
         for label, line in zip_longest([name], lines, fillvalue=""):
             out.print(f"[bold]{label:{LABEL - 1}}[/] {escape(line)}")
@@ -46,12 +47,11 @@ def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
 TARGET_NAMES = {"hellaswag": "HellaSwag", "core": "CORE", "val_loss": "val loss"}
 
 
-def passed_text(passed: Passed) -> str:
-    """ "HellaSwag 0.2955 after 9,961,472 tokens (step 19), 3 h 10 min, $12.30"; dollars only of a known price."""
-    cost = passed.cost
-    usd = "" if not cost.usd else f", ${money(cost.usd, cost.unpriced_hours)}"
-    name = f"{TARGET_NAMES[passed.name]} {passed.target:g}"
-    return f"{name} after {passed.tokens:,} tokens (step {passed.step:,}), {duration(3600 * cost.hours)}{usd}"
+def reached_target(recipe: Recipe, train: Manifest | None) -> str:
+    """The target of train.stop_at that ended the training: "HellaSwag 0.2955"; nothing without one."""
+    targets = recipe.train.stop_at.targets if recipe.train.stop_at else {}
+    name = str(train.facts.get("stopped_by")) if train else ""
+    return f"{TARGET_NAMES[name]} {targets[name]:g}" if name in targets else ""
 
 
 def table_of_stages(pipeline: "Pipeline", account: Account) -> Table:
@@ -88,7 +88,7 @@ def changes_by_tuning(made: Mapping[str, Manifest]) -> dict[str, list[str]]:
     }
 
 
-def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = None) -> list[tuple[str, str]]:
+def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
     """Labels and values of the card below the table of stages."""
     facts = [("store", pipeline.store.uri)]
     train = pipeline.made.get("train")
@@ -108,8 +108,8 @@ def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = N
     if summary.core is not None:
         facts.append(("CORE", f"{summary.core:.4f} (centred accuracy, 22 tasks)"))
     facts += [(stage, ", ".join(changes)) for stage, changes in changes_by_tuning(pipeline.made).items() if changes]
-    if passed:
-        facts.append(("passed", passed_text(passed)))
+    if target := reached_target(pipeline.recipe, train):
+        facts.append(("ended by", target))
     phases = sorted(summary.phases.items(), key=lambda item: -item[1])
     if (late := late_share(summary.phases)) >= LATE_SHARE:
         facts.append(("data", f"was late: {late:.1%} of the time of training ({pipeline.store.uri})"))

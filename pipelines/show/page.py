@@ -21,10 +21,10 @@ from urllib.parse import quote
 import yaml
 
 from pipelines.recipe import Recipe
-from pipelines.show.card import changes_by_tuning, passed_text
+from pipelines.show.card import changes_by_tuning, reached_target
 from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.tracking.account import Account, AttemptAccount, cost_until, late_share, market_of, merge_waits
+from pipelines.tracking.account import Account, AttemptAccount, cost_until, late_share, market_of
 from pipelines.tracking.runs import Run
 from trainer.amounts import batch_stages
 from trainer.errors import UserError
@@ -44,7 +44,7 @@ METRICS = (
     "train/lr",
     "train/grad_norm",
 )
-ATTEMPT_FIELDS = ("stage", "state", "started", "waited", "nodes", "phases", "price_per_hour", "price_source")
+ATTEMPT_FIELDS = ("stage", "attempt", "state", "started", "nodes", "phases", "price_per_hour", "price_source")
 SMOOTHED = ("train/loss", "perf/tokens_per_second", "perf/mfu", "train/grad_norm")
 
 # Sizes of GPT-2 (n_layer, n_head, n_embd) and published results. Source: llm.c, dev/vislog.ipynb: losses of OpenAI's
@@ -171,12 +171,12 @@ def run_data(run: Run) -> dict[str, Any]:
             {name: getattr(one, name) for name in ATTEMPT_FIELDS}
             | {name: getattr(one.progress, name) for name in ("notice", "resumed_from", "step")}
             | {
-                "number": number,
                 "machine": machine_name(one),
                 "bill": asdict(one.bill),
                 "billed_before": asdict(cost_until(account, one.started)),
             }
-            for number, one in merge_waits(account.attempts)
+            for one in account.attempts
+            if not one.waited
         ],
         "series": series,
         "receipt": receipt(run),
@@ -291,7 +291,7 @@ def receipt(run: Run) -> list[tuple[str, str]]:
         "text": " at ".join(filter(None, (text_name(recipe), recipe.tokens.revision))),
         "began with": recipe.first_weights or "",
         "artifacts": ", ".join(manifest.prefix for manifest in read.values()),
-        "ended by": passed_text(run.passed) if run.passed else "",
+        "ended by": reached_target(recipe, train),
         "seed": str(recipe.train.seed),
         "commit": commit + (" with uncommitted changes" if commit and origin.get("git_dirty") else ""),
         "image": origin.get("image") or ("none: the run used no container" if origin else ""),

@@ -7,7 +7,7 @@ seconds of phases, are machine time: two nodes for an hour are two hours. Every 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -22,8 +22,6 @@ LATE_SHARE = 0.001  # of the time of training, from which on late data is named
 TRAINING_PHASES = ("train", "redone", "checkpoint", "evaluate")  # they make steps, or steps wait for them
 TAKEN_AWAY = ("interrupted", "stale", "lost")  # states of an attempt after which the run waits for a machine
 WASTED_PHASES = ("redone", "lost")
-# Longest gap between two attempts of one wait for spot. After a longer gap, the launch was down in between.
-LONGEST_POLL_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -84,9 +82,9 @@ class AttemptAccount(Heartbeat):
 class Account:
     """The cost of a run, and its parts."""
 
-    run: str
     attempts: tuple[AttemptAccount, ...]  # in the order in which they started
     total: Cost  # of all attempts
+    waits: Cost  # of them, those that waited for spot on a standby machine
     by_stage: dict[str, Cost]
     by_phase: dict[str, Cost]
     by_market: dict[str, Cost]  # "own machine", "aws spot", "gcp on demand", …
@@ -99,15 +97,9 @@ class Account:
     unseen_seconds: float  # at most so much is missing from the bill: a heartbeat interval for each
     unseen_usd: float  # the same in dollars, of known prices
     traffic: TrafficCost = TrafficCost()  # of the total: between the machines and the store
-    faults: tuple[str, ...] = ()  # unreadable heartbeats, which the bill does not contain
 
 
-def account(
-    run: str,
-    heartbeats: Iterable[StoredHeartbeat],
-    tokens_before: Callable[[int], int] = lambda step: 0,
-    faults: Iterable[str] = (),
-) -> Account:
+def account(heartbeats: Iterable[StoredHeartbeat], tokens_before: Callable[[int], int] = lambda step: 0) -> Account:
     """Add up a run's attempts, from the last heartbeat of each, in any order.
 
     `tokens_before`: tokens of all updates before a step.
@@ -137,9 +129,9 @@ def account(
     lost = [a for a in attempts if a.state == "lost"]
     deaths = len(lost)
     return Account(
-        run=run,
         attempts=tuple(attempts),
         total=total,
+        waits=total_cost(a.bill for a in attempts if a.waited),
         by_stage=_sums((a.stage, a.bill) for a in attempts),
         by_phase=_sums((phase, _phase_cost(a, phase)) for a in attempts for phase in a.phases)
         | ({TRAFFIC: Cost(usd=traffic.usd)} if traffic.usd else {}),
@@ -153,7 +145,6 @@ def account(
         unseen_seconds=deaths * HEARTBEAT_SECONDS,
         unseen_usd=math.fsum(a.nodes * (a.price_per_hour or 0.0) * HEARTBEAT_SECONDS / 3600 for a in lost),
         traffic=traffic,
-        faults=tuple(faults),
     )
 
 
@@ -216,29 +207,6 @@ def market_of(machine: Machine) -> str:
     if not machine.cloud:
         return "own machine"
     return machine.cloud + ("" if machine.spot is None else " spot" if machine.spot else " on demand")
-
-
-def merge_waits(attempts: Iterable[AttemptAccount]) -> Iterator[tuple[str, AttemptAccount]]:
-    """Rows of a table of attempts: a number, and the attempt.
-
-    Consecutive waits for spot (a hundred a day) become one row, from the start of the first to the end of the last,
-    with the phases and the bill of all of them.
-    """
-    rows: list[list[AttemptAccount]] = []
-    for one in attempts:
-        before = rows[-1][-1] if rows else None
-        if before and before.waited and one.waited and one.started - before.time < LONGEST_POLL_SECONDS:
-            rows[-1].append(one)
-        else:
-            rows.append([one])
-    for row in rows:
-        first, last = row[0], row[-1]
-        if first is last:
-            yield str(last.attempt), last
-        else:
-            phases = {phase: math.fsum(a.phases.get(phase, 0.0) for a in row) for a in row for phase in a.phases}
-            bill = total_cost(a.bill for a in row)
-            yield f"{first.attempt} to {last.attempt}", replace(last, started=first.started, phases=phases, bill=bill)
 
 
 def total_cost(costs: Iterable[Cost]) -> Cost:

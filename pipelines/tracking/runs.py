@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from pipelines.artifacts.manifest import DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import REWARD, Recipe
-from pipelines.tracking.account import TRAFFIC, Account, Cost, Forecast, StoredHeartbeat, account, cost_until, forecast
+from pipelines.tracking.account import TRAFFIC, Account, Forecast, StoredHeartbeat, account, forecast
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_over, process_exists
 from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.tracking.releases import Release, read_releases, until_release
@@ -20,7 +20,6 @@ from pipelines.tracking.run_record import RunRecord, full_names, key_of, read_re
 from pipelines.tracking.stop_request import StopRequest, read_stop_request
 from trainer.amounts import steps_to_come, tokens_before, tokens_of_steps
 from trainer.checkpoint.commits import series
-from trainer.config import TARGETS
 from trainer.config_errors import explain
 from trainer.errors import NotAFile, UserError
 from trainer.record import Count, DamagedRecord, NewerRecord, StoredRecord, reading, record_at
@@ -78,18 +77,6 @@ class StoredSummary(Summary):
 
     process: ProcessId = ProcessId()
     outlook: Outlook | None = None  # unknown before version 0.2, and of runs that are done
-
-
-@dataclass(frozen=True)
-class Passed:
-    """The first measurement of a run that passed a target of train.stop_at."""
-
-    name: str  # of the target, as in TARGETS
-    target: float
-    value: float
-    step: int
-    tokens: int
-    cost: Cost  # of all stages and attempts until then
 
 
 @dataclass(frozen=True)
@@ -189,24 +176,12 @@ class Run:
     def account(self) -> Account:
         """The time and money of all attempts, and of their machines until SkyPilot released them."""
         of_steps = partial(tokens_of_steps, self.recipe.train)
-        return account(self.name, self._until_release[0], of_steps, self.unreadable_attempts)
+        return account(self._until_release[0], of_steps)
 
     @cached_property
     def series(self) -> list[dict[str, Any]]:
         """The committed rows, one a step."""
         return series(self.store, self.record.prefixes["train"]) if "train" in self.record.prefixes else []
-
-    @cached_property
-    def passed(self) -> Passed | None:
-        """When the run passed a target; None if it has none, or not yet."""
-        stop_at = self.recipe.train.stop_at
-        for row in self.series if stop_at else ():
-            assert stop_at
-            if row["step"] and (name := stop_at.passed_by(row)):
-                step, tokens = row["step"], tokens_before(row["step"], self.recipe.train)
-                until = cost_until(self.account, row["time"])
-                return Passed(name, stop_at.targets[name], row[TARGETS[name]], step, tokens, until)
-        return None
 
     @property
     def last_step(self) -> int:
@@ -329,7 +304,7 @@ class Run:
             goodput=self.account.goodput,
             usd_per_billion_tokens=self.account.usd_per_billion_tokens,
             updated=self.record.updated,
-            faults=[*map(str, self._manifests[1]), *self.account.faults],
+            faults=[*map(str, self._manifests[1]), *self.unreadable_attempts],
         )
 
 

@@ -207,7 +207,7 @@ def test_traffic_is_a_part_of_the_bill_of_every_sum(
         machine=billing.machine,
     )
     assert Heartbeat.from_json(beat.to_json()) == beat
-    bill = account("run", [StoredHeartbeat("train/x", beat)])
+    bill = account([StoredHeartbeat("train/x", beat)])
     assert bill.total.usd == pytest.approx(8 + 12 + 1) and bill.total.hours == pytest.approx(1)
     assert (bill.traffic.usd, bill.traffic.unpriced_bytes) == (pytest.approx(12 + 1), GB)
     for sums in (bill.by_stage, bill.by_phase, bill.by_market):

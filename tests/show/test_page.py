@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 from browser import COMPLAINTS, Browser, open_browser
@@ -20,13 +19,12 @@ from hypothesis import strategies as st
 
 from pipelines.artifacts.manifest import File, Manifest, key_of
 from pipelines.recipe import load_recipe
-from pipelines.show.card import passed_text
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.show.page import REFERENCES, SHAPES, overlay_data, page_of, run_data, thin
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.records import Heartbeat, ProcessId, Progress
 from pipelines.tracking.run_record import RunRecord, record
-from pipelines.tracking.runs import Passed, Run
+from pipelines.tracking.runs import Run
 from pipelines.verbs.report import report
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store
@@ -87,7 +85,7 @@ def run_in(
         facts = {"steps": steps, "tokens": 2048 * steps, "train/loss": 2.0, "val/loss": 2.1, "skipped_updates": 0}
         made: dict[str, dict[str, Any]] = {
             "tokenize": {"tokens": 8_000_000},
-            "train": facts | {"perf/tokens_per_second": 2048.0, "rollbacks": []},
+            "train": facts | {"perf/tokens_per_second": 2048.0},
             "evaluate": {"val/loss": 2.0625, "sample": HOSTILE},
             "export": {"parameters": 7},
         }
@@ -155,15 +153,11 @@ def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logg
     assert bill[250] == pytest.approx(((250 + 60) / 3600, 3.1), abs=1e-5)
 
 
-def test_a_passed_target_is_told_with_its_tokens_hours_and_dollars(store: LocalStore) -> None:
-    aimed = run_in(store, "aimed", changes=["train.stop_at={val_loss: 3.0}"], price_per_hour=36.0)
-    run = Run(store, aimed)
-    assert run.passed == Passed("val_loss", 3.0, ANY, 200, 200 * 2048, ANY)
-    assert run.passed.value == pytest.approx(2.7767, abs=1e-4)
-    assert passed_text(run.passed) == "val loss 3 after 409,600 tokens (step 200), 3 min 30 s, $2.10"
-    assert dict(run_data(run)["receipt"])["ended by"] == passed_text(run.passed)
-    never = Run(store, run_in(store, "never", changes=["train.stop_at={val_loss: 1.0}"]))
-    assert never.passed is None and "ended by" not in dict(run_data(never)["receipt"])
+def test_the_target_that_ended_a_training_is_named(store: LocalStore) -> None:
+    for ended, named in (("val_loss", "val loss 3"), (["val_loss"], None)):
+        more = {"train": {"stopped_by": ended}}
+        aimed = run_in(store, f"aimed-{len(ended)}", changes=["train.stop_at={val_loss: 3.0}"], more=more)
+        assert dict(run_data(Run(store, aimed))["receipt"]).get("ended by") == named
 
 
 @pytest.mark.parametrize("size", SHAPES)

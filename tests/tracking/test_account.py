@@ -16,9 +16,7 @@ from pipelines.tracking.account import (
     cost_metrics,
     forecast,
     market_of,
-    merge_waits,
     settled_phases,
-    total_cost,
 )
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat, Machine, ProcessId, Progress
@@ -33,7 +31,7 @@ def beat(**changes: Any) -> Heartbeat:
 
 
 def of(*beats: Heartbeat, **options: Any) -> Account:
-    return account("tiny-1a2b3c4d", [StoredHeartbeat(f"{b.stage}/tiny-1a2b3c4d", b) for b in beats], **options)
+    return account([StoredHeartbeat(f"{b.stage}/tiny-1a2b3c4d", b) for b in beats], **options)
 
 
 # --- hours and dollars
@@ -121,28 +119,15 @@ def test_waiting_for_spot_counts_for_an_interruption_only_after_one() -> None:
     spot = {"state": "interrupted", "phases": {"setup": 600.0, "train": HOUR - 600}}
     waits = beat(**wait), beat(attempt=2, **wait)
     assert of(*waits, beat(attempt=3, **spot)).interruptions.hours == 0
+    assert of(*waits, beat(attempt=3, **spot)).waits == of(*waits).total
     again = of(*waits, *(beat(attempt=n, **made) for n, made in ((3, spot), (4, wait), (5, spot))))
     assert again.interruptions.hours == pytest.approx(1 + 600 / HOUR)
     assert again.goodput == pytest.approx(1 - 600 / HOUR)
 
 
-def test_consecutive_waits_are_shown_as_one_unless_the_launch_was_down_in_between() -> None:
-    def wait(number: int, started: float) -> Heartbeat:
-        waited = {"progress": Progress(waiting=True), "phases": {"idle": 600.0}, "price_per_hour": 6.0}
-        return beat(attempt=number, started=started, time=started + 600, **waited)
-
-    spot = beat(attempt=3, started=1800.0, time=1800.0 + HOUR)
-    waits = [wait(1, 0.0), wait(2, 900.0), wait(4, 6000.0), wait(5, 90_000.0), wait(6, 90_900.0), wait(7, 91_800.0)]
-    shown = list(merge_waits(of(spot, *waits).attempts))
-    assert [number for number, _ in shown] == ["1 to 2", "3", "4", "5 to 7"]
-    last = shown[-1][1]
-    assert (last.started, last.time, last.phases) == (90_000.0, 92_400.0, {"idle": 1800.0})
-    assert last.bill == Cost(0.5, 3.0) and total_cost(one.bill for _, one in shown) == of(spot, *waits).total
-
-
 @pytest.mark.parametrize(("alive", "deaths"), [(True, 0), (None, 0), (False, 1)])
 def test_an_attempt_that_may_be_alive_is_not_lost(alive: bool | None, deaths: int) -> None:
-    assert account("run", [StoredHeartbeat(PREFIX, beat(state="running"), None, alive)]).deaths == deaths
+    assert account([StoredHeartbeat(PREFIX, beat(state="running"), None, alive)]).deaths == deaths
 
 
 # --- what is to come

@@ -52,7 +52,7 @@ def test_a_machine_is_billed_from_its_start_until_its_release(
     beats: list[StoredHeartbeat], releases: list[Release], seconds: list[float], unknown: int
 ) -> None:
     billed, missing = until_release(beats, releases)
-    bill = account("a", billed)
+    bill = account(billed)
     assert [a.time - a.started for a in bill.attempts] == seconds and len(missing) == unknown
     assert bill.total.usd == pytest.approx(2 * sum(seconds))
     extra = sum(seconds) - sum(one.beat.time - one.beat.started for one in beats)

@@ -231,9 +231,9 @@ def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: Loc
     made = done_run(store)
     key = f"{TRAIN}/attempts/0001/heartbeat.json"
     store.put(key, b"")
-    bill = Run(store, made).account
-    assert bill.total.usd == pytest.approx(15.0)  # its claim has the time of its start only
-    assert [fault.split(": damaged")[0] for fault in bill.faults] == [f"{store.uri}/{key}"]
+    summary = Run(store, made).summary
+    assert summary.usd == pytest.approx(15.0)
+    assert [fault.split(": damaged")[0] for fault in summary.faults] == [f"{store.uri}/{key}"]
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"run": "x"}', b"[" * 100_000])

@@ -8,9 +8,7 @@ const STATES = {
   lost: ["✕", "crashed without a last heartbeat"],
   failed: ["!", "failed"],
   stale: ["⤳", "superseded by a later attempt"],
-  waiting: ["…", "waited for spot"],
 };
-const stateOf = (a) => (a.waited ? "waiting" : a.state);
 const PHASES = {  // in this order: color and meaning
   train: ["train", "steps that count"],
   evaluate: ["evaluate", "val loss, HellaSwag and CORE"],
@@ -50,12 +48,12 @@ function timeline(run) {
   const longest = Math.max(...run.attempts.map(lasted));
   const heads = ["attempt", "phases", "ended", "started", "billed", "steps", "machine", "dollars"];
   function row(a) {
-    const [mark, text] = STATES[stateOf(a)] ?? ["", a.state];
+    const [mark, text] = STATES[a.state] ?? ["", a.state];
     const price = has(a.price_per_hour) ? `${dollars(a.price_per_hour)} an hour` : "price unknown";
     return [
-      `${a.stage} ${a.number}`,
+      `${a.stage} ${a.attempt}`,
       phaseBar(a.phases, (100 * lasted(a)) / (longest || 1), (phase) => seconds(a.phases[phase])),
-      [el("span", { class: `chip s-${stateOf(a)}` }, `${mark} ${text}`), a.notice && `: ${a.notice}`],
+      [el("span", { class: `chip s-${a.state}` }, `${mark} ${text}`), a.notice && `: ${a.notice}`],
       dateTime(a.started),
       seconds(lasted(a)),
       has(a.resumed_from) ? `${full(a.resumed_from)} → ${full(a.step ?? a.resumed_from)}` : "",
@@ -86,13 +84,14 @@ function bill(run) {
 }
 
 function notes(run) {
-  const { by_market, interruptions, late_data, savings_usd, deaths, unseen_seconds, unseen_usd } = run.account;
+  const { by_market, interruptions, waits, late_data, savings_usd, deaths, unseen_seconds, unseen_usd } = run.account;
   const both = (b) => `${costs(run) ? `${paid(b)} in ` : ""}${seconds(3600 * b.hours)}`;
   const markets = Object.entries(by_market).map(([market, b]) => `${market} ${both(b)}`);
   return [
     markets.length > 1 && `By market: ${markets.join(", ")}.`,
     interruptions.hours > 0 &&
       `Interruptions cost ${both(interruptions)}: repeated work, lost time, and restarts.`,
+    waits.hours > 0 && `${both(waits)} of waits for spot are in no row of the attempts.`,
     late_data >= 0.001 &&
       `The data was late: ${percent(late_data)} of the time of training, the GPUs waited for shards.`,
     has(savings_usd) && `${dollars(savings_usd)} saved against the on-demand price of the same machines.`,

@@ -18,7 +18,7 @@ function caution() {
 function tiles(run) {
   const { total, goodput, usd_per_billion_tokens: rate } = run.account;
   const price = has(rate) ? `${dollars(rate)} per billion tokens` : "";
-  const waits = run.attempts.some((a) => a.waited) ? ", without waits for spot" : "";
+  const waits = run.account.waits.hours > 0 ? ", without waits for spot" : "";
   const tiles = [
     ["val loss", score(run.val_loss), [
       has(run.bits_per_byte) && `${score(run.bits_per_byte)} bits per byte`,
