@@ -19,7 +19,6 @@ from pipelines.verbs.options import (
     RecipeName,
     StoreUri,
     check_home,
-    one_of,
     parse_hours,
     store_uri,
 )
@@ -75,10 +74,8 @@ def launch(
     from pipelines.cloud.request import WORK_TREE, LaunchRequest, secrets_from_shell, variables_from_shell
     from pipelines.project import project
     from pipelines.show.console import say
-    from pipelines.stage import STAGES, TUNE, planned, run_name, stages_until
+    from pipelines.stage import planned, run_name, stages_until
 
-    if stage and "." not in stage:
-        one_of(stage, (*STAGES, TUNE), "--stage")
     ours = project()
     opened = open_store(store_uri(store))
     done_by = time.time() + 3600 * parse_hours(deadline) if deadline else None

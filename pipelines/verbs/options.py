@@ -115,18 +115,12 @@ def open_text_model(
     from pipelines.show.console import say
     from trainer.models.decoder import PRECISIONS
 
-    if precision:
-        one_of(precision, PRECISIONS, "--precision")
+    if precision and precision not in PRECISIONS:
+        raise UserError(f"--precision {precision}: unknown; choose one of {', '.join(PRECISIONS)}")
     model = load_text_model(open_store(uri), cache, run, at, precision, tuned)
     if model.step is not None and at is None:
         say(f"{model.run}: not finished; these are the weights of step {model.step}", on_stderr=True)
     return model
-
-
-def one_of(value: str, known: tuple[str, ...], option: str) -> None:
-    """UserError if the value of an option is not a known one."""
-    if value not in known:
-        raise UserError(f"{option} {value}: unknown; choose one of {', '.join(known)}")
 
 
 def parse_hours(text: str, option: str = "--deadline") -> float:

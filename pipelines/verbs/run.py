@@ -20,7 +20,6 @@ from pipelines.verbs.options import (
     check_home,
     default_tracking_uri,
     home,
-    one_of,
     store_uri,
 )
 from trainer.errors import EXIT_DONE, Crashed, Interrupted, Stopped, StoreUnavailable, UserError
@@ -81,14 +80,12 @@ def run(
     from pipelines.plan import stage_plan
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
-    from pipelines.stage import STAGES, TUNE, missing, planned, run_name, stages_until
+    from pipelines.stage import TUNE, missing, planned, run_name, stages_until
     from pipelines.text.reward_code import check_code
     from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
 
     if exited is not None and not 128 < exited <= 192:
         sys.exit(exited)
-    if stage and "." not in stage:
-        one_of(stage, (*STAGES, TUNE), "--stage")
     node, screen = this_node(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
     try:

@@ -71,7 +71,7 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
         ),
         (
             ["run", "tiny.yaml", "--stage", "trian"],
-            "error: --stage trian: unknown; choose one of tokenize, train, evaluate, export",
+            "error: --stage trian: the recipe has no such stage; choose one of tokenize, train, evaluate, export",
         ),
         (
             ["run", "tiny.yaml", "--store", "ftp://host/x"],
