@@ -14,7 +14,7 @@ from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
 from pipelines.show.console import columns, console, duration, money
 from pipelines.stages.tune import TUNED_METRICS
-from pipelines.tracking.account import LATE_SHARE, Account, late_share, total_cost
+from pipelines.tracking.account import Account, total_cost
 from pipelines.tracking.runs import Summary
 from trainer.config import TARGETS
 
@@ -111,8 +111,6 @@ def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
     if target := reached_target(pipeline.recipe, train):
         facts.append(("ended by", target))
     phases = sorted(summary.phases.items(), key=lambda item: -item[1])
-    if (late := late_share(summary.phases)) >= LATE_SHARE:
-        facts.append(("data", f"was late: {late:.1%} of the time of training ({pipeline.store.uri})"))
     by_phase = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in phases if seconds >= 0.05)
     advice = "" if summary.usd else "  (--price-per-hour gives this machine a price)"
     return [

@@ -24,7 +24,7 @@ from pipelines.recipe import Recipe
 from pipelines.show.card import changes_by_tuning, reached_target
 from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.tracking.account import Account, AttemptAccount, cost_until, late_share, market_of
+from pipelines.tracking.account import Account, AttemptAccount, cost_until, market_of
 from pipelines.tracking.runs import Run
 from trainer.amounts import batch_stages
 from trainer.errors import UserError
@@ -166,7 +166,7 @@ def run_data(run: Run) -> dict[str, Any]:
         "tokens_per_second": median(speeds) if speeds else None,
         "mfu": median(shares) if shares else None,
         "starts": summary.attempts,
-        "account": asdict(account) | {"attempts": (), "late_data": late_share(summary.phases)},
+        "account": asdict(account) | {"attempts": ()},
         "attempts": [
             {name: getattr(one, name) for name in ATTEMPT_FIELDS}
             | {name: getattr(one.progress, name) for name in ("notice", "resumed_from", "step")}

@@ -6,7 +6,7 @@ seconds of phases, are machine time: two nodes for an hour are two hours. Every 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ from pipelines.tracking.records import Heartbeat, Machine
 # The phases that an attempt repeats or waits for because its predecessor was interrupted.
 RECOVERY_PHASES = ("provision", "start", "setup", "download", "compile", "idle")
 TRAFFIC = "traffic"  # a phase of the bill, of no time
-LATE_SHARE = 0.001  # of the time of training, from which on late data is named
 TRAINING_PHASES = ("train", "redone", "checkpoint", "evaluate")  # they make steps, or steps wait for them
 TAKEN_AWAY = ("interrupted", "stale", "lost")  # states of an attempt after which the run waits for a machine
 WASTED_PHASES = ("redone", "lost")
@@ -156,12 +155,6 @@ def _interruption_costs(attempts: list[AttemptAccount]) -> Iterator[Cost]:
             yield _phase_cost(attempt, phase)
         if not attempt.waited:  # a wait belongs to the interruption before it, if there was one
             interrupted = attempt.state in TAKEN_AWAY
-
-
-def late_share(phases: Mapping[str, float]) -> float:
-    """The share of the time of training, in seconds or hours by phase, in which it waited for its shards."""
-    late = phases.get("data", 0.0)
-    return late / (late + phases.get("train", 0.0) + phases.get("redone", 0.0)) if late else 0.0
 
 
 def settled_phases(beat: Heartbeat) -> dict[str, float]:

@@ -84,7 +84,7 @@ function bill(run) {
 }
 
 function notes(run) {
-  const { by_market, interruptions, waits, late_data, savings_usd, deaths, unseen_seconds, unseen_usd } = run.account;
+  const { by_market, interruptions, waits, savings_usd, deaths, unseen_seconds, unseen_usd } = run.account;
   const both = (b) => `${costs(run) ? `${paid(b)} in ` : ""}${seconds(3600 * b.hours)}`;
   const markets = Object.entries(by_market).map(([market, b]) => `${market} ${both(b)}`);
   return [
@@ -92,8 +92,6 @@ function notes(run) {
     interruptions.hours > 0 &&
       `Interruptions cost ${both(interruptions)}: repeated work, lost time, and restarts.`,
     waits.hours > 0 && `${both(waits)} of waits for spot are in no row of the attempts.`,
-    late_data >= 0.001 &&
-      `The data was late: ${percent(late_data)} of the time of training, the GPUs waited for shards.`,
     has(savings_usd) && `${dollars(savings_usd)} saved against the on-demand price of the same machines.`,
     deaths > 0 && `${plural(deaths, "attempt")} crashed without a last heartbeat: up to ` +
       `${costs(run) ? `${dollars(unseen_usd)} in ` : ""}${seconds(unseen_seconds)} of them may be missing here.`,
