@@ -6,10 +6,10 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -86,15 +86,21 @@ def row(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 def type_of(field: FieldInfo) -> str:
     """The annotation of a field in YAML's terms, with its bounds."""
+    return ", ".join(bounded(field.annotation, field.metadata))
+
+
+def bounded(annotation: Any, constraints: Iterable[Any]) -> list[str]:
     bounds = ""
-    for constraint in field.metadata:
+    for constraint in constraints:
         for name, sign in BOUNDS.items():
             if (bound := getattr(constraint, name, None)) is not None:
                 bounds += f" {sign} {as_yaml(bound)}"
-    return ", ".join(name + (bounds if name in NUMBERS else "") for name in names_of(field.annotation))
+    return [name + (bounds if name in NUMBERS else "") for name in names_of(annotation)]
 
 
 def names_of(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Annotated:
+        return bounded(annotation.__origin__, annotation.__metadata__)
     if get_origin(annotation) in (UnionType, Union):
         return [name for member in get_args(annotation) for name in names_of(member)]
     if get_origin(annotation) is Literal:

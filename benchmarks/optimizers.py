@@ -62,7 +62,7 @@ class Arm:
 
 MODERN_MUON = "modern + muon"
 # nanochat's rates of its untied embedding and head, which no other family has so large.
-MODERN = ["model.family=modern", "train.embedding_learning_rate=0.3", "train.head_learning_rate=0.008"]
+MODERN = ["model.family=modern", "train.embedding_learning_rate=0.3", "train.learning_rate=0.008"]
 ADAMW_RATES = ("train.learning_rate", (7.5e-4, 1.5e-3, 3e-3, 6e-3))
 ARMS = {
     "gpt2 + adamw": Arm([], *ADAMW_RATES),
@@ -70,7 +70,7 @@ ARMS = {
     "llama + adamw": Arm(["model.family=llama"], *ADAMW_RATES),
     "llama + muon": Arm(["model.family=llama", *MUON], *MUON_RATES),
     "modern + adamw": Arm(["model.family=modern"], *ADAMW_RATES),
-    MODERN_MUON: Arm([*MODERN, *MUON], *MUON_RATES),
+    MODERN_MUON: Arm([*MUON, *MODERN], *MUON_RATES),
 }
 OPTIONS = {
     "weights of the residual stream": ["model.residual_lambdas=true"],
@@ -81,7 +81,7 @@ OPTIONS = {
     "queries and keys times 1.2": ["model.qk_scale=1.2"],
 }
 OPTIONS["all six"] = [change for changes in OPTIONS.values() for change in changes]
-ARMS |= {f"modern + muon + {name}": Arm([*MODERN, *MUON, *changes], *MUON_RATES) for name, changes in OPTIONS.items()}
+ARMS |= {f"modern + muon + {name}": Arm([*MUON, *MODERN, *changes], *MUON_RATES) for name, changes in OPTIONS.items()}
 WARMUP = 0.1  # of the steps
 AT_ONCE = 32_768  # tokens
 

@@ -30,7 +30,7 @@ class Project(Section):
     store: str | None = Field(default=None, description="s3://BUCKET/PREFIX, file://FOLDER, or a path")
     tracking: str | None = Field(default=None, description="the URL of an MLflow server, or off")
     infra: str | None = Field(default=None, description="where launch rents: aws, gcp/us-central1, …")
-    budget: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="dollars that a launch may cost")
+    budget: float | None = Field(default=None, gt=0, description="dollars that a launch may cost")
     image: str | None = Field(default=None, description="the image of launches: REGISTRY/NAME@sha256:…, or none")
 
     @field_validator("store", "infra", "image")

@@ -122,7 +122,7 @@ class RewardConfig(Section):
         "model: the score, without bounds, of the reward model that the earlier step `step` made; function: what "
         "`function` returns, code that runs with --allow-code alone"
     )
-    weight: float = Field(default=1.0, allow_inf_nan=False, description="Factor in the sum of all rewards")
+    weight: float = Field(default=1.0, description="Factor in the sum of all rewards")
     pattern: str | None = Field(default=None, max_length=1000, description="Regular expression of `format`")
     characters: int | None = Field(default=None, ge=1, description="Limit of `length`")
     step: str | None = Field(default=None, description="Step of method reward, for `model`")

@@ -55,7 +55,7 @@ class SourceConfig(Section):
     """One source of a mixture."""
 
     source: str = Field(min_length=1, max_length=1000, description="As tokens.source")
-    weight: float = Field(gt=0, allow_inf_nan=False, description="Share of the training's tokens, beside the others'")
+    weight: float = Field(gt=0, description="Share of the training's tokens, beside the others'")
     subset: str | None = Field(default=None, description="As tokens.subset")
     revision: str | None = Field(default=None, description="As tokens.revision")
     text_column: str = Field(default="text", description="As tokens.text_column")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from trainer.errors import UserError
 from trainer.models.model_config import Section
@@ -31,9 +31,7 @@ class StopAt(Section):
         default=None, gt=0, le=1, description="HellaSwag in completion style (acc_norm), at least [fraction of items]"
     )
     core: float | None = Field(default=None, gt=0, le=1, description="CORE, at least")
-    val_loss: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Validation loss, at most [nats]"
-    )
+    val_loss: float | None = Field(default=None, gt=0, description="Validation loss, at most [nats]")
 
     @model_validator(mode="after")
     def _some_target(self) -> Self:
@@ -85,40 +83,26 @@ class TrainConfig(Section):
         "in bf16, so precision fp16 is refused",
     )
     learning_rate: float = Field(
-        gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW; the schedule holds for all rates alike"
+        gt=0, description="Peak learning rate of AdamW; the schedule holds for all rates alike"
     )
     embedding_learning_rate: float | None = Field(
         default=None,
         gt=0,
-        allow_inf_nan=False,
         description="With muon: AdamW's peak for the embeddings, GPT-2's tied one among them; nanochat has 0.3 for "
         "untied ones; null: learning_rate",
     )
-    head_learning_rate: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="With muon: AdamW's peak for an untied head; nanochat has 0.008; null: learning_rate",
-    )
     muon_learning_rate: float = Field(
-        default=0.02, gt=0, allow_inf_nan=False, description="Muon's peak (the value of modded-nanogpt and nanochat)"
-    )
-    muon_momentum: float = Field(
-        default=0.97,
-        ge=0,
-        lt=1,
-        description="Muon's largest momentum (the value of nanochat; torch.optim.Muon has 0.95); in the decay of "
-        "schedule wsd it falls to 0.90",
+        default=0.02, gt=0, description="Muon's peak (the value of modded-nanogpt and nanochat)"
     )
     muon_momentum_warmup_steps: int = Field(
         default=400,
         ge=0,
-        description="Linear warm-up of the momentum from 0.85, as nanochat; modded-nanogpt has 300 [optimizer steps]",
+        description="Linear warm-up of Muon's momentum from 0.85 to 0.97, as nanochat; modded-nanogpt has 300 "
+        "[optimizer steps]",
     )
     muon_weight_decay: float = Field(
         default=0.1,
         ge=0,
-        allow_inf_nan=False,
         description="Muon's cautious weight decay at first (torch.optim.Muon's value; nanochat has 0.28 with "
         "scale_rates); it ends at 0, by a cosine",
     )
@@ -143,7 +127,6 @@ class TrainConfig(Section):
     weight_decay: float = Field(
         default=0.1,
         ge=0,
-        allow_inf_nan=False,
         description="AdamW's decay of its two-dimensional tensors; with muon: see beta1",
     )
     beta1: float = Field(
@@ -156,21 +139,17 @@ class TrainConfig(Section):
     beta2: float = Field(
         default=0.95, ge=0, lt=1, description="AdamW's decay of the second moment; with muon: see beta1"
     )
-    epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's epsilon; with muon: see beta1")
-    grad_clip: float | None = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="Largest global gradient norm; null: no clipping"
-    )
+    epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon; with muon: see beta1")
+    grad_clip: float | None = Field(default=1.0, gt=0, description="Largest global gradient norm; null: no clipping")
     skip_loss_zscore: float | None = Field(
         default=None,
         gt=0,
-        allow_inf_nan=False,
         description="Skip an update whose loss is this far above the mean of the last 128; null: off "
         "[standard deviations]",
     )
     skip_grad_norm_zscore: float | None = Field(
         default=None,
         gt=0,
-        allow_inf_nan=False,
         description="Skip an update whose gradient norm is this far above the mean of the last 128; null: off "
         "[standard deviations]",
     )
@@ -181,7 +160,7 @@ class TrainConfig(Section):
         description="Interval between validations; also one at the start and one at the end; null: none "
         "[optimizer steps]",
     )
-    val_tokens: int | Literal["auto"] = Field(
+    val_tokens: PositiveInt | Literal["auto"] = Field(
         default="auto",
         description="Size of a validation, at most the held-out shards; auto: all validations of the run together take "
         "about 2% of the training's time, and none is larger than 10,485,760 (20 x 524,288, as llm.c) [tokens]",
@@ -249,13 +228,6 @@ class TrainConfig(Section):
                 raise ValueError(f"{name} belongs to optimizer {other}; set train.optimizer to {other}, or remove it")
         return self
 
-    @field_validator("val_tokens")
-    @classmethod
-    def _some_tokens(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"must be at least 1, or 'auto' (got {value})")
-        return value
-
     @model_validator(mode="after")
     def _ramp_fits(self) -> Self:
         first, full = self.batch_ramp_from, self.batch_tokens
@@ -286,15 +258,11 @@ class TrainConfig(Section):
 # Fields that came later. A training that leaves them out keeps the fingerprint that it had before.
 ADDED_FIELDS = ("stop_at", "init_from", "branch_from")
 # Fields that are gone, with the values that fingerprints of trainings without them had.
+FORMER_MUON_FIELDS = {"head_learning_rate": None, "muon_momentum": 0.97}
 FORMER_FIELDS = {"rollback_above_nats": None, "max_rollbacks": 3}
 # Fields without a meaning for AdamW alone, whose trainings keep their fingerprints, too.
 MUON_FIELDS = (
-    "embedding_learning_rate",
-    "head_learning_rate",
-    "muon_learning_rate",
-    "muon_momentum",
-    "muon_momentum_warmup_steps",
-    "muon_weight_decay",
+    *("embedding_learning_rate", "muon_learning_rate", "muon_momentum_warmup_steps", "muon_weight_decay"),
     "scale_rates",
 )
 # Those without a meaning for Muon and the AdamW beside it.
@@ -309,7 +277,7 @@ def identity_of(train: TrainConfig) -> dict[str, Any]:
         del values["optimizer"]
     for name in MUON_FIELDS if train.optimizer == "adamw" else ADAMW_FIELDS:
         del values[name]
-    values |= FORMER_FIELDS
+    values |= FORMER_FIELDS | (FORMER_MUON_FIELDS if train.optimizer == "muon" else {})
     for name in ADDED_FIELDS:
         if (value := values.pop(name)) is not None:
             values[name] = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
@@ -325,12 +293,12 @@ class RuntimeConfig(Section):
     """How the run is carried out. No field here is part of a fingerprint: the training stays the same, though engine,
     sizes of micro-batches, number of ranks and reduce_dtype change how its sums are rounded."""
 
-    micro_batch_size: int | Literal["auto"] = Field(
+    micro_batch_size: PositiveInt | Literal["auto"] = Field(
         default=8,
         description="Largest number of sequences that a rank processes at once; auto: the most that fit into memory "
         "[sequences]",
     )
-    processes: int | Literal["auto"] = Field(
+    processes: PositiveInt | Literal["auto"] = Field(
         default="auto", description="Ranks on each node; auto: one a GPU, or 1 on a CPU"
     )
     engine: Literal["auto", "fused", "sharded", "compiled", "eager"] = Field(
@@ -363,7 +331,7 @@ class RuntimeConfig(Section):
         description="Number format of gradients between ranks (fused, sharded); bf16 halves the traffic and rounds the "
         "gradients, and the manifest names it",
     )
-    checkpoint_minutes: float | Literal["auto"] = Field(
+    checkpoint_minutes: PositiveFloat | Literal["auto"] = Field(
         default="auto",
         description="Interval between checkpoints; auto: from the cost of a save and the run's own failures (Young "
         "1974) with the price of its traffic, and at least four times the last upload [minutes]",
@@ -374,7 +342,7 @@ class RuntimeConfig(Section):
         ge=1,
         description="Also keep the checkpoints at multiples of this for good; null: none [optimizer steps]",
     )
-    data_cache_gb: float | Literal["auto"] = Field(
+    data_cache_gb: NonNegativeFloat | Literal["auto"] = Field(
         default="auto",
         description="Disk space of a node for shards from a bucket. Older shards are removed; those that a process "
         "reads, and the next one, stay in any case. auto: half of the space that is free without them [GB]",
@@ -386,19 +354,11 @@ class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
         default="auto", description="Device of the ranks; auto: the first of cuda, mps, cpu that exists"
     )
-    watchdog_minutes: float | Literal["auto"] | None = Field(
+    watchdog_minutes: PositiveFloat | Literal["auto"] | None = Field(
         default="auto",
         description="End a rank whose step makes no progress for this long (other phases: six times this); auto: "
         "10, or 20 steps if that is longer; null: never [minutes]",
     )
-
-    @field_validator("processes", "micro_batch_size", "data_cache_gb", "checkpoint_minutes", "watchdog_minutes")
-    @classmethod
-    def _positive(cls, value: float | str | None, info: Any) -> float | str | None:
-        no_cache = info.field_name == "data_cache_gb" and value == 0
-        if isinstance(value, int | float) and not 0 < value < float("inf") and not no_cache:
-            raise ValueError(f"must be more than 0, or 'auto' (got {value})")
-        return value
 
 
 def seconds_from_environment(name: str, default: float) -> float:

@@ -1,7 +1,7 @@
 """YAML of recipes: plain values, each written once.
 
 PyYAML reads YAML 1.1, where 020 is 16, 1:30 is 90, the second of two equal keys wins, and ten lines of aliases are a
-terabyte. Here they are errors, as are numbers beyond 64 bits.
+terabyte. Here they are errors, as are numbers beyond 64 bits. 6e-4 is a text there, and a number here, as in YAML 1.2.
 """
 
 import re
@@ -15,6 +15,7 @@ from yaml.constructor import ConstructorError
 from trainer.errors import UserError, cut
 
 INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]{0,17})")  # neither octal nor sexagesimal, and below 64 bits
+FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 
 
 def load_yaml(text: str) -> Any:
@@ -63,3 +64,4 @@ class StrictLoader(yaml.SafeLoader):
 
 
 StrictLoader.add_constructor("tag:yaml.org,2002:int", StrictLoader.construct_integer)
+StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))

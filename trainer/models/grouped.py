@@ -28,9 +28,7 @@ class GroupedHeads(ModelConfig, ABC):
     n_kv_head: int | None = Field(
         default=None, ge=1, description="Number of heads of keys and values; must divide n_head; null: n_head"
     )
-    rope_base: float = Field(
-        default=10_000.0, gt=1, allow_inf_nan=False, description="Base of the rotary positions' wavelengths"
-    )
+    rope_base: float = Field(default=10_000.0, gt=1, description="Base of the rotary positions' wavelengths")
     head_dim: int | None = Field(default=None, ge=2, description="Width of a head; null: n_embd / n_head")
     epsilon: float = Field(default=1e-5, gt=0, lt=1, description="Added to the mean square in every RMSNorm")
 

@@ -6,10 +6,11 @@ from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # Fields that recipes once had, each with the version that removed it and what to do instead.
 REMOVED_FIELDS = {
+    "model.window_pattern": "removed in version 0.2: of four layers three are short, as in nanochat",
     "tokens.parts": "removed in version 0.2: a node tokenizes on all its cores; for several nodes, deal the files to "
     "several recipes and mix them by tokens.sources",
     "tokens.val_fraction": "removed in version 0.2: set tokens.val_tokens",
@@ -19,6 +20,8 @@ REMOVED_FIELDS = {
     "train.rollback_above_nats": "removed in version 0.2: set train.skip_grad_norm_zscore, or train.branch_from an "
     "earlier commit",
     "train.max_rollbacks": "removed in version 0.2, with train.rollback_above_nats",
+    "train.head_learning_rate": "removed in version 0.2: it is train.learning_rate",
+    "train.muon_momentum": "removed in version 0.2: it is nanochat's 0.97",
     "train.muon_beta2": "removed in version 0.2: Muon always evens rows or columns, with 0.9",
     "train.muon_weight_decay_schedule": "removed in version 0.2: it is nanochat's cosine",
     "runtime.data_parallel": "removed in version 0.2: the fused engine always uses ZeRO-1",
@@ -28,19 +31,7 @@ REMOVED_FIELDS = {
 class Section(BaseModel):
     """A strict, frozen part of a configuration. Unknown fields and wrong types are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _yaml_floats(cls, value: Any, info: Any) -> Any:
-        # YAML 1.1 reads `6e-4` as a string: the dot is missing.
-        annotation = cls.model_fields[info.field_name].annotation
-        if isinstance(value, str) and float in (annotation, *getattr(annotation, "__args__", ())):
-            try:
-                return float(value)
-            except ValueError:
-                return value
-        return value
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 # Columns of a row that a program of the fused norm kernels holds: the backward pass in fp8 then has 32 warps, CUDA's

@@ -42,9 +42,7 @@ class ModernConfig(GroupedHeads):
         default="modern",
         description="nanochat's: RMSNorm without weights, rotary positions, QK-norm, ReLU², no biases, capped logits",
     )
-    rope_base: float = Field(
-        default=100_000.0, gt=1, allow_inf_nan=False, description="Base of the rotary positions' wavelengths"
-    )
+    rope_base: float = Field(default=100_000.0, gt=1, description="Base of the rotary positions' wavelengths")
     epsilon: float = Field(default=1e-6, gt=0, lt=1, description="Added to the mean square in every RMSNorm")
 
     residual_lambdas: bool = Field(
@@ -61,13 +59,8 @@ class ModernConfig(GroupedHeads):
     window: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens that a token sees in a short layer, the last of which is itself; null: no layer is short; "
-        "exported as remote code",
-    )
-    window_pattern: str = Field(
-        default="SSSL",
-        pattern="^[SL]+$",
-        description="Short (S) and long (L) layers in turn, with `window`; the last layer is always long (nanochat)",
+        description="Tokens that a token sees in a short layer, the last of which is itself; of four layers three are "
+        "short, and the last of all is not; null: none; exported as remote code",
     )
 
     smear: bool = Field(
@@ -89,7 +82,7 @@ class ModernConfig(GroupedHeads):
     )
 
     options: ClassVar[tuple[str, ...]] = (
-        *("residual_lambdas", "value_embeddings", "window", "window_pattern", "smear", "backout", "qk_scale"),
+        *("residual_lambdas", "value_embeddings", "window", "smear", "backout", "qk_scale"),
     )
     added: ClassVar[tuple[str, ...]] = (*GroupedHeads.added, *options)
     title: ClassVar[str] = "nanochat"
@@ -108,8 +101,6 @@ class ModernConfig(GroupedHeads):
 
     @model_validator(mode="after")
     def _windows_fit(self) -> Self:
-        if self.window is None and self.window_pattern != type(self).model_fields["window_pattern"].default:
-            raise ValueError(f"window_pattern {self.window_pattern} needs a window, and window is null")
         if self.window is not None and self.window > self.block_size:
             raise ValueError(f"window {self.window} is longer than block_size {self.block_size}; use at most that")
         return self
@@ -130,8 +121,8 @@ class ModernConfig(GroupedHeads):
     def contexts(self) -> list[int]:
         if self.window is None:
             return super().contexts
-        short = [self.window_pattern[i % len(self.window_pattern)] == "S" for i in range(self.n_layer - 1)]
-        return [self.window if each else self.block_size for each in short] + [self.block_size]
+        short = [self.window, self.window, self.window, self.block_size]  # nanochat's SSSL
+        return [short[i % 4] for i in range(self.n_layer - 1)] + [self.block_size]
 
     @property
     def used(self) -> str:
@@ -175,7 +166,7 @@ class ModernConfig(GroupedHeads):
             f"weights, QK-norm, ReLU², no biases, untied head, logits capped at {SOFTCAP:g}"
             + (", weighted residual stream" if self.residual_lambdas else "")
             + (", value embeddings" if self.value_embeddings else "")
-            + (f", windows of {self.window} tokens ({self.window_pattern})" if self.window else "")
+            + (f", windows of {self.window} tokens (SSSL)" if self.window else "")
             + (", smear" if self.smear else "")
             + (", backout" if self.backout else "")
             + (f", queries and keys times {self.qk_scale:g}" if self.qk_scale != 1 else "")

@@ -121,13 +121,13 @@ def peaks(config: TrainConfig, model: ModelConfig, batch_tokens: int | None = No
         "matrix": batch * config.muon_learning_rate,
         "embedding": embedding,
         "values": embedding / 2,
-        "head": batch * width * (config.head_learning_rate or config.learning_rate),
+        "head": batch * width * config.learning_rate,
         "vector": batch * config.learning_rate,
         "residual": batch * 0.005,
         "start": batch * 0.5,
         "gate": 0.2,
     }
-    return Rates(rates, config.muon_momentum, decay * config.muon_weight_decay)
+    return Rates(rates, MOMENTUM, decay * config.muon_weight_decay)
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
@@ -151,20 +151,18 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     return peak
 
 
-FIRST_MOMENTUM, LAST_MOMENTUM = 0.85, 0.9
+# Muon's momentum in the first step, after the warm-up and at the end of wsd (nanochat).
+FIRST_MOMENTUM, MOMENTUM, LAST_MOMENTUM = 0.85, 0.97, 0.9
 
 
 def momentum_at(step: int, config: TrainConfig) -> float:
     """Muon's momentum in update `step` (0-based): early gradients differ most, so they are forgotten sooner, and in the
     decay of wsd the weights change least."""
-    top, decay_steps = config.muon_momentum, _wsd_decay_steps(config)
     if step < config.muon_momentum_warmup_steps:
-        first = min(FIRST_MOMENTUM, top)
-        return first + (top - first) * step / config.muon_momentum_warmup_steps
-    falls = config.schedule == "wsd"
+        return FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * step / config.muon_momentum_warmup_steps
     left = full_steps(config.max_steps, config) - full_steps(step, config)
-    done = max(0.0, 1 - left / decay_steps) if falls else 0.0
-    return top + (min(LAST_MOMENTUM, top) - top) * done
+    done = max(0.0, 1 - left / _wsd_decay_steps(config)) if config.schedule == "wsd" else 0.0
+    return MOMENTUM + (LAST_MOMENTUM - MOMENTUM) * done
 
 
 def _wsd_decay_steps(config: TrainConfig) -> int:
