@@ -185,8 +185,7 @@ class TrainConfig(Section):
         min_length=1,
         max_length=1000,
         description="First weights, with a new optimizer and schedule: ORG/NAME@COMMIT of the Hugging Face Hub, a "
-        "folder in its format (safetensors), a .bin of llm.c (version 3 or 5), or run:NAME[@STEP] of the same store; "
-        "null: drawn from seed",
+        "folder in its format (safetensors), or run:NAME[@STEP] of the same store; null: drawn from seed",
     )
     branch_from: str | None = Field(
         default=None,
@@ -258,8 +257,8 @@ class TrainConfig(Section):
 # Fields that came later. A training that leaves them out keeps the fingerprint that it had before.
 ADDED_FIELDS = ("stop_at", "init_from", "branch_from")
 # Fields that are gone, with the values that fingerprints of trainings without them had.
-FORMER_MUON_FIELDS = {"head_learning_rate": None, "muon_momentum": 0.97}
 FORMER_FIELDS = {"rollback_above_nats": None, "max_rollbacks": 3}
+FORMER_MUON_FIELDS = {"head_learning_rate": None, "muon_momentum": 0.97}
 # Fields without a meaning for AdamW alone, whose trainings keep their fingerprints, too.
 MUON_FIELDS = (
     *("embedding_learning_rate", "muon_learning_rate", "muon_momentum_warmup_steps", "muon_weight_decay"),

@@ -69,19 +69,15 @@ def _place(model: type[BaseModel], loc: list[str]) -> tuple[list[str], list[type
     Where a section is one of several families, pydantic puts its family into `loc`."""
     path: list[str] = []
     sections: list[type[BaseModel]] = [model]
-    while loc:
-        path.append(loc[0])
-        field = sections[0].model_fields.get(loc[0]) if sections else None
-        inner = _sections(field.annotation) if field else []
-        loc = loc[1:]
-        if len(inner) > 1 and loc:
-            inner = [one for one in inner if one.model_fields["family"].default == loc[0]]
-            loc = loc[1:]
-        if inner and loc and loc[0].isdecimal():  # the place in a list
-            path.append(loc[0])
-            loc = loc[1:]
-        if loc:
-            sections = inner
+    inside = sections
+    for name in loc:
+        if len(inside) > 1:
+            inside = [one for one in inside if one.model_fields["family"].default == name]
+            continue
+        path.append(name)
+        if not (inside and name.isdecimal()):  # the place in a list
+            sections, field = inside, inside[0].model_fields.get(name) if inside else None
+            inside = _sections(field.annotation) if field else []
     return path, sections
 
 

@@ -20,7 +20,7 @@ from trainer.models.language_model import LanguageModel
 from trainer.models.llama import LlamaConfig
 from trainer.models.model_config import ModelConfig
 from trainer.models.modern import ModernConfig
-from trainer.models.weights import StoredTensor, WeightsFile, from_hub_layout
+from trainer.models.weights import StoredTensor, from_hub_layout
 
 SIZES: dict[str, Any] = {"n_layer": 3, "n_head": 6, "n_embd": 36, "block_size": 40, "vocab_size": 300}
 CONFIGS = {
@@ -277,16 +277,6 @@ def naive_hidden(config: ModernConfig, w: dict[str, Tensor], ids: list[int]) -> 
 
 
 MATRICES = (*(f"attn.{one}_proj" for one in "qkvo"), "mlp.up_proj", "mlp.down_proj")
-
-
-def test_weights_with_gates_of_version_0_1_are_refused_with_its_name() -> None:
-    config = CONFIGS["modern, values"]
-    shapes = config.shapes | {"h.1.attn.ve_gate.weight": (2, 32)}
-    tensors = {name: StoredTensor("old.safetensors", shape, lambda: torch.zeros(0)) for name, shape in shapes.items()}
-    with pytest.raises(
-        UserError, match=r"old.safetensors: h.1.attn.ve_gate.weight has the shape \[2, 32\]; .*version 0.1"
-    ):
-        WeightsFile("old.safetensors", {}, tensors).check(config)
 
 
 # --- bad input

@@ -5,7 +5,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,7 +14,6 @@ from pipelines.formats.hf import hf_config
 from trainer.engine import make_engine
 from trainer.errors import UserError
 from trainer.models.family import to_hf
-from trainer.models.gpt2 import LAYER
 from trainer.models.gpt2_module import GPT
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import Origin, open_weights
@@ -36,22 +34,6 @@ def hf_folder(folder: Path, model: GPT, prefix: str = "transformer.", **config: 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config(MODEL, "float32", 0) | config))
     return folder
-
-
-def llmc_file(path: Path, model: GPT, version: int = 3) -> Path:
-    """The weights in the format of llm.c, written from its description."""
-    c, state = MODEL, model.state_dict()
-    numbers = (20240326, version, c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, c.padded_vocab_size)
-    names = ["wte.weight", "wpe.weight", *(f"h.{i}.{n}" for n in LAYER for i in range(c.n_layer))]
-    with path.open("wb") as file:
-        file.write(np.array([*numbers, *[0] * (256 - len(numbers))], np.int32).tobytes())
-        for name in [*names, "ln_f.weight", "ln_f.bias"]:
-            file.write(
-                state[name].numpy().tobytes()
-                if version == 3
-                else state[name].to(torch.bfloat16).view(torch.int16).numpy().tobytes()
-            )
-    return path
 
 
 def loaded(path: Path, **changes: Any) -> dict[str, torch.Tensor]:
@@ -80,13 +62,6 @@ def test_a_hugging_face_folder_gives_the_same_weights_bit_for_bit(tmp_path: Path
     assert all(torch.equal(tensor, found[name]) for name, tensor in loaded(own).items())
 
 
-@pytest.mark.parametrize("version", [3, 5])
-def test_a_file_of_llmc_gives_the_same_weights(tmp_path: Path, version: int) -> None:
-    found = loaded(llmc_file(tmp_path / "model.bin", drawn(), version))
-    for name, tensor in drawn().state_dict().items():
-        assert torch.equal(found[name], tensor if version == 3 else tensor.to(torch.bfloat16).float()), name
-
-
 def test_a_run_begins_with_the_weights_and_resumes_without_their_source(runner: Runners, tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "hf", drawn())
     asked = []
@@ -112,27 +87,39 @@ def test_a_run_begins_with_the_weights_and_resumes_without_their_source(runner: 
 
 
 def test_another_shape_is_refused_with_the_field_and_the_value_that_would_fit(tmp_path: Path) -> None:
-    hf, bin_ = hf_folder(tmp_path / "hf", drawn()), llmc_file(tmp_path / "model.bin", drawn())
-    for path in (hf, bin_):
-        for field, value in (("n_layer", 3), ("n_head", 4), ("n_embd", 64), ("block_size", 16), ("vocab_size", 80)):
-            fits = getattr(MODEL, field)
-            assert complaint(path, **{field: value}) == (
-                f"{path}: its {field} is {fits}, and model.{field} is {value}; --set model.{field}={fits} would fit"
-            )
-    assert complaint(bin_, n_head=4, n_embd=64).endswith("--set model.n_embd=32 --set model.n_head=2 would fit")
+    hf = hf_folder(tmp_path / "hf", drawn())
+    for field, value in (("n_layer", 3), ("n_head", 4), ("n_embd", 64), ("block_size", 16), ("vocab_size", 80)):
+        fits = getattr(MODEL, field)
+        assert complaint(hf, **{field: value}) == (
+            f"{hf}: its {field} is {fits}, and model.{field} is {value}; --set model.{field}={fits} would fit"
+        )
+    assert complaint(hf, n_head=4, n_embd=64).endswith("--set model.n_embd=32 --set model.n_head=2 would fit")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"n_layer": "2"}, "n_layer: input should be a valid integer (got '2')"),
+        ({"n_head": 5}, "n_embd 32 is not divisible by n_head 5; 30 would be"),
+        ({"n_embd": None}, "not the configuration of a model (TypeError)"),
+        ({"activation_function": "relu"}, "activation_function is 'relu'; skytrain's gpt2 has 'gelu_new'"),
+    ],
+)
+def test_a_config_of_another_model_is_refused_with_its_field(tmp_path: Path, config: Any, message: str) -> None:
+    hf = hf_folder(tmp_path / "hf", drawn(), **config)
+    assert complaint(hf) == f"{hf}/config.json: {message}"
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    hf, bin_ = hf_folder(tmp_path / "hf", drawn()), llmc_file(tmp_path / "model.bin", drawn())
-    for path in (hf / "model.safetensors", bin_):
-        whole = path.read_bytes()
-        for size in (len(whole) - 1, len(whole) // 2):
-            path.write_bytes(whole[:size])
-            assert "truncated" in complaint(hf if path.suffix == ".safetensors" else path)
-    (hf / "model.safetensors").write_bytes(b"")
+    hf = hf_folder(tmp_path / "hf", drawn())
+    whole = (path := hf / "model.safetensors").read_bytes()
+    for size in (len(whole) - 1, len(whole) // 2):
+        path.write_bytes(whole[:size])
+        assert "truncated" in complaint(hf)
+    path.write_bytes(b"")
     assert "not a safetensors file" in complaint(hf)
-    (hf / "model.safetensors").unlink()
-    (hf / "model.safetensors").mkdir()
+    path.unlink()
+    path.mkdir()
     assert complaint(hf) == f"{hf}/model.safetensors: no file; fetch it again"
 
 
@@ -149,8 +136,9 @@ def test_a_pickle_is_refused_and_never_loaded(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"anything")
     for path in (folder, folder / "pytorch_model.bin", tmp_path / "old.bin", tmp_path / "model.pt"):
         assert "a pickle" in complaint(path)
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
-    assert "model.gguf: GGUF is not read; name the model's folder" in complaint(tmp_path / "model.gguf")
+    for name in ("model.gguf", "llmc.bin"):
+        (tmp_path / name).write_bytes(b"GGUF" + bytes(20))
+        assert f"{name}: neither GGUF nor llm.c's .bin is read; name the model's folder" in complaint(tmp_path / name)
     hf_folder(folder, drawn())
     (folder / "model.safetensors").write_bytes((folder / "pytorch_model.bin").read_bytes())
     assert "a pickle" in complaint(folder)

@@ -6,8 +6,9 @@ All else uses the members of `ModelConfig` and `LanguageModel`, so a new family 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Discriminator, Tag, TypeAdapter
+from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
 
+from trainer.config_errors import explain
 from trainer.errors import UserError, shown
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.llama import LlamaConfig
@@ -63,12 +64,21 @@ def module_of(config: ModelConfig) -> "LanguageModel":
 
 
 def section_of_hf(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of `model` that a config.json tells. UserError for one of no family here."""
+    """The fields of `model` that a config.json tells. UserError for another architecture, or values that are wrong."""
     model_type = values.get("model_type", "gpt2")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise UserError(f"{where}: model_type is {shown(model_type)}; these can be read: {known}")
-    return SECTIONS[MODEL_TYPES[model_type]].fields_of_hf(values, where)
+    family = MODEL_TYPES[model_type]
+    for name, allowed in SECTIONS[family].hf_constants.items():
+        if (value := values.get(name, allowed[0])) not in allowed:
+            raise UserError(f"{where}: {name} is {shown(value)}; skytrain's {family} has {allowed[0]!r}")
+    try:
+        fields = SECTIONS[family].fields_of_hf(values, where)
+        SECTIONS[family].model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, SECTIONS[family], where) from error
+    return fields
 
 
 def to_hf(state: "Mapping[str, Tensor]", config: ModelConfig) -> "dict[str, Tensor]":

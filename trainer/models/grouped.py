@@ -35,7 +35,6 @@ class GroupedHeads(ModelConfig, ABC):
     added: ClassVar[tuple[str, ...]] = ("head_dim", "epsilon")
     hf_layer: ClassVar[Mapping[str, str]]  # modules of a block: ours, and transformers'
     hf_outside: ClassVar[Mapping[str, str]]  # the others
-    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]]  # in a config.json; an absent field has the first value
 
     @property
     def reach(self) -> int | None:
@@ -106,23 +105,16 @@ class GroupedHeads(ModelConfig, ABC):
     def fields_of_hf(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
         family = cls.model_fields["family"].default
         rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        for name, allowed in cls.hf_constants.items():
-            if (value := values.get(name, allowed[0])) not in allowed:
-                raise UserError(f"{where}: {name} is {shown(value)}; skytrain's {family} has {allowed[0]!r}")
         if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
             raise UserError(
                 f"{where}: its rotary positions are scaled ({shown(rope)}), as Llama 3.1's are; family {family} here "
                 "has plain ones (rope_type 'default')"
             )
-        given: dict[str, Any] = {ours: values.get(theirs) for ours, theirs in HF_SIZES.items()}
-        given["n_kv_head"] = given["n_kv_head"] or given["n_head"]
-        for name, value in given.items():
-            if type(value) is not int:
-                raise UserError(f"{where}: {HF_SIZES[name]} is {shown(value)}, which is not a number")
-        head = values.get("head_dim") or given["n_embd"] // max(1, given["n_head"])
-        base = rope.get("rope_theta", values.get("rope_theta", cls.model_fields["rope_base"].default))
-        epsilon = values.get("rms_norm_eps", HF_EPSILON)
-        for name, value in (("head_dim", head), ("rope_theta", base), ("rms_norm_eps", epsilon)):
-            if type(value) not in ((int,) if name == "head_dim" else (int, float)):
-                raise UserError(f"{where}: {name} is {shown(value)}, which is not a number")
-        return given | {"family": family, "rope_base": float(base), "head_dim": head, "epsilon": float(epsilon)}
+        given = {ours: values.get(theirs) for ours, theirs in HF_SIZES.items()}
+        return given | {
+            "n_kv_head": given["n_kv_head"] or given["n_head"],
+            "family": family,
+            "rope_base": rope.get("rope_theta", values.get("rope_theta", cls.model_fields["rope_base"].default)),
+            "head_dim": values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
+            "epsilon": values.get("rms_norm_eps", HF_EPSILON),
+        }

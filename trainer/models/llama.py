@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from trainer.errors import UserError, shown
 from trainer.models.grouped import GroupedHeads
 
 QWEN3_HEAD = 128  # head_dim of a Qwen3 whose config.json has none
@@ -107,13 +106,10 @@ class LlamaConfig(GroupedHeads):
 
     @classmethod
     def fields_of_hf(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        inner = values.get("intermediate_size")
-        if type(inner) is not int:
-            raise UserError(f"{where}: intermediate_size is {shown(inner)}, which is not a number")
         if values.get("model_type") == "qwen3":
             values = {"head_dim": QWEN3_HEAD, **values}
         return super().fields_of_hf(values, where) | {
-            "n_inner": inner,
+            "n_inner": values["intermediate_size"],
             "qk_norm": values.get("model_type") == "qwen3",
             "tied_head": values.get("tie_word_embeddings") is True,
         }

@@ -60,6 +60,7 @@ class ModelConfig(Section, ABC):
 
     title: ClassVar[str]  # of the architecture, for people
     added: ClassVar[tuple[str, ...]] = ()  # fields that are in no fingerprint while they have their default
+    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]]  # in a config.json; an absent field has the first value
 
     @property
     def why_not_fused(self) -> str | None:
@@ -139,10 +140,6 @@ class ModelConfig(Section, ABC):
         """The factor of the products of queries and keys."""
         return self.head_size**-0.5
 
-    def made_by(self, name: str) -> str:
-        """For a message about a tensor of another shape: the version that made such ones, after a semicolon."""
-        return ""
-
     @property
     def constants(self) -> dict[str, Any]:
         """What the family's code decides of the weights and earlier versions decided otherwise, for fingerprints."""
@@ -190,7 +187,8 @@ class ModelConfig(Section, ABC):
     @classmethod
     @abstractmethod
     def fields_of_hf(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The fields of this section that a config.json tells. UserError if it is of another model."""
+        """The fields of this section that a config.json with its `hf_constants` tells, unchecked. UserError if it is of
+        another model."""
 
 
 def identity_of_model(model: ModelConfig) -> dict[str, Any]:

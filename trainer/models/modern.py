@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.errors import UserError, cut, shown
+from trainer.errors import UserError, shown
 from trainer.models.grouped import GroupedHeads
 
 GATE_WIDTH = 12  # the first numbers of the residual stream decide how much of a value embedding is added
@@ -104,10 +104,6 @@ class ModernConfig(GroupedHeads):
         if self.window is not None and self.window > self.block_size:
             raise ValueError(f"window {self.window} is longer than block_size {self.block_size}; use at most that")
         return self
-
-    def made_by(self, name: str) -> str:
-        gate = name.endswith("ve_gate.weight")
-        return f"; gates of version 0.1 read 32 numbers, and now read {GATE_WIDTH}: use that version" if gate else ""
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -218,10 +214,7 @@ class ModernConfig(GroupedHeads):
         if values.get("model_type") != "skytrain":
             return given
         given |= {name: values[name] for name in cls.options if name in values}
-        try:
-            expected = cls.model_validate(given).hf_config()
-        except ValueError as error:
-            raise UserError(f"{where}: not a model of family modern ({shown(cut(str(error)))})") from error
+        expected = cls.model_validate(given).hf_config()
         for name in CODE_NUMBERS:
             if values.get(name) != expected[name]:
                 raise UserError(f"{where}: {name} is {shown(values.get(name))}; skytrain's modern has {expected[name]}")

@@ -1,8 +1,8 @@
-"""Weights from files: a folder in Hugging Face's format, a .bin of llm.c, and the file that ends a run.
+"""Weights from files: a folder in Hugging Face's format, and the file that ends a run.
 
 A file is opened by its header: names, shapes and sizes are compared with the model before a tensor is read, without
 torch. A rank then fills its pieces tensor by tensor, so a node reads a file once and never holds it whole. Only
-safetensors and llm.c's plain numbers are read; a pickle is refused, because to load one is to run it.
+safetensors is read; a pickle is refused, because to load one is to run it.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError, cut, shown
 from trainer.models.family import SECTIONS, family_in, section_of_hf
-from trainer.models.gpt2 import LAYER, MASKS, layer_shape
-from trainer.models.model_config import LAYERS, ModelConfig
+from trainer.models.gpt2 import MASKS
+from trainer.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +28,6 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
-# llm.c: 256 int32, then all layers of a parameter together, in this order (its llmc/train_gpt2.cu).
-LLMC_MAGIC, LLMC_HEADER = 20240326, 1024
-LLMC_DTYPES = {3: "F32", 5: "BF16"}  # by version
 
 
 @dataclass(frozen=True)
@@ -89,10 +86,7 @@ class WeightsFile:
             padded = name in model.vocabulary_rows and found and found[0] >= model.vocab_size
             if found != (found[:1] if padded else shape[:1]) + shape[1:]:
                 where = self.tensors[name].where
-                raise UserError(
-                    f"{where}: {name} has the shape {cut(str(list(found)))}; this model's is {list(shape)}"
-                    f"{model.made_by(name)}"
-                )
+                raise UserError(f"{where}: {name} has the shape {cut(str(list(found)))}; this model's is {list(shape)}")
 
     def fill(self, pieces: "Mapping[str, Piece]", model: ModelConfig) -> None:
         """Fill the pieces `model.…` of a rank. UserError if a weight is not finite."""
@@ -123,8 +117,6 @@ def open_weights(path: Path, where: str | None = None) -> WeightsFile:
     if not path.is_file():
         raise UserError(f"{where}: no such file or folder; name a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     refuse_pickle(path, where)
-    if path.suffix == ".bin":
-        return open_llmc(path, where)
     tensors = dict(stored_tensors(path, where))
     c_attn = next((one.shape for name, one in tensors.items() if name.endswith("h.0.attn.c_attn.weight")), (1, 1))
     if any(name.startswith(("transformer.", "model.layers.")) for name in tensors) or c_attn[0] < c_attn[-1]:
@@ -164,7 +156,7 @@ def from_hub_layout(where: str, config: str, tensors: Mapping[str, StoredTensor]
         fields = section_of_hf(values, f"{where}/{CONFIG_FILE}")
     except UserError:
         raise
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{where}/{CONFIG_FILE}: not the configuration of a model ({type(error).__name__})") from error
     section, found = SECTIONS[family_in(fields)], {}
     for theirs, stored in tensors.items():
@@ -237,52 +229,17 @@ def read_tensor(path: Path, name: str) -> "Tensor":
 
 
 def refuse_pickle(path: Path, where: str) -> None:
-    """UserError for a file of torch.save, by its name and by its first bytes: it is never loaded. And for GGUF."""
+    """UserError for a file of torch.save, by its name and by its first bytes: it is never loaded. And for the formats
+    of llama.cpp and llm.c."""
     with path.open("rb") as file:
         start = file.read(4)
-    if start == b"GGUF":
-        raise UserError(
-            f"{where}: GGUF is not read; name the model's folder in Hugging Face's format, with {CONFIG_FILE}"
-        )
     # torch.save writes a zip file, and once wrote a bare pickle of protocol 2 or later.
     if path.suffix in PICKLES or start[:2] == b"PK" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
         raise UserError(
             f"{where}: a pickle, which could run any code; a pickle is never loaded: save the weights as safetensors"
         )
-
-
-def open_llmc(path: Path, where: str) -> WeightsFile:
-    """A .bin of llm.c's GPT-2, version 3 (float32) or 5 (bfloat16)."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(LLMC_HEADER)
-    magic, version, *numbers = struct.unpack("<8i", start[:32]) if len(start) == LLMC_HEADER else (0, 0)
-    if magic != LLMC_MAGIC:
-        raise UserError(f"{where}: not a checkpoint of llm.c (its first number is {magic}, not {LLMC_MAGIC})")
-    if version not in LLMC_DTYPES:
-        raise UserError(f"{where}: version {version} of llm.c's format; 3 (float32) and 5 (bfloat16) can be read")
-    block_size, vocab_size, layers, heads, c, rows = numbers
-    if min(numbers) < 1 or layers > LAYERS or rows < vocab_size:
-        raise UserError(f"{where}: damaged: its header does not describe a GPT-2 ({numbers})")
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (rows, c), "wpe.weight": (block_size, c)}
-    for name in LAYER:
-        shapes |= {f"h.{i}.{name}": layer_shape(name, c) for i in range(layers)}
-    shapes |= {"ln_f.weight": (c,), "ln_f.bias": (c,)}
-    width, offset, tensors = FLOATS[LLMC_DTYPES[version]], LLMC_HEADER, {}
-    for name, shape in shapes.items():
-        tensors[name] = StoredTensor(where, shape, lambda at=offset, shape=shape: read_llmc(path, version, at, shape))  # type: ignore[misc]
-        offset += width * prod(shape)
-    if size != offset:
-        how = "truncated" if size < offset else "too long"
-        raise UserError(f"{where}: {how}: {size:,} bytes, and its header describes {offset:,}; fetch it again")
-    fields = {"n_layer": layers, "n_head": heads, "n_embd": c, "block_size": block_size, "vocab_size": vocab_size}
-    return WeightsFile(where, fields, tensors)
-
-
-def read_llmc(path: Path, version: int, offset: int, shape: tuple[int, ...]) -> "Tensor":
-    import numpy as np
-    import torch
-
-    dtype = {"F32": np.float32, "BF16": np.int16}[LLMC_DTYPES[version]]
-    numbers = torch.from_numpy(np.fromfile(path, dtype=dtype, count=prod(shape), offset=offset)).view(shape)
-    return numbers.view(torch.bfloat16) if LLMC_DTYPES[version] == "BF16" else numbers
+    if start == b"GGUF" or path.suffix == ".bin":
+        raise UserError(
+            f"{where}: neither GGUF nor llm.c's .bin is read; name the model's folder in Hugging Face's format, with "
+            f"{CONFIG_FILE} (llm.c's dev/eval/export_hf.py writes one)"
+        )
