@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import groupby
 from math import prod
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,9 @@ from trainer.errors import UserError
 from trainer.memory import gathers_once
 from trainer.models.family import plain_model
 from trainer.models.model_config import ModelConfig
-from trainer.optim import muon
-from trainer.optim.adamw import AdamW, parameters_of
-from trainer.optim.owners import Owners, Slice
-from trainer.optim.rates import Group, Rates, group_of
+from trainer.optim.adamw import AdamW, Muon
+from trainer.optim.owners import slices_of
+from trainer.optim.rates import Rates, group_of
 from trainer.parallel import World, precision_on
 from trainer.process import failpoint
 
@@ -123,7 +122,7 @@ class ShardedEngine:
             setattr(self.model, f"gathered_{method}", getattr(self.model, method))
             register_fsdp_forward_method(self.model, f"gathered_{method}")
         self.shards = Shards(self.model, self.mesh, self.tensor)
-        kind = ShardedMuon if train.optimizer == "muon" else AdamW
+        kind = sharded_muon if train.optimizer == "muon" else AdamW
         self.optimizer: AdamW = kind(self.shards, train)
 
     def initialize(self, seed: int) -> None:
@@ -213,9 +212,8 @@ class ShardedEngine:
         found = self._pieces_of("model", shards)
         for kind, tensors in self.optimizer.state().items():
             found |= self._pieces_of(kind, {name: tensors[p] for name, p in shards.items() if p in tensors})
-        if isinstance(self.optimizer, ShardedMuon):
-            for name, squares in self.optimizer.owners.squares.items():
-                found[f"squares.{name}"] = Piece(squares, 0, tuple(squares.shape), False, stored=self.copy == 0)
+        for name, squares in self.optimizer.squares.items():
+            found[f"squares.{name}"] = Piece(squares, 0, tuple(squares.shape), False, stored=self.copy == 0)
         return found
 
     def _pieces_of(self, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
@@ -303,47 +301,12 @@ class Shards(nn.Module):
         yield from self.own.items()
 
 
-class ShardedMuon(AdamW):
-    """Muon for the matrices of the blocks, whose directions their owners make (trainer/optim/owners.py), and AdamW for
-    all other parameters."""
-
-    def __init__(self, shards: Shards, config: TrainConfig) -> None:
-        super().__init__(shards, config, [group for group in get_args(Group) if group != "matrix"])
-        self.matrices = parameters_of(shards, "matrix")
-        self.momentum = {p: torch.zeros_like(p, requires_grad=False) for p in self.matrices.values()}
-        whole = {name: p for name, p in shards.whole.items() if group_of(name, p.dim()) == "matrix"}
-        slices: list[list[Slice]] = []
-        for rank in range(shards.mesh.size(-1)):
-            slices.append([])
-            at = 0
-            for name in whole:
-                for place in shards.places_of(name, rank):
-                    slices[-1].append(Slice(name, place, at))
-                    at += place.size
-        self.shapes = {name: (p.size(0), p.size(1)) for name, p in whole.items()}
-        own, group = shards.mesh.get_local_rank("shard"), shards.mesh.get_group("shard")
-        self.owners = Owners(self.shapes, slices, own, next(iter(shards.own.values())).device, group=group)
-
-    @torch.no_grad()
-    def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
-        super().step(divisor, skip)
-        rates, applied = self.rates, 1.0 if skip is None else 1.0 - skip
-        sizes = [p.numel() for p in self.matrices.values()]
-        ahead = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.owners.device)
-        parts = dict(zip(self.matrices, ahead.split(sizes), strict=True))  # in the order of the slices
-        for name, p in self.matrices.items():
-            assert p.grad is not None
-            gradient = p.grad if divisor is None else p.grad / divisor
-            if skip is not None:
-                gradient = torch.where(skip > 0, self.momentum[p], gradient)  # then the momentum stays
-            parts[name].copy_(muon.look_ahead(self.momentum[p], gradient, rates.momentum).view(-1))
-        self.owners.begin(ahead).finish((1 - muon.BETA2) * applied)
-        for name, p in self.matrices.items():
-            decay = rates.matrix_decay * muon.factor_of(name, *self.shapes[name])
-            muon.move_(p, parts[name].view(p.shape), rates.of["matrix"] * applied, decay)
-
-    def state(self) -> dict[str, Mapping[Tensor, Tensor]]:
-        return super().state() | {"momentum": self.momentum}
+def sharded_muon(shards: Shards, config: TrainConfig) -> Muon:
+    """Muon over shards: the owners of the matrices make their directions (trainer/optim/owners.py)."""
+    shapes = {name: tuple(p.shape) for name, p in shards.whole.items() if group_of(name, p.dim()) == "matrix"}
+    ranks, own, group = shards.mesh.size(-1), shards.mesh.get_local_rank("shard"), shards.mesh.get_group("shard")
+    slices = [slices_of({name: shards.places_of(name, rank) for name in shapes}) for rank in range(ranks)]
+    return Muon(shards, config, shapes, slices, own, group)
 
 
 def mesh_of(world: World, **sizes: int) -> DeviceMesh:

@@ -76,6 +76,7 @@ def test_an_update_is_the_formula_with_a_cautious_decay(monkeypatch: pytest.Monk
     """In float64, against ours without the roundings to bf16. AdamW moves all that is no matrix of a block, each group
     with its own numbers."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self)
+    monkeypatch.setattr(torch, "bfloat16", torch.float32)
     model, twin = small_model(), small_model()
     config = TrainConfig(**TRAIN, muon_weight_decay=0.5, muon_momentum_warmup_steps=2)
     optimizer = optimizer_for(model, config)

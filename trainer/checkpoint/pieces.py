@@ -67,12 +67,13 @@ def tensor_of(key: str) -> str:
 def training_tensors(model: torch.nn.Module, optimizer: AdamW) -> dict[str, Piece]:
     """Weights and the optimizer's state under stable names. They share memory with the tensors of the training."""
     kinds: dict[str, Mapping[Tensor, Tensor]] = {"model": {p: p for p in model.parameters()}, **optimizer.state()}
-    return {
+    found = {
         f"{kind}.{name}": Piece.whole(tensors[p])
         for kind, tensors in kinds.items()
         for name, p in model.named_parameters()
         if p in tensors
     }
+    return found | {f"squares.{name}": Piece.whole(squares) for name, squares in optimizer.squares.items()}
 
 
 def share_of(pieces: dict[str, Piece], rank: int, world_size: int) -> list[str]:

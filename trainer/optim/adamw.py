@@ -1,15 +1,18 @@
 """The optimizers of the plain module: AdamW, and Muon with AdamW beside it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from trainer.config import TrainConfig
 from trainer.optim import muon
+from trainer.optim.owners import Owners, Shapes, Slice, slices_of
 from trainer.optim.rates import Group, Rates, group_of, moments_of
+from trainer.places import Place
 
 
 class AdamW:
@@ -19,6 +22,8 @@ class AdamW:
     allocates it in that step, and imports all of torch.compile: on a CPU that takes 2 of the 5 s from the start of a
     process to its first step.
     """
+
+    squares: Mapping[str, Tensor] = {}  # of Muon, whole, by name: of the matrices that this rank owns
 
     def __init__(
         self, model: torch.nn.Module, config: TrainConfig, groups: Collection[Group] = get_args(Group)
@@ -71,29 +76,50 @@ class AdamW:
 
 
 class Muon(AdamW):
-    """Muon for the matrices of the blocks, AdamW for all other parameters. Every rank moves all matrices."""
+    """Muon for the matrices of the blocks, AdamW for all other parameters.
 
-    def __init__(self, model: torch.nn.Module, config: TrainConfig) -> None:
+    The parameters may be shards: `slices` has the parts of all matrices that every rank of `group` holds, in the order
+    of its parameters, and `shapes` the whole ones'. Without them, this rank moves all matrices.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: TrainConfig,
+        shapes: Shapes | None = None,
+        slices: Sequence[Sequence[Slice]] = (),
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(model, config, [group for group in get_args(Group) if group != "matrix"])
         self.matrices = parameters_of(model, "matrix")
-        self.momentum: dict[Tensor, Tensor] = {p: torch.zeros_like(p) for p in self.matrices.values()}
-        self.squares = {p: p.new_zeros(max(p.shape), requires_grad=False) for p in self.matrices.values()}
+        self.momentum = {p: torch.zeros_like(p, requires_grad=False) for p in self.matrices.values()}
+        self.shapes = shapes or {name: tuple(p.shape) for name, p in self.matrices.items()}
+        slices = slices or [slices_of({name: [Place(0, p.numel())] for name, p in self.matrices.items()})]
+        device = next(model.parameters()).device
+        self.owners = Owners(self.shapes, slices, rank, device, group=group)
+        self.squares = self.owners.squares
 
     @torch.no_grad()
     def step(self, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
-        assert divisor is None and skip is None, "only AdamW takes them"
-        super().step()
-        rates, directions = self.rates, {}
+        super().step(divisor, skip)
+        rates, applied = self.rates, 1.0 if skip is None else 1.0 - skip
+        sizes = [p.numel() for p in self.matrices.values()]
+        ahead = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.owners.device)
+        parts = dict(zip(self.matrices, ahead.split(sizes), strict=True))  # in the order of the slices
         for name, p in self.matrices.items():
             assert p.grad is not None
-            directions[name] = muon.look_ahead(self.momentum[p], p.grad, rates.momentum)
-        muon.to_directions_(directions, {name: self.squares[p] for name, p in self.matrices.items()})
+            gradient = p.grad if divisor is None else p.grad / divisor
+            if skip is not None:
+                gradient = torch.where(skip > 0, self.momentum[p], gradient)  # then the momentum stays
+            parts[name].copy_(muon.look_ahead(self.momentum[p], gradient, rates.momentum).view(-1))
+        self.owners.begin(ahead).finish((1 - muon.BETA2) * applied)
         for name, p in self.matrices.items():
-            decay = rates.matrix_decay * muon.factor_of(name, *p.shape)
-            muon.move_(p, directions[name], rates.of["matrix"], decay)
+            decay = rates.matrix_decay * muon.factor_of(name, *self.shapes[name])
+            muon.move_(p, parts[name].view(p.shape), rates.of["matrix"] * applied, decay)
 
     def state(self) -> dict[str, Mapping[Tensor, Tensor]]:
-        return super().state() | {"momentum": self.momentum, "squares": self.squares}
+        return super().state() | {"momentum": self.momentum}
 
 
 def parameters_of(model: torch.nn.Module, group: Group) -> dict[str, Tensor]:

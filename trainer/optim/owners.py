@@ -39,6 +39,15 @@ class Slice:
         return buffer[self.at : self.at + self.size]
 
 
+def slices_of(places: Mapping[str, Sequence[Place]]) -> list[Slice]:
+    """The slices of a rank that holds these places of matrices one after the other."""
+    slices: list[Slice] = []
+    for name, parts in places.items():
+        for place in parts:
+            slices.append(Slice(name, place, slices[-1].at + slices[-1].size if slices else 0))
+    return slices
+
+
 def owners_of(shapes: Shapes, ranks: int) -> dict[str, int]:
     """The owner of each matrix: the most expensive matrix first, each to the rank with the least work so far."""
     work = {name: prod(shape) * min(shape) for name, shape in shapes.items()}
