@@ -1,6 +1,6 @@
 """The training loop, from the newest commit to the last step.
 
-`train` starts, `Training.run` repeats: measure, save, step. Whenever the process dies, the same call resumes from the
+`Training.run` starts, `repeat` goes on: measure, save, step. Whenever the process dies, the same call resumes from the
 last commit with the same data and, at the same world size, the same losses bit for bit.
 """
 
@@ -34,66 +34,6 @@ from trainer.parallel import Agreement, World
 from trainer.process import StopSignal, failpoint, log_line
 
 
-def train(
-    model_config: ModelConfig,
-    config: TrainConfig,
-    runtime: RuntimeConfig,
-    data: TokenData,
-    val_data: TokenData,
-    checkpointer: Checkpointer,
-    world: World,
-    stop: StopSignal,
-    log: EventLog,
-    evaluation: Evaluation,
-    origin: Callable[[World], Origin] | None = None,
-) -> tuple[Engine, TrainState]:
-    """Train until `max_steps`, a target of `stop_at` or a stop. Returns the engine with the weights, and the state.
-
-    `origin` is asked where to begin once there is no commit, on every rank at the same time; None: from the seed.
-
-    Raises Diverged if the loss stays infinite or NaN. Earlier commits stay, and each of them is sound: a state is
-    committed once a forward pass over its weights gave a finite loss, of the next step, a validation or a probe.
-    """
-    check_shares(model_config, config, world.world_size)
-    with Watchdog(runtime, log.clock, world.rank) as watchdog, checkpointer:
-        engine = make_engine(model_config, config, runtime, world)
-        checkpointer.prepare(engine.pieces())  # while the state is fetched
-        log.clock.enter("download")
-        state = checkpointer.load_latest(engine.pieces(), log)
-        if state is None:
-            state = begin(engine, model_config, config, checkpointer, world, origin)
-        else:
-            engine.restore(state)
-        fit = choose_micro_batch(engine, model_config, config, runtime, state, world)
-        state.micro_batch_size = fit.micro_batch_size
-        engine.tokens_at_once = fit.micro_batch_size * model_config.block_size  # for evaluations: these fit
-        state.world_size, state.devices = world.world_size, devices_of(world)
-        state.memory_settings = memory_settings(engine, runtime)
-        if world.device.type == "cpu":
-            state.threads = state.threads or torch.get_num_threads()
-            torch.set_num_threads(state.threads)
-        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-        log.write(
-            Started(
-                step=state.step,
-                world_size=world.world_size,
-                device=device,
-                engine=engine.why,
-                precision=engine.precision,
-                parameters=model_config.parameters,
-                micro_batch_size=fit.micro_batch_size,
-                micro_batch_why=fit.why,
-            )
-        )
-        if world.rank == 0:
-            log_line(f"{engine.precision}, {fit.why}; {engine.why}")
-        data.waiting = partial(log.clock.phase, "data")
-        save_clock = SaveClock(runtime, checkpointer.between_failures, checkpointer.traffic_seconds)
-        on_training = (model_config, config, data, val_data, checkpointer, world, stop, log, evaluation)
-        Training(*on_training, engine, state, watchdog, save_clock).run()
-        return engine, state
-
-
 @dataclass(frozen=True)
 class Verdict:
     """A step as all ranks judge it: their common numbers, the health after it, and its anomaly, if any."""
@@ -106,10 +46,14 @@ class Verdict:
 
 @dataclass
 class Training:
-    """A training on one rank, between two steps. All ranks call the same methods in the same order."""
+    """A training on one rank. All ranks call the same methods in the same order.
+
+    `origin` is asked where to begin once there is no commit, on every rank at the same time; None: from the seed.
+    """
 
     model: ModelConfig
     config: TrainConfig
+    runtime: RuntimeConfig
     data: TokenData
     val_data: TokenData
     checkpointer: Checkpointer
@@ -117,21 +61,86 @@ class Training:
     stop: StopSignal
     log: EventLog
     evaluation: Evaluation
-    engine: Engine
-    state: TrainState
-    watchdog: Watchdog
-    save_clock: SaveClock
+    origin: Callable[[World], Origin] | None = None
+    engine: Engine = field(init=False)
+    state: TrainState = field(init=False)
+    watchdog: Watchdog = field(init=False)
+    save_clock: SaveClock = field(init=False)
     agreed: Agreement = field(default_factory=Agreement)  # of the last step
     failure: Exception | None = None  # of this rank: the next step lacks data
     saved_step: int = -1  # the step that this attempt saved last
 
-    def __post_init__(self) -> None:
-        self.saved = self.state.measured
-        cuda = self.world.device.type == "cuda"
-        self.peak_flops = peak_flops(torch.cuda.get_device_name(self.world.device)) if cuda else None
+    def run(self) -> tuple[Engine, TrainState]:
+        """Train until `max_steps`, a target of `stop_at` or a stop. Returns the engine with the weights, and the state.
 
-    def run(self) -> None:
-        """Train from the state to the last step or a stop."""
+        Raises Diverged if the loss stays infinite or NaN. Earlier commits stay, and each of them is sound: a state is
+        committed once a forward pass over its weights gave a finite loss, of the next step, a validation or a probe.
+        """
+        world, checkpointer, log = self.world, self.checkpointer, self.log
+        check_shares(self.model, self.config, world.world_size)
+        with Watchdog(self.runtime, log.clock, world.rank) as self.watchdog, checkpointer:
+            self.engine = engine = make_engine(self.model, self.config, self.runtime, world)
+            checkpointer.prepare(engine.pieces())  # while the state is fetched
+            log.clock.enter("download")
+            state = checkpointer.load_latest(engine.pieces(), log)
+            if state is None:
+                state = self.begin()
+            else:
+                engine.restore(state)
+            fit = choose_micro_batch(engine, self.model, self.config, self.runtime, state, world)
+            state.micro_batch_size = fit.micro_batch_size
+            engine.tokens_at_once = fit.micro_batch_size * self.model.block_size  # for evaluations: these fit
+            state.world_size, state.devices = world.world_size, devices_of(world)
+            state.memory_settings = memory_settings(engine, self.runtime)
+            if world.device.type == "cpu":
+                state.threads = state.threads or torch.get_num_threads()
+                torch.set_num_threads(state.threads)
+            device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+            self.peak_flops = peak_flops(device)
+            log.write(
+                Started(
+                    step=state.step,
+                    world_size=world.world_size,
+                    device=device,
+                    engine=engine.why,
+                    precision=engine.precision,
+                    parameters=self.model.parameters,
+                    micro_batch_size=fit.micro_batch_size,
+                    micro_batch_why=fit.why,
+                )
+            )
+            if world.rank == 0:
+                log_line(f"{engine.precision}, {fit.why}; {engine.why}")
+            self.data.waiting = partial(log.clock.phase, "data")
+            self.save_clock = SaveClock(self.runtime, checkpointer.between_failures, checkpointer.traffic_seconds)
+            self.state, self.saved = state, state.measured
+            self.repeat()
+            return engine, state
+
+    def begin(self) -> TrainState:
+        """Fill the engine with the first weights and moments of a run. Returns its first state.
+
+        UserError if the origin is damaged, or of another model.
+        """
+        if self.origin is None:
+            self.engine.initialize(self.config.seed)
+            return TrainState()
+        found, pieces, state = self.origin(self.world), self.engine.pieces(), TrainState()
+        if found.commit is None:
+            assert found.path
+            open_weights(found.path, found.where).fill(pieces, self.model)
+        else:
+            wanted = {name: piece for name, piece in pieces.items() if found.whole or name.startswith("model.")}
+            loaded, damage = self.checkpointer.load(found.commit, wanted)
+            if loaded is None:
+                raise UserError(f"{found.where}: the commit is damaged: {damage}; name another one")
+            if found.whole:
+                state = loaded.on_another_text() if found.other_text else loaded
+        self.engine.restore(state)
+        return state
+
+    def repeat(self) -> None:
+        """Measure, save and step, from the state to the last step or a stop."""
         self.log.clock.enter("compile")  # kernels, allocations and the compiler delay the first step
         failpoint("first-step")
         while True:
@@ -354,33 +363,3 @@ def step(
         return verdict, verdict.anomaly is None
     verdict = judge(numbers)
     return verdict, engine.update(rates, loss_and_norm, number, apply=verdict.anomaly is None)
-
-
-def begin(
-    engine: Engine,
-    model: ModelConfig,
-    config: TrainConfig,
-    checkpointer: Checkpointer,
-    world: World,
-    origin: Callable[[World], Origin] | None,
-) -> TrainState:
-    """Fill the engine with the first weights and moments of a run. Returns its first state.
-
-    UserError if the origin is damaged, or of another model.
-    """
-    if origin is None:
-        engine.initialize(config.seed)
-        return TrainState()
-    found, pieces, state = origin(world), engine.pieces(), TrainState()
-    if found.commit is None:
-        assert found.path
-        open_weights(found.path, found.where).fill(pieces, model)
-    else:
-        wanted = {name: piece for name, piece in pieces.items() if found.whole or name.startswith("model.")}
-        loaded, damage = checkpointer.load(found.commit, wanted)
-        if loaded is None:
-            raise UserError(f"{found.where}: the commit is damaged: {damage}; name another one")
-        if found.whole:
-            state = loaded.on_another_text() if found.other_text else loaded
-    engine.restore(state)
-    return state

@@ -13,7 +13,7 @@ from trainer.data.shards import Shard
 from trainer.eval.evaluation import Evaluation
 from trainer.events import EVENTS_FILE, Event, EventLog
 from trainer.health import STARTED
-from trainer.loop import train
+from trainer.loop import Training
 from trainer.metrics import PhaseClock
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import Origin, write_weights
@@ -59,7 +59,7 @@ def run_rank(job: RankJob, stop: StopSignal) -> tuple[TrainState, bool]:
     """Train from the newest commit until the last step or a stop; rank 0 of a complete run writes the weights. Returns
     the state, and whether the run is complete.
 
-    Raises the errors of `train`.
+    Raises the errors of `Training.run`.
     """
     model, seed = job.model, job.train.seed
     of_both = (job.fetch, model.block_size, seed, model.vocab_size)
@@ -81,11 +81,8 @@ def run_rank(job: RankJob, stop: StopSignal) -> tuple[TrainState, bool]:
         traffic_seconds=job.traffic_seconds,
     )
     evaluation = job.evaluation(world)
-    engine, state = train(
-        *(job.model, job.train, job.runtime, train_data, val_data, checkpointer, world, stop, log),
-        evaluation,
-        job.origin,
-    )
+    settings = (job.model, job.train, job.runtime, train_data, val_data)
+    engine, state = Training(*settings, checkpointer, world, stop, log, evaluation, job.origin).run()
     done = state.is_complete(job.train, evaluation.every)
     if done:
         log.clock.enter("checkpoint")

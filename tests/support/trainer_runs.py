@@ -22,7 +22,7 @@ from trainer.data.shard_maps import Fetch
 from trainer.data.shards import local_shards, write_shard
 from trainer.eval.evaluation import Evaluation
 from trainer.events import Event, EventLog
-from trainer.loop import train
+from trainer.loop import Training
 from trainer.metrics import PhaseClock
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
@@ -182,11 +182,8 @@ class Runner:
             c.runtime.keep_every_steps,
         )
         try:
-            engine, state = train(
-                *(c.model, c.train, c.runtime, train_data, val_data, checkpointer, world, stop, log),
-                self.evaluation,
-                self.origin,
-            )
+            settings = (c.model, c.train, c.runtime, train_data, val_data)
+            engine, state = Training(*settings, checkpointer, world, stop, log, self.evaluation, self.origin).run()
             model = GPT(c.model)
             model.load_state_dict(dict(engine.weights()))
             return model, state
