@@ -12,10 +12,11 @@ from pipelines.recipe import CHAT_TOKENS
 from pipelines.text.chat import ChatTokens
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.runs import Run, read_run, tuned_model
-from trainer.checkpoint.commits import Commit, DamagedCommit, committed_folders, step_of
+from trainer.checkpoint.commits import Commit, committed_folders, step_of
 from trainer.errors import NotAFile, UserError
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import open_weights
+from trainer.record import DamagedRecord
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -207,7 +208,9 @@ def load_commit(store: Store, folder: str, config: ModelConfig) -> "LanguageMode
     try:
         if body := store.get(f"{folder}/COMMIT.json"):
             damage = load_files(store, folder, Commit.decode(body, folder).files, pieces, alone)
-    except (DamagedCommit, NotAFile) as error:
+    except DamagedRecord as error:
+        damage = error.reason
+    except NotAFile as error:
         damage = str(error)
     if store.get(f"{folder}/COMMIT.json") is None:
         raise UserError(f"{store.uri}/{folder}: was removed while it was read; run the same command again")

@@ -9,7 +9,6 @@ import pytest
 
 from trainer.checkpoint.commits import (
     Commit,
-    DamagedCommit,
     FileReceipt,
     TrainState,
     checkpoint_seconds,
@@ -20,6 +19,7 @@ from trainer.checkpoint.commits import (
 )
 from trainer.errors import UserError
 from trainer.health import Health
+from trainer.record import DamagedRecord
 from trainer.store import LocalStore
 
 FOLDER = "run/checkpoints/step-00000003-a0001"
@@ -34,7 +34,7 @@ def test_a_damaged_commit_is_detected() -> None:
     assert Commit.decode(body, FOLDER) == commit
     damaged = [b"", b"null", b"[]", b"{}", body[:-1], body.replace(b"3", b"4", 1), b'{"sha256": null}']
     for wrong in [*damaged, b"[" * 100_000, b'{"a":' * 100_000]:
-        with pytest.raises(DamagedCommit):
+        with pytest.raises(DamagedRecord):
             Commit.decode(wrong, FOLDER)
 
 
@@ -59,7 +59,7 @@ def test_a_sealed_commit_that_lies_is_detected(lie: dict[str, Any]) -> None:
     commit = json.loads(Commit(3, 1, 2, 1.5e9, TrainState(step=3), "metrics/x", ()).encode())
     del commit["sha256"]
     assert Commit.decode(sealed(commit), FOLDER).step == 3
-    with pytest.raises(DamagedCommit):
+    with pytest.raises(DamagedRecord):
         Commit.decode(sealed(commit | lie), FOLDER)
 
 

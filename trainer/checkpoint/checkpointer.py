@@ -22,7 +22,6 @@ from typing import Any
 
 from trainer.checkpoint.commits import (
     Commit,
-    DamagedCommit,
     FileReceipt,
     Segment,
     TrainState,
@@ -40,7 +39,7 @@ from trainer.errors import Interrupted, NotAFile, StaleAttempt, StoreUnavailable
 from trainer.events import Checkpointed, CheckpointFailed, EventLog, Warned
 from trainer.parallel import World
 from trainer.process import Background, failpoint, log_line
-from trainer.record import decoded, typed
+from trainer.record import DamagedRecord, decoded, typed
 from trainer.store import Store, part_length
 
 # After this time, counted from the end of rank 0's own upload, a rank without a receipt is dead or lost the store. The
@@ -358,8 +357,8 @@ class Checkpointer:
                 body = self.store.get(f"{folder}/COMMIT.json")
         try:
             commit = Commit.decode(self.world.gather(body)[0] or b"", folder)
-        except DamagedCommit as error:
-            return None, f"COMMIT.json is damaged: {error}"
+        except DamagedRecord as error:
+            return None, f"COMMIT.json is damaged: {error.reason}"
         damage = load_files(self.store, folder, commit.files, pieces, self.world)
         return (None, damage) if damage else (commit.state, "")
 

@@ -141,10 +141,6 @@ class FileReceipt(StoredRecord):
         return cls(name, size, sha256("".join(chunks).encode()).hexdigest(), part_length(size), tuple(chunks))
 
 
-class DamagedCommit(ValueError):
-    """A COMMIT.json that no version of ours wrote."""
-
-
 @dataclass(frozen=True)
 class Commit(StoredRecord):
     """COMMIT.json: the state of a checkpoint, and the files that it consists of."""
@@ -165,18 +161,15 @@ class Commit(StoredRecord):
 
     @classmethod
     def decode(cls, body: bytes, folder: str) -> "Commit":
-        """The commit that `encode` wrote into `folder`. DamagedCommit if the body is damaged or lies; NewerRecord if
+        """The commit that `encode` wrote into `folder`. DamagedRecord if the body is damaged or lies; NewerRecord if
         a newer version wrote it."""
         where = f"{folder}/COMMIT.json"
-        try:
-            values = decoded(body, where, LARGE_BYTES)
-            if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
-                raise DamagedCommit("the sha256 does not match the other fields")
-            commit = typed(cls, values, where)
-        except DamagedRecord as error:
-            raise DamagedCommit(error.reason) from error
+        values = decoded(body, where, LARGE_BYTES)
+        if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
+            raise DamagedRecord(where, "the sha256 does not match the other fields")
+        commit = typed(cls, values, where)
         if (commit.step, commit.state.step, commit.attempt) != (step_of(folder), step_of(folder), attempt_of(folder)):
-            raise DamagedCommit("it is that of another folder")
+            raise DamagedRecord(where, "it is that of another folder")
         return commit
 
 
@@ -225,7 +218,7 @@ def named(store: Store, prefix: str, pattern: str) -> list[Entry]:
 def newest_commit(store: Store, prefix: str) -> Commit | None:
     """A run's newest readable commit."""
     for folder in committed_folders(store, prefix):
-        with suppress(DamagedCommit, NotAFile):  # any other UserError is not damage
+        with suppress(DamagedRecord, NotAFile):  # any other UserError is not damage
             return Commit.decode(store.get(f"{folder}/COMMIT.json") or b"", folder)
     return None
 
