@@ -229,56 +229,6 @@ def test_the_cached_decoder_gives_the_logits_of_the_module(config: ModelConfig) 
     assert found == pytest.approx(likeliest.tolist(), abs=2e-5)
 
 
-@pytest.mark.parametrize("name", ["modern, grouped", "modern, windows", "modern, smear", "modern, backout"])
-def test_modern_is_a_naive_loop_over_its_tokens(name: str) -> None:
-    config = CONFIGS[name]
-    assert isinstance(config, ModernConfig)
-    model, tokens = made(config).eval(), some_tokens(1, 17, config)
-    with torch.no_grad():
-        hidden = model.hidden(tokens)[0]
-    expected = naive_hidden(config, {name: p.double() for name, p in model.state_dict().items()}, tokens[0].tolist())
-    torch.testing.assert_close(hidden.double(), expected, atol=2e-5, rtol=1e-5)
-
-
-def naive_hidden(config: ModernConfig, w: dict[str, Tensor], ids: list[int]) -> Tensor:
-    """The hidden states of one text: token by token, key by key."""
-    width, group = config.head_size, config.n_head // config.kv_heads
-
-    def norm(x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-
-    def placed(heads: Tensor, at: int) -> Tensor:
-        angle = at * config.rope_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        a, b = heads.view(-1, width).chunk(2, -1)
-        turned = torch.cat((a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()), -1)
-        return config.qk_scale * norm(turned)
-
-    stream = [norm(w["wte.weight"][i]) for i in ids]
-    if config.smear:
-        gates = [w["smear_lambda"] / (1 + (-(w["smear_gate"] @ x[:24])).exp()) for x in stream]
-        stream = [x + gate * before for gate, x, before in zip(gates, stream, [0 * stream[0], *stream], strict=False)]
-    for layer in range(config.n_layer):
-        q, k, v, o, up, down = (w[f"h.{layer}.{name}.weight"] for name in MATRICES)
-        keys, values, out = [], [], []
-        for t, x in enumerate(stream):
-            keys.append(placed(k @ norm(x), t))
-            values.append((v @ norm(x)).view(-1, width))
-            attended = []
-            for head, query in enumerate(placed(q @ norm(x), t)):
-                near = range(max(0, t + 1 - config.contexts[layer]), t + 1)
-                scores = torch.stack([query @ keys[j][head // group] / math.sqrt(width) for j in near]).softmax(0)
-                attended.append(sum(score * values[j][head // group] for score, j in zip(scores, near, strict=True)))
-            x = x + o @ torch.cat(attended)
-            out.append(x + down @ (up @ norm(x)).relu().square())
-        stream = out
-        if config.backout and layer == config.n_layer // 2:
-            middle = torch.stack(stream)
-    return norm(torch.stack(stream) - (w["backout_lambda"] * middle if config.backout else 0))
-
-
-MATRICES = (*(f"attn.{one}_proj" for one in "qkvo"), "mlp.up_proj", "mlp.down_proj")
-
-
 # --- bad input
 
 
