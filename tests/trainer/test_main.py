@@ -1,10 +1,8 @@
 """`python -m trainer`, alone and under torchrun: killed, stopped, resumed with other ranks, and its messages."""
 
-import shutil
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from in_process import signals_unchanged
@@ -12,25 +10,9 @@ from trainer_command import Command, kill_tree
 from trainer_runs import CONFIG, LONG, STEPS, configured, flip_a_byte
 
 from trainer.__main__ import claim, main
-from trainer.data.shards import write_shard
 from trainer.errors import UserError
-from trainer.events import Row, Started
+from trainer.events import Started
 from trainer.store import LocalStore
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_signal_in_a_validation_is_heard_before_its_end(data: Path, tmp_path: Path, ranks: int) -> None:
-    folder = tmp_path / "data"
-    shutil.copytree(data, folder)
-    write_shard(folder / "val_000000.bin", np.zeros(2_000_000, dtype=np.uint16))  # some 30 s for these few cores
-    command = Command(folder, tmp_path / "out", configured(val_tokens=10**9))
-    with command.started(ranks) as process:
-        command.wait_for(lambda: '"phase": "evaluate"' in (tmp_path / "out/events.jsonl").read_text(), process)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == (75 if ranks == 1 else 1), output  # torchrun has no code for it
-    assert not command.events_of(Row)
-
 
 WITHOUT_COMPILER = """import sys, torch; from trainer.__main__ import main
 assert main() == 0 and torch.are_deterministic_algorithms_enabled()
