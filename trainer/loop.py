@@ -24,7 +24,7 @@ from trainer.engine import Batches, Engine, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
 from trainer.eval.evaluation import Evaluation, validation_loss
 from trainer.events import EventLog, Started, Warned
-from trainer.health import Health, Watchdog, diagnosis
+from trainer.health import Watchdog, diagnosis
 from trainer.metrics import mfu, peak_flops
 from trainer.micro_batch import choose_micro_batch, devices_of, memory_settings
 from trainer.models.model_config import ModelConfig
@@ -32,16 +32,6 @@ from trainer.models.weights import Origin, open_weights
 from trainer.optim.rates import Rates, rates_at
 from trainer.parallel import Agreement, World
 from trainer.process import StopSignal, failpoint, log_line
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A step as all ranks judge it: their common numbers, the health after it, and its anomaly, if any."""
-
-    agreed: Agreement
-    health: Health
-    anomaly: str | None = None
-    failure: Exception | None = None  # of this rank
 
 
 @dataclass
@@ -259,7 +249,7 @@ class Training:
         rates = rates_at(state.step, config, self.model)
         if state.step + 1 >= config.max_steps:
             upcoming = range(0)
-        verdict, applied = step(
+        anomaly, applied = step(
             self.engine,
             self.watchdog.each(batches),
             micro_batch_count(len(sequences), state.micro_batch_size),
@@ -273,12 +263,11 @@ class Training:
             and config.skip_grad_norm_zscore is None,
             before_update=self.checkpointer.before_update,
         )
-        self.agreed, state.health, self.failure = verdict.agreed, verdict.health, verdict.failure
         state.advance(batch_tokens, applied)
         seconds = time.perf_counter() - started
         self.log.clock.enter("redone" if state.step < self.log.reached else "train")
         self.watchdog.step_done(seconds)
-        self.log_step(verdict, rates.of["vector"], batch_tokens / seconds)
+        self.log_step(anomaly, rates.of["vector"], batch_tokens / seconds)
         if state.health.diverged:
             self.diverge(state.health.diverged)
         if not state.health.not_finite:
@@ -298,8 +287,9 @@ class Training:
         due = self.save_clock.due_now() or bool(every and step % every == 0)
         return self.world.rank == 0 and due and not self.checkpointer.busy
 
-    def judge(self, numbers: PendingNumbers, sequences: range, upcoming: range, save_due: bool) -> Verdict:
-        """Exchange the numbers of a step, stops and saves between the ranks, and judge the step.
+    def judge(self, numbers: PendingNumbers, sequences: range, upcoming: range, save_due: bool) -> str | None:
+        """Exchange the numbers of a step, stops and saves between the ranks, and judge the step by them, as all ranks
+        do. Returns its anomaly, if any.
 
         A rank that cannot get the shards of its next step (`upcoming`) votes for a stop. So all ranks leave between two
         steps, with the state in the store, and not in a step, where the state would be lost.
@@ -308,19 +298,19 @@ class Training:
         stop = self.stop.asked
         if not stop and self.data.is_late(upcoming):
             numbers.values()  # as long as the device computes, the data is not late
-        failure = None if stop else self.data.failure(upcoming)
+        self.failure = None if stop else self.data.failure(upcoming)
         loss, grad_norm = numbers.values()
-        agreed = self.world.agree(loss, grad_norm, stop or failure is not None, save_due, checksum)
-        health, anomaly = self.state.health.after(
-            agreed.loss, agreed.grad_norm, self.config, self.engine.overflow_allowed
+        self.agreed = self.world.agree(loss, grad_norm, stop or self.failure is not None, save_due, checksum)
+        self.state.health, anomaly = self.state.health.after(
+            self.agreed.loss, self.agreed.grad_norm, self.config, self.engine.overflow_allowed
         )
-        return Verdict(agreed, health, anomaly, failure)
+        return anomaly
 
-    def log_step(self, verdict: Verdict, learning_rate: float, tokens_per_second: float) -> None:
+    def log_step(self, anomaly: str | None, learning_rate: float, tokens_per_second: float) -> None:
         """Log the row of a step, its anomaly and the engine's warnings."""
-        step, agreed = self.state.step, verdict.agreed
-        if verdict.anomaly:
-            self.log.write(Warned(f"update {step:,} skipped: {verdict.anomaly}"))
+        step, agreed = self.state.step, self.agreed
+        if anomaly:
+            self.log.write(Warned(f"update {step:,} skipped: {anomaly}"))
         for warning in self.engine.warnings():
             self.log.write(Warned(f"slower than possible: {warning}"))
         row = {
@@ -332,8 +322,8 @@ class Training:
         }
         if self.peak_flops:
             row["perf/mfu"] = mfu(tokens_per_second, self.model, self.world.world_size, self.peak_flops)
-        if verdict.anomaly:
-            row["train/skipped_updates"] = verdict.health.skipped
+        if anomaly:
+            row["train/skipped_updates"] = self.state.health.skipped
         self.log.row(step, row | self.engine.extra_metrics())
 
 
@@ -344,22 +334,23 @@ def step(
     mean_share: float,
     rates: Rates,
     number: int,
-    judge: Callable[[PendingNumbers], Verdict],
+    judge: Callable[[PendingNumbers], str | None],
     update_first: bool,
     before_update: Callable[[], None] = lambda: None,
-) -> tuple[Verdict, bool]:
-    """Update `number` (from 1) with `count` micro-batches, weighted as `Engine.accumulate` describes: its verdict, and
+) -> tuple[str | None, bool]:
+    """Update `number` (from 1) with `count` micro-batches, weighted as `Engine.accumulate` describes: its anomaly, and
     whether the engine applied the update.
 
-    `judge` reads the numbers, which waits for the GPU. With `update_first` the engine gets the update before that, so
-    that the GPU has work meanwhile; the engine itself then leaves out an update with numbers that are not finite.
+    `judge` reads the numbers, which waits for the GPU, and returns the anomaly for which to skip the update, or None.
+    With `update_first` the engine gets the update before that, so that the GPU has work meanwhile; the engine itself
+    then leaves out an update with numbers that are not finite.
     """
     loss_and_norm = engine.accumulate(batches, count, mean_share, number)
     before_update()
     numbers = PendingNumbers(loss_and_norm)
     if update_first:
         engine.update(rates, loss_and_norm, number)
-        verdict = judge(numbers)
-        return verdict, verdict.anomaly is None
-    verdict = judge(numbers)
-    return verdict, engine.update(rates, loss_and_norm, number, apply=verdict.anomaly is None)
+        anomaly = judge(numbers)
+        return anomaly, anomaly is None
+    anomaly = judge(numbers)
+    return anomaly, engine.update(rates, loss_and_norm, number, apply=anomaly is None)

@@ -196,17 +196,14 @@ class Steps:
     def step(self) -> float:
         """Make a step and return its loss. Diverged if the loss is not finite."""
         from trainer.amounts import micro_batch_count
-        from trainer.health import Health
-        from trainer.loop import Verdict, step
+        from trainer.loop import step
         from trainer.optim.rates import rates_at
-        from trainer.parallel import Agreement
 
-        def alone(numbers: "PendingNumbers") -> Verdict:
-            loss, grad_norm = numbers.values()
-            return Verdict(Agreement(loss, grad_norm), Health())
+        def alone(numbers: "PendingNumbers") -> None:
+            self.loss, _ = numbers.values()
 
         sequences, upcoming = self.sequences_at(self.done), self.sequences_at(self.done + 1)
-        verdict, _ = step(
+        step(
             self.engine,
             self.data.micro_batches(sequences, self.micro_batch_size, self.world.device, upcoming),
             micro_batch_count(len(sequences), self.micro_batch_size),
@@ -217,7 +214,6 @@ class Steps:
             update_first=self.engine.guarded,
             before_update=self.before_update,
         )
-        self.loss = verdict.agreed.loss
         self.done += 1
         if not math.isfinite(self.loss):
             raise Diverged(
