@@ -32,7 +32,7 @@ from trainer.models.language_model import LanguageModel
 from trainer.models.model_config import ModelConfig
 from trainer.optim.adamw import optimizer_for
 from trainer.optim.rates import Rates
-from trainer.parallel import FlatGradients, World, autocast_on, precision_on
+from trainer.parallel import World, autocast_on, clip_, flat_gradients, precision_on
 from trainer.process import Background, failpoint
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class PlainEngine(Engine):
         if train.optimizer == "muon" and self.precision == "fp16":
             raise UserError(f"train.optimizer: muon computes in bf16, which {device_name(world.device)} does not have")
         self.optimizer = optimizer_for(self.model, train)
-        self.gradients = FlatGradients.of(self.model)
+        self.gradients = flat_gradients(self.model)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
 
     def initialize(self, seed: int) -> None:
@@ -146,10 +146,10 @@ class PlainEngine(Engine):
     def accumulate(self, batches: Batches, count: int, mean_share: float, number: int = 0) -> Tensor:
         loss = self.backward(batches, mean_share)
         if number:
-            self.world.mean_(self.gradients.flat)
+            self.world.mean_(self.gradients)
             # Once an update. GradScaler uses only the optimizer's groups and its step.
             self.scaler.unscale_(self.optimizer)  # type: ignore[arg-type]
-        return torch.stack((loss, self.gradients.norm()))
+        return torch.stack((loss, torch.linalg.vector_norm(self.gradients)))
 
     def backward(self, batches: Batches, mean_share: float) -> Tensor:
         """Add up the weighted gradients of this rank's micro-batches. Returns the weighted sum of their losses."""
@@ -167,7 +167,7 @@ class PlainEngine(Engine):
     def update(self, rates: Rates, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
         scale = self.scaler.get_scale()
         if apply:
-            self.gradients.clip_(loss_and_norm[1], self.train.grad_clip)
+            clip_(self.gradients, loss_and_norm[1], self.train.grad_clip)
             self.optimizer.rates = rates
             self.scaler.step(self.optimizer)  # type: ignore[arg-type]
         self.scaler.update()

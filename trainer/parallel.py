@@ -160,34 +160,20 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32
 RANK_VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
-@dataclass
-class FlatGradients:
-    """All gradients as views of one float32 buffer: one all-reduce, one norm, one memset."""
+def flat_gradients(model: torch.nn.Module) -> Tensor:
+    """Make all gradients of a model views of one float32 buffer: one all-reduce, one norm, one memset."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    sizes = [p.numel() for p in parameters]
+    flat = torch.zeros(sum(sizes), device=parameters[0].device)
+    for p, part in zip(parameters, flat.split(sizes), strict=True):
+        p.grad = part.view_as(p)
+    return flat
 
-    flat: Tensor
-    views: list[Tensor] = field(repr=False)
 
-    @classmethod
-    def of(cls, model: torch.nn.Module) -> "FlatGradients":
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
-        views = [
-            part.view_as(p) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
-        ]
-        for p, view in zip(parameters, views, strict=True):
-            p.grad = view
-        return cls(flat, views)
-
-    def zero_(self) -> None:
-        self.flat.zero_()
-
-    def norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self.flat)
-
-    def clip_(self, norm: Tensor, max_norm: float | None) -> None:
-        """Scale the gradients, whose `norm` is known, down to `max_norm` if they are longer."""
-        if max_norm is not None:
-            self.flat.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+def clip_(gradient: Tensor, norm: Tensor, max_norm: float | None) -> None:
+    """Scale a gradient, whose `norm` is known, down to `max_norm` if it is longer."""
+    if max_norm is not None:
+        gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 def collective_timeout(runtime: RuntimeConfig) -> timedelta:

@@ -42,12 +42,12 @@ def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None]
         loss = backward(engine, *args)
         kinds, last_rank = active_kinds(), engine.world.rank == engine.world.world_size - 1
         if "nan" in kinds and last_rank:
-            engine.gradients.flat.fill_(math.nan)
+            engine.gradients.fill_(math.nan)
             loss.fill_(math.nan)
         if "infinite" in kinds and last_rank:
-            engine.gradients.flat[17] = math.inf
+            engine.gradients[17] = math.inf
         if "huge" in kinds:
-            engine.gradients.flat.mul_(1e4)
+            engine.gradients.mul_(1e4)
         if "sleep" in kinds and os.environ.get("RANK", "0") == "0":
             sleep_once()
         return loss

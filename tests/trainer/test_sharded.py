@@ -149,7 +149,7 @@ def first_gradient(config: ModelConfig, train: TrainConfig, world: World, **runt
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         numbers = engine.accumulate(iter(batches), len(batches), len(share), 1)
     if isinstance(engine, PlainEngine):
-        return engine.gradients.flat
+        return engine.gradients
     assert isinstance(engine, sharded.ShardedEngine)
     if runtime == {"engine": "sharded", "shard_size": 2}:  # copies add up their gradients once a step
         between = engine.mesh.get_group("replicate").group_name
