@@ -47,6 +47,7 @@ class Training:
     data: TokenData
     val_data: TokenData
     checkpointer: Checkpointer
+    save_clock: SaveClock
     world: World
     stop: StopSignal
     log: EventLog
@@ -55,7 +56,6 @@ class Training:
     engine: Engine = field(init=False)
     state: TrainState = field(init=False)
     watchdog: Watchdog = field(init=False)
-    save_clock: SaveClock = field(init=False)
     agreed: Agreement = field(default_factory=Agreement)  # of the last step
     failure: Exception | None = None  # of this rank: the next step lacks data
     saved_step: int = -1  # the step that this attempt saved last
@@ -102,7 +102,7 @@ class Training:
             if world.rank == 0:
                 log_line(f"{engine.precision}, {fit.why}; {engine.why}")
             self.data.waiting = partial(log.clock.phase, "data")
-            self.save_clock = SaveClock(self.runtime, checkpointer.between_failures, checkpointer.traffic_seconds)
+            self.save_clock.last = time.monotonic()
             self.state, self.saved = state, state.measured
             self.repeat()
             return engine, state

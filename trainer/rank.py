@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
+from trainer.checkpoint.save_clock import SaveClock
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig, TrainConfig
 from trainer.data.batches import TokenData
 from trainer.data.shard_maps import Fetch
@@ -77,12 +78,11 @@ def run_rank(job: RankJob, stop: StopSignal) -> tuple[TrainState, bool]:
         job.runtime.keep_last,
         superseded=lambda: job.superseded(attempt),
         keep_every=job.runtime.keep_every_steps,
-        between_failures=job.between_failures,
-        traffic_seconds=job.traffic_seconds,
     )
     evaluation = job.evaluation(world)
     settings = (job.model, job.train, job.runtime, train_data, val_data)
-    engine, state = Training(*settings, checkpointer, world, stop, log, evaluation, job.origin).run()
+    save_clock = SaveClock(job.runtime, job.between_failures, job.traffic_seconds)
+    engine, state = Training(*settings, checkpointer, save_clock, world, stop, log, evaluation, job.origin).run()
     done = state.is_complete(job.train, evaluation.every)
     if done:
         log.clock.enter("checkpoint")

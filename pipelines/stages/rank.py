@@ -151,7 +151,6 @@ def weights_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, st
                 spec.attempt,
                 spec.recipe.runtime.keep_last,
                 superseded=lambda: latest_number(store, spec.prefix) > spec.attempt,
-                between_failures=spec.between_failures,
             ) as checkpointer:
                 try:
                     Tuning(spec, folder, store, world, checkpointer, log, stop, watchdog, check).tune()

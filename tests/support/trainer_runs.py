@@ -16,6 +16,7 @@ from trainer_command import comparable, read_events
 from trainer.__main__ import TrainerConfig
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState, committed_folders, series, step_of
+from trainer.checkpoint.save_clock import SaveClock
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data.batches import TokenData
 from trainer.data.shard_maps import Fetch
@@ -183,7 +184,8 @@ class Runner:
         )
         try:
             settings = (c.model, c.train, c.runtime, train_data, val_data)
-            engine, state = Training(*settings, checkpointer, world, stop, log, self.evaluation, self.origin).run()
+            saving = (checkpointer, SaveClock(c.runtime))
+            engine, state = Training(*settings, *saving, world, stop, log, self.evaluation, self.origin).run()
             model = GPT(c.model)
             model.load_state_dict(dict(engine.weights()))
             return model, state

@@ -34,7 +34,6 @@ from trainer.checkpoint.commits import (
 )
 from trainer.checkpoint.loading import load_files
 from trainer.checkpoint.pieces import HostCopy, Piece
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import Interrupted, NotAFile, StaleAttempt, StoreUnavailable
 from trainer.events import Checkpointed, CheckpointFailed, EventLog, Warned
 from trainer.parallel import World
@@ -76,12 +75,9 @@ class Checkpointer:
         keep_last: int = 2,
         superseded: Callable[[], bool] = lambda: False,
         keep_every: int | None = None,
-        between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES,
-        traffic_seconds: float = 0.0,
     ) -> None:
         self.store, self.prefix, self.world, self.attempt = store, prefix, world, attempt
         self.keep_last, self.keep_every, self.superseded = keep_last, keep_every, superseded
-        self.between_failures, self.traffic_seconds = between_failures, traffic_seconds
         self._copy: HostCopy | None = None
         self._save: Save | None = None
         self._last: Save | None = None  # the same, also after it has ended
@@ -274,7 +270,14 @@ class Checkpointer:
         self._check_current(step)
         extended = None if self._segment is None or self._segment.full else self._segment
         segment = Segment.of(self.prefix, step, self.attempt, save.rows, extended.body if extended else b"")
-        if not self._create_commit(save, files, segment):
+        self.store.put(segment.key, segment.body)
+        commit = self._commit_of(save.state, segment, tuple(files))
+        self._check_current(step)
+        stored = {entry.key: entry.size for entry in self.store.entries(f"{save.folder}/")}
+        for file in files:
+            if stored.get(key := f"{save.folder}/{file.name}") != file.size:
+                raise StoreUnavailable(f"{self.store.uri}/{key}: removed before its commit")
+        if not self.store.create(f"{save.folder}/COMMIT.json", commit.encode()):
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} runs twice: step {step} is already committed")
         # Frozen before the commit, it may have been superseded meanwhile, and the files removed.
         if self.superseded():
@@ -287,17 +290,6 @@ class Checkpointer:
                 self.store.delete(extended.key)
             self._delete_old(save.state)
             self._delete_uncommitted(step)
-
-    def _create_commit(self, save: Save, files: list[FileReceipt], segment: Segment) -> bool:
-        """Commit a save whose files are in the store. False if its step is already committed."""
-        self.store.put(segment.key, segment.body)
-        commit = self._commit_of(save.state, segment, tuple(files))
-        self._check_current(commit.step)
-        stored = {entry.key: entry.size for entry in self.store.entries(f"{save.folder}/")}
-        for file in files:
-            if stored.get(key := f"{save.folder}/{file.name}") != file.size:
-                raise StoreUnavailable(f"{self.store.uri}/{key}: removed before its commit")
-        return self.store.create(f"{save.folder}/COMMIT.json", commit.encode())
 
     def _commit_of(self, state: TrainState, segment: Segment, files: tuple[FileReceipt, ...]) -> Commit:
         return Commit(

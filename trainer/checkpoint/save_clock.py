@@ -3,14 +3,19 @@
 import time
 
 from trainer.checkpoint.commits import checkpoint_seconds
-from trainer.config import RuntimeConfig
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig
 
 
 class SaveClock:
     """When the next checkpoint is due: every `checkpoint_minutes` or at the interval that loses least, and after the
     steps that must be committed."""
 
-    def __init__(self, runtime: RuntimeConfig, between_failures: float, traffic_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        runtime: RuntimeConfig,
+        between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES,
+        traffic_seconds: float = 0.0,
+    ) -> None:
         self.minutes, self.between_failures = runtime.checkpoint_minutes, between_failures
         self.traffic_seconds = traffic_seconds  # for which the machines cost as much as the traffic of a save
         self.keep_every = runtime.keep_every_steps
