@@ -22,4 +22,3 @@ class Screen(Protocol):
 
     def bar(self, title: str, total: float | None) -> AbstractContextManager[Bar]:
         """Show a bar of `total` units (None: unknown) until the block ends."""
-        ...

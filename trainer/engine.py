@@ -55,7 +55,6 @@ class Engine(Protocol):
 
     def initialize(self, seed: int) -> None:
         """Draw the weights of a new run, see `LanguageModel.initialize`."""
-        ...
 
     def accumulate(self, batches: Batches, count: int, mean_share: float, number: int = 0) -> Tensor:
         """Gradients of the mean loss over all sequences of a step, of which this rank has `count` micro-batches.
@@ -66,29 +65,23 @@ class Engine(Protocol):
         has the weight B / mean_share, so the mean over ranks is the mean over sequences. `number` is the number of the
         update that follows; 0: no update follows, and the ranks do not communicate.
         """
-        ...
 
     def update(self, rates: Rates, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
         """Clip the gradient and apply it as the optimizer's update `number` (from 1) if `apply`. Returns whether it
         did."""
-        ...
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean loss in nats of (B, T) tokens, without gradients. It takes less memory than `accumulate`, since it
         makes the logits in chunks."""
-        ...
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """The input of the head, without gradients: (B, T) token ids -> (B, T, n_embd)."""
-        ...
 
     def head(self, x: Tensor) -> Tensor:
         """Logits of hidden states, without gradients: (N, n_embd) -> (N, padded_vocab_size), padding at -inf."""
-        ...
 
     def pieces(self) -> dict[str, Piece]:
         """The weights and moments of this rank, for a checkpoint to save and to fill."""
-        ...
 
     def restore(self, state: TrainState) -> None:
         """Continue from `state`, after a checkpoint has filled the pieces."""
@@ -100,7 +93,6 @@ class Engine(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights in float32 under the model's names, one at a time, on rank 0; none on the others. All ranks have
         to exhaust it."""
-        ...
 
     def extra_metrics(self) -> dict[str, float]:
         """Metrics of the last step that only this engine has, by name."""

@@ -59,27 +59,22 @@ class Store(Protocol):
     @property
     def uri(self) -> str:
         """The address of the store for `open_store`: "file:///abs/path" or "s3://bucket/prefix"."""
-        ...
 
     @property
     def connections(self) -> int:
         """How many reads or writes at once this process needs for its share of the node's bandwidth."""
-        ...
 
     def create(self, key: str, body: bytes) -> bool:
         """Store `body` unless the key exists. Returns whether this call stored it: one of several racers gets True.
         Racers must have different bodies (include an id): after a lost answer, or a refusal of a request that was
         delivered twice, the bytes show whose body it is."""
-        ...
 
     def put(self, key: str, body: bytes) -> None:
         """Create the object or replace it."""
-        ...
 
     def get(self, key: str) -> bytes | None:
         """The whole object; None if it does not exist. NotAFile for more than LARGEST bytes, which no object has that
         is read as a whole."""
-        ...
 
     def read_into(
         self, key: str, start: int, buffer: memoryview, size: int | None = None, take: Take | None = None
@@ -88,34 +83,27 @@ class Store(Protocol):
         holds only at the end of the object. FileNotFoundError if the object does not exist.
 
         With `take`, read `size` bytes through the buffer, part by part; after a failure, again from place 0 on."""
-        ...
 
     def upload(self, path: Path, key: str, check: Check | None = None) -> None:
         """Create or replace the object from a local file of any size. Readers see the old object or the new one.
         `check` is called before each part; its exception ends the upload."""
-        ...
 
     def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
         """Create or replace the object from memory of any size, the concatenation of `parts`; like `upload`. Returns
         the sha256 of each `length` bytes of it; a bucket needs 5 MiB at least, and takes 10,000 such chunks."""
-        ...
 
     def download(self, key: str, path: Path) -> str:
         """Write the object to a local file and make its folders. `path` is replaced once the object has arrived
         completely. Returns the sha256 of its bytes. FileNotFoundError if the object does not exist."""
-        ...
 
     def entries(self, prefix: str) -> list[Entry]:
         """Every object whose key starts with `prefix` (as text: "train/a" also finds "train/ab"), by key."""
-        ...
 
     def delete(self, key: str) -> None:
         """Remove the object, if it exists."""
-        ...
 
     def clock(self) -> float:
         """Unix seconds by the store's clock, for comparison with `Entry.modified`: clocks of machines may differ."""
-        ...
 
 
 class LocalStore:

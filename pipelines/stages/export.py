@@ -26,7 +26,6 @@ class Format(Protocol):
 
     def write(self, weights: Weights, folder: Path) -> list[Path]:
         """Write the files of the format."""
-        ...
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:

@@ -41,11 +41,9 @@ class Scored(Protocol):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """The input of the head: (B, T) token ids -> (B, T, n_embd)."""
-        ...
 
     def head(self, x: Tensor) -> Tensor:
         """Logits of hidden states (N, n_embd) -> (N, padded_vocab_size), padding at -inf."""
-        ...
 
 
 class ScoredRow(NamedTuple):

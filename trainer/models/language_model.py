@@ -41,11 +41,9 @@ class Context(Protocol):
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         """Attention of (B, H, T, D) queries, with keys and values that may have fewer heads; in a window of so many
         tokens, the last of which is the query's own."""
-        ...
 
     def previous(self, x: Tensor) -> Tensor:
         """What `x` (B, T, C) has for the token before each one in its sequence; 0 for a first token."""
-        ...
 
 
 def band(length: int, window: int, device: torch.device) -> Tensor:
