@@ -10,10 +10,6 @@ from trainer.models.model_config import ModelConfig
 
 # The released GPT-2 has Conv1D layers: their weights are the transpose of those of nn.Linear.
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-LAYER = (
-    *("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias"),
-    *("ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
-)
 MASKS = (".attn.bias", ".attn.masked_bias")  # of attention, which old files hold, in other dtypes
 # Fields of transformers' GPT2Config: ours, and its default.
 HF_FIELDS = {
@@ -22,16 +18,6 @@ HF_FIELDS = {
     "n_embd": ("n_embd", 768),
     "n_positions": ("block_size", 1024),
     "vocab_size": ("vocab_size", 50_257),
-}
-# What GPT-2 is, in its config; absent fields have the first value.
-HF_CONSTANTS: dict[str, tuple[Any, ...]] = {
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "tie_word_embeddings": (True,),
-    "add_cross_attention": (False,),
 }
 
 
@@ -43,15 +29,29 @@ class Gpt2Config(ModelConfig):
     )
 
     title: ClassVar[str] = "GPT-2"
-    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = HF_CONSTANTS
+    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "model_type": ("gpt2",),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "layer_norm_epsilon": (1e-5,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "tie_word_embeddings": (True,),
+        "add_cross_attention": (False,),
+    }
     added: ClassVar[tuple[str, ...]] = ("family",)  # GPT-2 was alone once
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.n_embd
         shapes: dict[str, tuple[int, ...]] = {"wte.weight": (self.vocab_size, c), "wpe.weight": (self.block_size, c)}
+        layer = {
+            **{"ln_1.weight": (c,), "ln_1.bias": (c,), "attn.c_attn.weight": (3 * c, c), "attn.c_attn.bias": (3 * c,)},
+            **{"attn.c_proj.weight": (c, c), "attn.c_proj.bias": (c,), "ln_2.weight": (c,), "ln_2.bias": (c,)},
+            **{"mlp.c_fc.weight": (4 * c, c), "mlp.c_fc.bias": (4 * c,)},
+            **{"mlp.c_proj.weight": (c, 4 * c), "mlp.c_proj.bias": (c,)},
+        }
         for i in range(self.n_layer):
-            shapes |= {f"h.{i}.{name}": layer_shape(name, c) for name in LAYER}
+            shapes |= {f"h.{i}.{name}": shape for name, shape in layer.items()}
         return shapes | {"ln_f.weight": (c,), "ln_f.bias": (c,)}
 
     @property
@@ -95,11 +95,3 @@ class Gpt2Config(ModelConfig):
         if values.get("n_inner") not in (None, 4 * given["n_embd"]):
             raise UserError(f"{where}: n_inner is {shown(values['n_inner'])}; skytrain's gpt2 has 4 x n_embd")
         return given
-
-
-def layer_shape(name: str, c: int) -> tuple[int, ...]:
-    """The shape of a block's weight at width `c`."""
-    rows = {"attn.c_attn": 3 * c, "mlp.c_fc": 4 * c}.get(name.rpartition(".")[0], c)
-    if name.endswith("bias") or name.startswith("ln_"):
-        return (rows,)
-    return (rows, 4 * c if name.startswith("mlp.c_proj") else c)

@@ -12,21 +12,6 @@ from pydantic import Field
 from trainer.models.grouped import GroupedHeads
 
 QWEN3_HEAD = 128  # head_dim of a Qwen3 whose config.json has none
-# Ours in a block, and transformers'.
-LAYER = {
-    "attn_norm": "input_layernorm",
-    **{f"attn.{one}": f"self_attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
-    "mlp_norm": "post_attention_layernorm",
-    **{f"mlp.{one}": f"mlp.{one}" for one in ("gate_proj", "up_proj", "down_proj")},
-}
-OUTSIDE = {"wte": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
-# What a model of this family is, in a config.json; absent fields have the first value.
-HF_CONSTANTS: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-}
 
 
 class LlamaConfig(GroupedHeads):
@@ -48,9 +33,19 @@ class LlamaConfig(GroupedHeads):
     tied_head: bool = Field(default=False, description="The head is the token embedding")
 
     title: ClassVar[str] = "Llama"
-    hf_layer: ClassVar[Mapping[str, str]] = LAYER
-    hf_outside: ClassVar[Mapping[str, str]] = OUTSIDE
-    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = HF_CONSTANTS
+    hf_layer: ClassVar[Mapping[str, str]] = {
+        "attn_norm": "input_layernorm",
+        **{f"attn.{one}": f"self_attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
+        "mlp_norm": "post_attention_layernorm",
+        **{f"mlp.{one}": f"mlp.{one}" for one in ("gate_proj", "up_proj", "down_proj")},
+    }
+    hf_outside: ClassVar[Mapping[str, str]] = {"wte": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
+    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "use_sliding_window": (False,),
+    }
 
     @property
     def inner(self) -> int:

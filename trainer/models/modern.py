@@ -17,22 +17,9 @@ GATE_WIDTH = 12  # the first numbers of the residual stream decide how much of a
 GATE_SCALE = 3.0  # the largest weight of a value embedding
 SMEAR_WIDTH = 24  # the first numbers of an embedding decide how much of the one before it is added
 SOFTCAP = 15.0  # logits are SOFTCAP · tanh(z / SOFTCAP), as in Gemma 2 (2024)
-# Ours in a block, and transformers'.
-LAYER = {
-    **{f"attn.{one}": f"self_attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "o_proj")},
-    **{"attn.ve_gate": "self_attn.ve_gate", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
-}
 REMOTE_CODE = "modeling_skytrain"  # the module of an export with options, pipelines/formats/modeling_skytrain.py
-OUTSIDE = {"wte": "model.embed_tokens", "lm_head": "lm_head"}
-# What a model of this family is, in a config.json; absent fields have the first value.
 # Of remote code, which has no numbers of its own.
 CODE_NUMBERS = ("layer_windows", "value_layers", "gate_width", "gate_scale", "smear_width", "backout_layer")
-HF_CONSTANTS: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("relu2",),
-    "attention_bias": (False,),
-    "final_logit_softcapping": (SOFTCAP,),
-    "tie_word_embeddings": (False,),
-}
 
 
 class ModernConfig(GroupedHeads):
@@ -86,9 +73,17 @@ class ModernConfig(GroupedHeads):
     )
     added: ClassVar[tuple[str, ...]] = (*GroupedHeads.added, *options)
     title: ClassVar[str] = "nanochat"
-    hf_layer: ClassVar[Mapping[str, str]] = LAYER
-    hf_outside: ClassVar[Mapping[str, str]] = OUTSIDE
-    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = HF_CONSTANTS
+    hf_layer: ClassVar[Mapping[str, str]] = {
+        **{f"attn.{one}": f"self_attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "o_proj")},
+        **{"attn.ve_gate": "self_attn.ve_gate", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+    }
+    hf_outside: ClassVar[Mapping[str, str]] = {"wte": "model.embed_tokens", "lm_head": "lm_head"}
+    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("relu2",),
+        "attention_bias": (False,),
+        "final_logit_softcapping": (SOFTCAP,),
+        "tie_word_embeddings": (False,),
+    }
 
     @property
     def vocabulary_rows(self) -> tuple[str, ...]:
