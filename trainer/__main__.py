@@ -169,11 +169,11 @@ def claim(store: LocalStore, out: Path, config: TrainerConfig, shards: dict[str,
     sections = {"model": identity_of_model(config.model), "train": identity_of(config.train), "data": shards}
     body = json.dumps(sections, indent=1).encode()
     key = f"{PREFIX}/config.json"
-    if store.create(key, body) or store.get(key) == body:
+    if store.create(key, body):
         return
     existing = typed(dict[str, dict[str, Any]], decoded(store.get(key) or b"{}", key), f"{out}/{key}")
-    changed = [name for name in sections if sections[name] != existing.get(name)]
-    raise UserError(f"{out}: holds a run with another {', '.join(changed)}; use another --out, or remove it")
+    if changed := [name for name, section in json.loads(body).items() if section != existing.get(name)]:
+        raise UserError(f"{out}: holds a run with another {', '.join(changed)}; use another --out, or remove it")
 
 
 def take_attempt(store: LocalStore) -> int:

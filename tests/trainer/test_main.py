@@ -1,5 +1,6 @@
 """`python -m trainer`, alone and under torchrun: killed, stopped, resumed with other ranks, and its messages."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def test_a_user_error_is_one_line_and_exit_code_2(
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     store, shards = LocalStore(tmp_path), {"train_000000.bin": 900}
     claim(store, tmp_path, configured(), shards)
+    recorded = json.loads(store.get("run/config.json") or b"")
+    store.put("run/config.json", json.dumps(recorded, sort_keys=True).encode())  # another version, another order
     claim(store, tmp_path, configured(keep_last=7, micro_batch_size=4), shards)  # runtime may change
     with pytest.raises(UserError) as mistake:
         claim(store, tmp_path, configured(max_steps=9, n_layer=3), {"train_000000.bin": 901})
