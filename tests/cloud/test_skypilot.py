@@ -186,7 +186,7 @@ QUESTIONS |= {
     "a budget that is spent": to_price(("evaluate", "export"), budget=20.0) | {"spent": 25.0},
     "a deadline without a price list": to_price(("train", "evaluate"), gpus="V100:8", deadline=4e9),
 }
-# A launch of all stages by cloud, nodes and market, without and with an image. None: accepted.
+# A launch of all stages by cloud, nodes and market, with an image on two nodes or on spot alone. None: accepted.
 NO_NETWORK = "UserError: runpod has no network between nodes"
 NOT_SOLD = "UserError: no machine for train: {} sells no H100:8 on spot"
 MATRIX: dict[tuple[str, int, bool], str | None] = {
@@ -197,12 +197,11 @@ MATRIX |= {
 }
 MATRIX |= {("runpod", nodes, spot): NO_NETWORK if nodes == 2 else None for nodes in (1, 2) for spot in (False, True)}
 QUESTIONS |= {
-    f"{cloud} {nodes} {spot} {image}": to_price(
-        (*STAGES, "tune.chat"), infra=cloud, nodes=nodes, spot=spot, image=image
+    f"{cloud} {nodes} {spot}": to_price(
+        (*STAGES, "tune.chat"), infra=cloud, nodes=nodes, spot=spot, image="none" if (nodes == 2) == spot else IMAGE
     )
     | {"enabled": [cloud]}
     for cloud, nodes, spot in MATRIX
-    for image in ("none", IMAGE)
 }
 REPORT = (ROOT / "docs" / "skypilot.md").read_text().partition("```python\n")[2].partition("```")[0]
 QUESTIONS["the report on any_of"] = {"source": REPORT}
@@ -464,23 +463,22 @@ def test_six_clouds_tasks_are_refused_by_us_first_or_accepted_by_the_real_optimi
 ) -> None:
     """Kubernetes is the sixth: SkyPilot's optimizer asks a cluster, which is not here."""
     for (cloud, nodes, spot), refusal in MATRIX.items():
-        for image in ("none", IMAGE):
-            answer = answers[f"{cloud} {nodes} {spot} {image}"]
-            assert answer.get("error") == refusal, (cloud, nodes, spot, image)
-            placed = {task["name"]: task for task in answer.get("placed", ())}
-            assert refusal or list(placed) == [*TASKS, "tune"], (cloud, nodes, spot, image)
-            assert refusal or (placed["train"]["nodes"], placed["train"]["spot"]) == (nodes, spot)
+        answer = answers[f"{cloud} {nodes} {spot}"]
+        assert answer.get("error") == refusal, (cloud, nodes, spot)
+        placed = {task["name"]: task for task in answer.get("placed", ())}
+        assert refusal or list(placed) == [*TASKS, "tune"], (cloud, nodes, spot)
+        assert refusal or (placed["train"]["nodes"], placed["train"]["spot"]) == (nodes, spot)
 
 
 def test_evaluate_gets_its_own_machine_then_one_gpu_of_trains_then_trains_machine(answers: dict[str, Any]) -> None:
     gpus = {
         name: next(task["instance"] for task in answers[name]["placed"] if task["name"] == "evaluate")
-        for name in ("H200:8 on aws", "nebius 1 False none", "gcp 1 False none")
+        for name in ("H200:8 on aws", "nebius 1 False", "gcp 1 False")
     }
     assert gpus == {
         "H200:8 on aws": "g6.xlarge",
-        "nebius 1 False none": "gpu-h100-sxm_1gpu-16vcpu-200gb",
-        "gcp 1 False none": "a3-highgpu-8g",
+        "nebius 1 False": "gpu-h100-sxm_1gpu-16vcpu-200gb",
+        "gcp 1 False": "a3-highgpu-8g",
     }
 
 

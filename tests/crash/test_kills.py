@@ -73,9 +73,9 @@ if "pipelines.nodes.launcher" in sys.orig_argv:
     ("count", "on_node", "options"),
     [
         (1, "", ()),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "", ()), (2, GPUS, ()), (1, "", PATIENT))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, GPUS, ()), (1, "", PATIENT))),
     ],
-    ids=["one", "two", "two that a mock of three GPUs starts early", "one before the first commit"],
+    ids=["one", "two that a mock of three GPUs starts early", "one before the first commit"],
 )
 def test_a_run_whose_rank_is_killed_resumes_from_its_commit_or_starts_over(
     project: Project, undisturbed: Callable[[int], Project], count: int, on_node: str, options: tuple[str, ...]

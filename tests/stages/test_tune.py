@@ -1,5 +1,6 @@
 """Promises of tuning: what is refused, what the model learns, and that a stop or a kill changes no bit of it."""
 
+import importlib
 import json
 import os
 import re
@@ -25,9 +26,6 @@ from trainer.checkpoint.commits import series
 from trainer.errors import UserError
 from trainer.models.decoder import Sampling
 
-trl = pytest.importorskip("trl", reason="needs trl (pip)")
-tune_rank = pytest.importorskip("pipelines.stages.tune_rank")
-
 GRPO = {"method": "grpo", "generations": 4, "max_answer": 4, "rewards": [{"kind": "exact_match"}]}
 CHAIN = [
     {"name": "sft", "method": "sft", "data": "addition", "batch": 24, "held_out": 4, "learning_rate": 1e-3}
@@ -51,7 +49,14 @@ def step_of(**changes: Any) -> TuneConfig:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Project:
+def tune_rank() -> Any:
+    """Imported by the workers that run a test of it: TRL and what it imports take 10 s of a slow core."""
+    pytest.importorskip("trl", reason="needs trl (pip)")
+    return importlib.import_module("pipelines.stages.tune_rank")
+
+
+@pytest.fixture(scope="module")
+def exported(tune_rank: Any, tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = Project(tmp_path_factory.mktemp("tune") / FOLDER_NAME, TINY | {"tune": CHAIN})
     written(project.folder, PAIRS)
     project.run("run", "tiny.yaml", "--stage", "export")
@@ -80,7 +85,7 @@ def undisturbed(exported: Project, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_a_chain_stopped_in_every_step_and_damaged_once_ends_bit_for_bit_like_an_undisturbed_one(
-    exported: Project, undisturbed: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Project, undisturbed: Project, tune_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project, after_step = exported.copy(tmp_path / FOLDER_NAME), tune_rank.Tuning.on_log
 
@@ -104,7 +109,7 @@ def test_a_chain_stopped_in_every_step_and_damaged_once_ends_bit_for_bit_like_an
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Any]:
+def given(tune_rank: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Any]:
     """The shipped recipe for GPT-2 with a small model and small data of the same form, and that model."""
     transformers, folder = pytest.importorskip("transformers"), tmp_path_factory.mktemp("given")
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": 257}
@@ -285,7 +290,9 @@ def test_transformers_reads_the_result_with_its_template_and_its_ends(undisturbe
 
 
 @pytest.mark.parametrize("rows, then", [(257, 259), (320, 320)])
-def test_the_chat_tokens_take_free_rows_of_the_embedding_before_it_grows(tmp_path: Path, rows: int, then: int) -> None:
+def test_the_chat_tokens_take_free_rows_of_the_embedding_before_it_grows(
+    tune_rank: Any, tmp_path: Path, rows: int, then: int
+) -> None:
     transformers, encoding = pytest.importorskip("transformers"), tokenizer("bytes")
     sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 32, "vocab_size": rows}
     base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=256))
@@ -372,10 +379,10 @@ def test_a_wrong_step_is_refused_with_what_would_be_right(tmp_path: Path, change
     assert re.search(r"mine.yaml: tune(\.0|\.a|: a)", str(refused.value)) and wrong in str(refused.value)
 
 
-def test_every_option_is_an_argument_of_trl() -> None:
+def test_every_option_is_an_argument_of_trl(tune_rank: Any) -> None:
     for name, methods in TRL_OPTIONS.items():
         for method in methods:
-            assert name in getattr(trl, f"{tune_rank.TRL_NAMES[method]}Config").__dataclass_fields__, method
+            assert name in getattr(tune_rank.trl, f"{tune_rank.TRL_NAMES[method]}Config").__dataclass_fields__, method
 
 
 @pytest.mark.parametrize(
@@ -386,7 +393,9 @@ def test_every_option_is_an_argument_of_trl() -> None:
         ({"kind": "length", "characters": 6}, [1.0, 0.5, 1.0]),
     ],
 )
-def test_the_shipped_rewards_judge_the_final_answer_its_format_and_its_length(reward: Any, scores: list[float]) -> None:
+def test_the_shipped_rewards_judge_the_final_answer_its_format_and_its_length(
+    tune_rank: Any, reward: Any, scores: list[float]
+) -> None:
     (made,) = step_of(**GRPO | {"rewards": [reward], "batch": 4}).rewards
     texts = [[{"role": "assistant", "content": text}] for text in ("1,234", "#### 1234", "123")]
     assert tune_rank.reward_function(made)(texts, answer=["1234"] * 3) == scores

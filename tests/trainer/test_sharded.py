@@ -256,7 +256,7 @@ def on_rank(rank: int, folder: Path) -> None:
 def test_four_ranks_draw_load_train_and_score_as_one_eager_rank(tmp_path: Path) -> None:
     saved_in_two_files(tmp_path)
     save_large(tmp_path / "large")
-    start = multiprocessing.get_context("spawn").Process
+    start = multiprocessing.get_context("fork").Process  # imports nothing again
     processes = [start(target=on_rank, args=(rank, tmp_path)) for rank in range(RANKS)]
     for process in processes:
         process.start()
