@@ -4,12 +4,14 @@ The texts of CUDA and NCCL are those that NVIDIA's documents and public reports 
 fault of a GPU.
 """
 
-import platform
 import signal
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from trainer.errors import FULL, Diverged, StoreUnavailable, UnfitMachine, UserError, is_full
 
@@ -29,6 +31,7 @@ STUCK = "stuck"  # kind: the watchdog ended ranks that made no progress
 FAULT = "fault"  # kind: any other error; it also names the ranks' error files
 # Of the results of several nodes, one of an earlier kind explains those of later ones.
 KINDS = (*RERAISED, GPU, STUCK, GONE, KILLED, FAULT, PEER)
+Kind = Annotated[str, Field(pattern=f"^({'|'.join(KINDS)})$")]
 # Parts of the messages of CUDA and of the driver.
 HARDWARE_ERRORS = (
     "uncorrectable ECC error",
@@ -57,9 +60,8 @@ class NodeResult:
     """How the ranks of a node ended."""
 
     node: int
-    kind: str | None = None  # of the error: one of KINDS; None: success
+    kind: Kind | None = None  # of the error; None: success
     message: str = ""
-    host: str = field(default_factory=platform.node)
 
     @property
     def error(self) -> Exception:

@@ -65,7 +65,7 @@ def test_the_rank_whose_gpu_failed_is_named_before_the_peers_that_it_took_along(
     attempt.failed(monkeypatch, 9, RuntimeError(REMOTE))
     attempt.failed(monkeypatch, 12, RuntimeError(ECC))
     message = f"GPU fault: CUDA error: uncorrectable ECC error encountered, rank 12 on node 1 ({HOST})"
-    assert attempt.result == NodeResult(1, GPU, message, HOST)
+    assert attempt.result == NodeResult(1, GPU, message)
 
 
 def test_a_process_that_nccl_aborted_for_its_gpu_is_no_mere_death(attempt: Attempt) -> None:

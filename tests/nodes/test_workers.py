@@ -19,6 +19,7 @@ from pipelines.nodes.workers import WorkerRecord, Workers
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, claim
 from pipelines.tracking.records import Billing, Progress
 from trainer.errors import Interrupted, StoreUnavailable, UserError
+from trainer.record import DamagedRecord
 from trainer.store import LocalStore
 
 TOKENS, TRAIN = "tokens/tiny-0123", "train/tiny-0123"
@@ -115,13 +116,16 @@ def raising(error: Exception) -> Callable[..., None]:
 
 
 def test_node_0_learns_of_a_workers_stop_result_and_traffic(of_node_0: Workers, attempt: Attempt) -> None:
-    failed = NodeResult(2, KILLED, "rank 3 was killed by SIGKILL", "n2")
+    failed = NodeResult(2, KILLED, "rank 3 was killed by SIGKILL")
     reported(attempt, 1, 1.0, stop="GCE: preempted", traffic=Traffic(10, 20, 1, 2))
     reported(attempt, 2, 1.0, result=failed, traffic=Traffic(1, 1, 1, 1))
     of_node_0.look()
     assert of_node_0._stop.asked and of_node_0._stop.reason == "node 1: GCE: preempted"
     assert of_node_0.have_failed and of_node_0.results() == [failed]
     assert of_node_0.traffic() == Traffic(11, 21, 2, 3)
+    reported(attempt, 2, 1.0, result=NodeResult(2, "a kind of a stranger"))
+    with pytest.raises(DamagedRecord, match="result.kind: String should match"):
+        WorkerRecord.read(attempt.store, TRAIN, 1, 2)
 
 
 def test_a_worker_waits_for_an_attempt_that_lives(store: LocalStore, clock: Clock) -> None:
