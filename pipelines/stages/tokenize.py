@@ -17,8 +17,6 @@ from pipelines.text.sources import estimated_tokens
 from pipelines.text.tokenizer import TOKENIZER_FILE, kept_tokenizer, tokenizer_of
 from trainer.errors import UserError
 
-POLL_SECONDS = 0.2  # between two moves of the bar
-
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     """The identity of the tokens. UserError for a text that cannot be read or is not pinned."""
@@ -121,19 +119,9 @@ def make_all_shards(work: Work) -> list[ShardReceipt]:
     total = config.max_tokens or estimated_tokens(config)
     folder = work.folder / work.plan.name  # the sources of a mixture have shards of the same names
     folder.mkdir(exist_ok=True)
-    started, read, drawn = time.monotonic(), 0, 0.0
-
-    def draw(tokens: int) -> None:
-        """Move the bar within a shard."""
-        nonlocal read, drawn
-        read += tokens
-        if time.monotonic() - drawn >= POLL_SECONDS:
-            drawn, done = time.monotonic(), before + read
-            note = f"{short_number(done)} tokens  {short_number(read / (drawn - started))} tok/s"
-            bar.update(min(done, total or done), note)
-
+    started = time.monotonic()
     put = partial(upload, work.store, work.plan.prefix, work.attempt.number)
-    job = ShardsJob(config, work.plan, work.store, folder, put, work.check, work.screen.note, draw, row_tokens)
+    job = ShardsJob(config, work.plan, work.store, folder, put, work.check, work.screen.note, row_tokens)
     with work.screen.bar("tokenize", total) as bar:
         shards = make_shards(job)
         receipts = next(shards)
@@ -142,7 +130,10 @@ def make_all_shards(work: Work) -> list[ShardReceipt]:
         try:
             for receipts in shards:
                 stored = sum(receipt.tokens for receipt in receipts)
-                work.report(tokens=stored, tokens_per_second=(stored - before) / (time.monotonic() - started))
+                speed = (stored - before) / (time.monotonic() - started)
+                work.report(tokens=stored, tokens_per_second=speed)
+                note = f"{short_number(stored)} tokens  {short_number(speed)} tok/s"
+                bar.update(min(stored, total or stored), note)
         except MemoryError as error:
             raise UserError(
                 f"tokenize: not enough free memory for the longest document plus one shard ({error}); "

@@ -49,7 +49,6 @@ class ShardsJob:
     upload: Callable[[Path, str], File]  # by name, into the attempt's folder of the store
     check: Callable[[], None]  # raises an exception to end the work
     note: Callable[[str], None]
-    progress: Callable[[int], None] = lambda tokens: None  # called with the number of each batch's tokens
     row_tokens: int | None = None  # of packed rows, which are counted
     processes: int | None = None  # None: one for each core
 
@@ -105,7 +104,6 @@ def encoded_shards(job: ShardsJob, receipts: list[ShardReceipt]) -> Generator[Ne
     with closing(tokens_of(text_of(t), encoder, document, job.folder, job.check, job.processes)) as stream:
         for batch in stream if left else ():
             job.check()
-            job.progress(len(batch.tokens))
             first, at = document, offset  # the stream began with the document in which the last shard ended
             while at < len(batch.tokens) and left:
                 if not filled:
