@@ -127,10 +127,11 @@ def amounts(recipe: Recipe, facts: dict[str, Any] | None) -> tuple[int, int, int
         return facts["train_tokens"], facts.get("val_tokens", 0), facts.get("cropped_tokens")
     if recipe.tokens.adopts:
         counts = tokens_by_split(recipe.tokens)
-        return counts["train"], counts["val"], None
-    estimate = estimated_tokens(recipe.tokens)
-    if not estimate:
+        train, val = counts["train"], counts["val"]
+    elif estimate := estimated_tokens(recipe.tokens):
+        val = min(recipe.tokens.held_out(estimate), estimate)
+        train = estimate - val
+    else:
         return None
-    held_out = min(recipe.tokens.held_out(estimate), estimate)
-    recipe.tokens.check_splits(estimate - held_out, held_out, recipe.model.block_size)
-    return estimate - held_out, held_out, None
+    recipe.tokens.check_splits(train, val, recipe.model.block_size)
+    return train, val, None
