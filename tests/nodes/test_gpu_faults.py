@@ -5,12 +5,11 @@ The texts are recorded ones, of public reports: there is no GPU here that fails.
 
 import os
 import platform
-import time
 from pathlib import Path
 
 import pytest
 
-from pipelines.nodes.ranks import LOG_FILE, SPEC_FILE, leave_error_message, result_of_ranks
+from pipelines.nodes.ranks import LOG_FILE, leave_error_message, result_of_ranks
 from pipelines.nodes.results import FAULT, GPU, HARDWARE_ERRORS, KILLED, PEER, NodeResult, first_line_with
 
 ECC = """CUDA error: uncorrectable ECC error encountered
@@ -34,50 +33,43 @@ def test_a_fault_of_the_hardware_is_told_from_an_error_of_a_program() -> None:
         assert first_line_with(HARDWARE_ERRORS, [line]) is None
 
 
-class Attempt:
-    """The folder of an attempt whose ranks failed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / SPEC_FILE).write_text("{}")
-        (folder / LOG_FILE).write_text("starting\n")
-
-    def failed(self, monkeypatch: pytest.MonkeyPatch, rank: int, error: Exception) -> None:
-        monkeypatch.setenv("RANK", str(rank))
-        leave_error_message(error, self.folder)
-        order = time.time() + len(list(self.folder.iterdir()))
-        for path in self.folder.glob(f"*-{rank}.txt"):
-            os.utime(path, (order, order))
-
-    @property
-    def result(self) -> NodeResult:
-        return result_of_ranks(1, self.folder, 1)
-
-
 @pytest.fixture
-def attempt(tmp_path: Path) -> Attempt:
-    return Attempt(tmp_path)
+def folder(tmp_path: Path) -> Path:
+    """The folder of an attempt."""
+    (tmp_path / LOG_FILE).write_text("starting\n")
+    return tmp_path
+
+
+def fail(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, error: Exception) -> None:
+    """Leave the error of a rank, later than that of the rank before."""
+    monkeypatch.setenv("RANK", str(rank))
+    leave_error_message(error, folder)
+    (path,) = folder.glob(f"*-{rank}.txt")
+    os.utime(path, (rank, rank))
 
 
 def test_the_rank_whose_gpu_failed_is_named_before_the_peers_that_it_took_along(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt.failed(monkeypatch, 9, RuntimeError(REMOTE))
-    attempt.failed(monkeypatch, 12, RuntimeError(ECC))
+    fail(folder, monkeypatch, 9, RuntimeError(REMOTE))
+    fail(folder, monkeypatch, 12, RuntimeError(ECC))
     message = f"GPU fault: CUDA error: uncorrectable ECC error encountered, rank 12 on node 1 ({HOST})"
-    assert attempt.result == NodeResult(1, GPU, message)
+    assert result_of_ranks(1, folder, 1) == NodeResult(1, GPU, message)
 
 
-def test_a_process_that_nccl_aborted_for_its_gpu_is_no_mere_death(attempt: Attempt) -> None:
-    (attempt.folder / f"{KILLED}-12.txt").write_text("rank 12 was killed by SIGABRT")
-    (attempt.folder / LOG_FILE).write_text(f"step 7\n{ABORTED}\n")
-    assert attempt.result.kind == GPU and attempt.result.message.endswith(f", rank 12 on node 1 ({HOST})")
+def test_a_process_that_nccl_aborted_for_its_gpu_is_no_mere_death(folder: Path) -> None:
+    (folder / f"{KILLED}-12.txt").write_text("rank 12 was killed by SIGABRT")
+    (folder / LOG_FILE).write_text(f"step 7\n{ABORTED}\n")
+    result = result_of_ranks(1, folder, 1)
+    assert result.kind == GPU and result.message.endswith(f", rank 12 on node 1 ({HOST})")
 
 
 def test_lost_peers_are_no_fault_of_ours_unless_another_rank_shows_one(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt.failed(monkeypatch, 0, RuntimeError(REMOTE))
-    assert attempt.result.kind == PEER and "ncclRemoteError" in attempt.result.message
-    attempt.failed(monkeypatch, 1, KeyError("a bug"))
-    assert attempt.result.kind == FAULT and "KeyError: 'a bug'" in attempt.result.message
+    fail(folder, monkeypatch, 0, RuntimeError(REMOTE))
+    result = result_of_ranks(1, folder, 1)
+    assert result.kind == PEER and "ncclRemoteError" in result.message
+    fail(folder, monkeypatch, 1, KeyError("a bug"))
+    result = result_of_ranks(1, folder, 1)
+    assert result.kind == FAULT and "KeyError: 'a bug'" in result.message

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from servers import LOOPBACK
@@ -26,20 +27,11 @@ TOKENS, TRAIN = "tokens/tiny-0123", "train/tiny-0123"
 TWO = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
 
 
-class Clock:
-    """time.monotonic of the code under test."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """time.monotonic of the code under test."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     return clock
 
 
@@ -56,7 +48,7 @@ def beat(attempt: Attempt, **changes: object) -> None:
 
 
 @pytest.fixture
-def attempt(store: LocalStore, clock: Clock) -> Attempt:
+def attempt(store: LocalStore, clock: SimpleNamespace) -> Attempt:
     return attempt_of(store, TRAIN, 1)
 
 
@@ -70,7 +62,7 @@ def reported(attempt: Attempt, node: int, seconds: float, **fields: object) -> N
 
 
 def test_a_worker_that_stays_silent_is_lost_and_one_that_never_started_is_absent(
-    of_node_0: Workers, attempt: Attempt, clock: Clock
+    of_node_0: Workers, attempt: Attempt, clock: SimpleNamespace
 ) -> None:
     reported(attempt, 1, 1.0)
     of_node_0.look()
@@ -86,7 +78,7 @@ def test_a_worker_that_stays_silent_is_lost_and_one_that_never_started_is_absent
 
 @pytest.mark.parametrize("away", ["writes", "all", "slow"])
 def test_no_worker_is_lost_while_the_store_is_away(
-    of_node_0: Workers, attempt: Attempt, clock: Clock, monkeypatch: pytest.MonkeyPatch, away: str
+    of_node_0: Workers, attempt: Attempt, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, away: str
 ) -> None:
     """A store may refuse all requests, or only those that write; or answer after a long time."""
 
@@ -128,7 +120,7 @@ def test_node_0_learns_of_a_workers_stop_result_and_traffic(of_node_0: Workers, 
         WorkerRecord.read(attempt.store, TRAIN, 1, 2)
 
 
-def test_a_worker_waits_for_an_attempt_that_lives(store: LocalStore, clock: Clock) -> None:
+def test_a_worker_waits_for_an_attempt_that_lives(store: LocalStore, clock: SimpleNamespace) -> None:
     killed = attempt_of(store, TRAIN, 1)
     first = FirstNode(store, [TOKENS, TRAIN])
     first.look()
@@ -154,7 +146,7 @@ def test_a_worker_waits_for_an_attempt_that_lives(store: LocalStore, clock: Cloc
 
 
 def test_a_worker_leaves_resumable_once_node_0_is_silent_or_never_came_but_not_while_the_store_is_away(
-    store: LocalStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = FirstNode(store, [TOKENS, TRAIN])
     attempt_of(store, TRAIN, 1)
