@@ -148,9 +148,12 @@ class LocalStore:
         return True
 
     def put(self, key: str, body: bytes) -> None:
+        self._replace(key, [body])
+
+    def _replace(self, key: str, parts: Iterable[bytes | memoryview]) -> None:
         path = self.path_of(key)
         with unavailable_if_failing(path), replacing(path) as file:
-            file.write(body)
+            file.writelines(parts)
 
     def get(self, key: str) -> bytes | None:
         path = self.path_of(key)
@@ -176,13 +179,11 @@ class LocalStore:
         raise absent
 
     def upload(self, path: Path, key: str, check: Check | None = None) -> None:
-        stored = self.path_of(key)
-        with open(path, "rb") as source, unavailable_if_failing(stored), replacing(stored) as target:
-            for part in parts_of(source, check):
-                target.write(part)
+        with open(path, "rb") as source:
+            self._replace(key, parts_of(source, check))
 
     def write(self, parts: Sequence[memoryview], key: str, length: int) -> list[str]:
-        path, starts = self.path_of(key), range(0, sum(len(part) for part in parts), length)
+        starts = range(0, sum(len(part) for part in parts), length)
 
         def digest(start: int) -> str:
             hashed = sha256()
@@ -190,11 +191,9 @@ class LocalStore:
                 hashed.update(part)
             return hashed.hexdigest()
 
-        with unavailable_if_failing(path), ThreadPoolExecutor(HASHING_THREADS) as pool:
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:
             digests = pool.map(digest, starts)
-            with replacing(path) as target:
-                for part in parts:
-                    target.write(part)
+            self._replace(key, parts)
             return list(digests)
 
     def download(self, key: str, path: Path) -> str:

@@ -74,9 +74,6 @@ class S3Store:
         """Make the clients, with the credentials of now."""
         self._client, self._transfer_client = clients_from_environment(self.uri, self._time_limit_s, 1, PART_ATTEMPTS)
 
-    def __repr__(self) -> str:
-        return f"S3Store({self.uri!r})"
-
     def create(self, key: str, body: bytes) -> bool:
         def attempt() -> bool:
             try:

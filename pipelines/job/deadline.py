@@ -24,7 +24,7 @@ from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import read_run
 from trainer.amounts import tokens_before
 from trainer.checkpoint.commits import committed_state
-from trainer.config import TrainConfig
+from trainer.config import TrainConfig, seconds_from_environment
 from trainer.errors import HandedOver, UserError
 from trainer.process import StopSignal
 
@@ -73,13 +73,8 @@ def is_standby() -> bool:
 
 def deadline_here() -> float | None:
     """Unix seconds by which training has to be done, if the job has a deadline."""
-    text = os.environ.get(DEADLINE)
-    try:
-        return float(text) - AFTER_TRAINING_SECONDS if text else None
-    except ValueError:
-        raise UserError(
-            f"{DEADLINE}={text}: not a time in unix seconds; `skytrain launch --deadline` sets it"
-        ) from None
+    deadline = seconds_from_environment(DEADLINE, 0)
+    return deadline - AFTER_TRAINING_SECONDS if deadline else None
 
 
 class DeadlineWatch:

@@ -66,15 +66,14 @@ class Ec2:
 
     cloud, name, grace_seconds = "aws", "EC2 spot", 110
     ACTIONS = ("terminate", "stop", "hibernate")
-    TOKEN_SECONDS = 21_600  # the maximum; the answer to an expired one is 401
+    TOKEN_SECONDS = 60  # each item is read with a token of its own
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
-        self._token = ""
 
     def probe(self) -> None:
         """Raise any exception unless this machine belongs to this cloud."""
-        self._renew_token(DETECT_SECONDS)
+        self._token(DETECT_SECONDS)
 
     def notice(self) -> str | None:
         """The cloud's announcement in our own text; None without one. Raises any exception without a valid answer."""
@@ -96,24 +95,16 @@ class Ec2:
 
     def _read(self, item: str) -> str | None:
         """An item's value, None if there is no such item (404)."""
-        if not self._token:
-            self._renew_token(ANSWER_SECONDS)
-        answer = self._get(item)
-        if answer.status == 401:
-            self._renew_token(ANSWER_SECONDS)
-            answer = self._get(item)
+        headers = {"X-aws-ec2-metadata-token": self._token(ANSWER_SECONDS)}
+        answer = self._metadata.ask(f"/latest/meta-data/{item}", headers, ANSWER_SECONDS)
         return None if answer.status == 404 else ok(answer).body
 
-    def _get(self, item: str) -> MetadataAnswer:
-        headers = {"X-aws-ec2-metadata-token": self._token}
-        return self._metadata.ask(f"/latest/meta-data/{item}", headers, ANSWER_SECONDS)
-
-    def _renew_token(self, timeout_s: float) -> None:
+    def _token(self, timeout_s: float) -> str:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(self.TOKEN_SECONDS)}
         token = ok(self._metadata.ask("/latest/api/token", headers, timeout_s, method="PUT")).body
         if not (token.isascii() and token.isprintable() and 0 < len(token) < 1000) or set("<> ") & set(token):
             raise ValueError("not a token")  # but a gateway's page
-        self._token = token
+        return token
 
 
 class Gce:

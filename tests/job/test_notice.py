@@ -14,7 +14,7 @@ from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, TINY, Project
 from waiting import until
 
 from pipelines.job import notice
-from pipelines.job.notice import Metadata, watching
+from pipelines.job.notice import watching
 from pipelines.show.console import TerminalScreen
 from trainer.process import StopSignal
 
@@ -84,15 +84,6 @@ def test_a_notice_stops_the_run_with_its_reason(start, watched, kind, named: boo
         cloud.preempt()
         until(lambda: stop.asked, "the run is asked to stop")
     assert stop.reason == kind.why
-
-
-def test_an_expired_token_is_renewed(start) -> None:
-    cloud = start(Ec2Cloud())
-    source = notice.Ec2(Metadata(cloud.endpoint))
-    assert source.notice() is source.notice() is None and len(cloud.tokens) == 1
-    cloud.expired = True
-    cloud.preempt()
-    assert source.notice() == Ec2Cloud.why and len(cloud.tokens) == 2
 
 
 def test_off_polls_no_service_and_a_chosen_grace_wins(start, watched, monkeypatch: pytest.MonkeyPatch) -> None:

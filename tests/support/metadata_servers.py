@@ -45,7 +45,6 @@ class Ec2Cloud(Cloud):
     def __init__(self) -> None:
         super().__init__()
         self.tokens: list[str] = []
-        self.expired = False
         self.items: dict[str, str] = {}
 
     def answer(self, request: Request) -> None:
@@ -54,9 +53,8 @@ class Ec2Cloud(Cloud):
             if request.command != "PUT" or not 1 <= seconds <= 21600:
                 return request.respond(400)
             self.tokens.append(secrets.token_urlsafe(40) + "==")
-            self.expired = False
             return request.respond(200, self.tokens[-1])
-        if self.expired or request.headers.get("X-aws-ec2-metadata-token") not in self.tokens[-1:]:
+        if request.headers.get("X-aws-ec2-metadata-token") not in self.tokens:
             return request.respond(401)
         item = self.items.get(request.path.removeprefix("/latest/meta-data/"))
         return request.respond(404) if item is None else request.respond(200, item)
