@@ -16,7 +16,6 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 from pipelines.screen import Screen
 from pipelines.tracking.records import Machine
@@ -31,14 +30,6 @@ ANSWER_SECONDS = 5.0
 MOST_BYTES = 65_536  # of an answer: real ones have a few hundred
 
 
-class MetadataAnswer(NamedTuple):
-    """An answer of a metadata service, with at most MOST_BYTES of its body."""
-
-    status: int
-    body: str
-    headers: http.client.HTTPMessage
-
-
 class Metadata:
     """A metadata service. Requests go to it directly, so neither a proxy nor a redirect ever sees a token."""
 
@@ -50,13 +41,19 @@ class Metadata:
             raise UserError(f"SKYTRAIN_NOTICE_ENDPOINT: {endpoint!r} is not of the form http://host:port")
         self._address = form[1]
 
-    def ask(self, path: str, headers: dict[str, str], timeout_s: float, method: str = "GET") -> MetadataAnswer:
-        """One request; `timeout_s` limits each read. OSError or HTTPException without an answer."""
+    def ask(
+        self, path: str, headers: dict[str, str], timeout_s: float, method: str = "GET"
+    ) -> tuple[str | None, http.client.HTTPMessage]:
+        """At most MOST_BYTES of an item (None: there is none) and the answer's headers; `timeout_s` limits each read.
+        OSError or HTTPException without an answer, ValueError for an error."""
         connection = http.client.HTTPConnection(self._address, timeout=timeout_s)
         try:
             connection.request(method, path, headers=headers)
             response = connection.getresponse()
-            return MetadataAnswer(response.status, response.read(MOST_BYTES).decode(errors="replace"), response.headers)
+            if response.status not in (200, 404):
+                raise ValueError(f"status {response.status}")
+            body = response.read(MOST_BYTES).decode(errors="replace")
+            return body if response.status == 200 else None, response.headers
         finally:
             connection.close()
 
@@ -96,12 +93,11 @@ class Ec2:
     def _read(self, item: str) -> str | None:
         """An item's value, None if there is no such item (404)."""
         headers = {"X-aws-ec2-metadata-token": self._token(ANSWER_SECONDS)}
-        answer = self._metadata.ask(f"/latest/meta-data/{item}", headers, ANSWER_SECONDS)
-        return None if answer.status == 404 else ok(answer).body
+        return self._metadata.ask(f"/latest/meta-data/{item}", headers, ANSWER_SECONDS)[0]
 
     def _token(self, timeout_s: float) -> str:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(self.TOKEN_SECONDS)}
-        token = ok(self._metadata.ask("/latest/api/token", headers, timeout_s, method="PUT")).body
+        token = self._metadata.ask("/latest/api/token", headers, timeout_s, method="PUT")[0] or ""
         if not (token.isascii() and token.isprintable() and 0 < len(token) < 1000) or set("<> ") & set(token):
             raise ValueError("not a token")  # but a gateway's page
         return token
@@ -138,21 +134,14 @@ class Gce:
         return Machine(region=region, zone=zone, instance=instance, spot=spot)
 
     def _read(self, item: str, timeout_s: float = ANSWER_SECONDS) -> str:
-        answer = ok(self._metadata.ask(f"/computeMetadata/v1/instance/{item}", self.HEADERS, timeout_s))
-        if answer.headers.get("Metadata-Flavor") != "Google":
+        body, headers = self._metadata.ask(f"/computeMetadata/v1/instance/{item}", self.HEADERS, timeout_s)
+        if body is None or headers.get("Metadata-Flavor") != "Google":
             raise ValueError("not Google's metadata service")
-        return answer.body.strip()
+        return body.strip()
 
 
 NoticeSource = Ec2 | Gce  # a cloud's way to announce the end of a machine; seconds of notice, less some for the exit
 SOURCES: dict[str, type[NoticeSource]] = {"ec2": Ec2, "gce": Gce}
-
-
-def ok(answer: MetadataAnswer) -> MetadataAnswer:
-    """The answer itself. ValueError for a status other than 200."""
-    if answer.status != 200:
-        raise ValueError(f"status {answer.status}")
-    return answer
 
 
 @contextmanager
@@ -171,9 +160,16 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
     ending = threading.Event()
 
     def watch() -> None:
-        if found := source or detect_source(metadata):
-            stop.grace_seconds = seconds_from_environment(grace, found.grace_seconds)
-            poll(found, stop, screen, ending)
+        if not (found := source or detect_source(metadata)):
+            return
+        stop.grace_seconds = seconds_from_environment(grace, found.grace_seconds)
+        while not (ending.is_set() or stop.asked):
+            with suppress(Exception):  # a service may answer anything, and the next answer may be a notice
+                if why := found.notice():
+                    stop.ask(why)
+                    screen.warn(f"{why}; the run saves, then exits")
+                    return
+            ending.wait(POLL_SECONDS)
 
     def report_crash(thread: Background) -> None:
         screen.warn(f"this process stopped watching for preemption notices: {thread.error!r}")
@@ -193,14 +189,3 @@ def detect_source(metadata: Metadata) -> NoticeSource | None:
             (source := kind(metadata)).probe()
             return source
     return None
-
-
-def poll(source: NoticeSource, stop: StopSignal, screen: Screen, ending: threading.Event) -> None:
-    """Poll until there is a notice, or until `ending`."""
-    while not (ending.is_set() or stop.asked):
-        with suppress(Exception):  # a service may answer anything, and the next answer may be a notice
-            if why := source.notice():
-                stop.ask(why)
-                screen.warn(f"{why}; the run saves, then exits")
-                return
-        ending.wait(POLL_SECONDS)
