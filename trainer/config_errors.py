@@ -19,7 +19,10 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserE
         path, message = _one_line(e, model)
         meant = {line.rpartition("'?")[0].rpartition("did you mean '")[2] for known in lines.values() for line in known}
         if e["type"] != "missing" or path.rpartition(".")[2] not in meant:
-            lines.setdefault(path, []).append(message)
+            if found := lines.setdefault(path, []):
+                found[-1] = found[-1].removesuffix(f" (got {shown(e['input'])})")
+                message = message.removeprefix("input should be ")
+            found.append(message)
     complaints = (": ".join(filter(None, (where, path, ", or ".join(m)))) for path, m in lines.items())
     return UserError("\n".join(complaints))
 

@@ -65,12 +65,12 @@ def test_a_rate_without_a_dot_is_a_number_although_yaml_1_1_reads_a_text(written
     [
         ("train", "learning_rate", 0, "greater than 0"),
         ("train", "learning_rate", math.nan, "finite number"),
-        ("runtime", "data_cache_gb", math.inf, "finite number (got inf), or input should be 'auto'"),
+        ("runtime", "data_cache_gb", math.inf, "input should be a finite number, or 'auto' (got inf)"),
         ("train", "beta2", 1.0, "less than 1"),
-        ("train", "val_tokens", 0, "greater than 0 (got 0), or input should be 'auto'"),
+        ("train", "val_tokens", 0, "input should be greater than 0, or 'auto' (got 0)"),
         ("train", "schedule", "cosin", "'cosine', 'wsd', 'linear' or 'constant'"),
         ("runtime", "recompute", "yes", "valid boolean"),
-        ("runtime", "processes", 0, "greater than 0 (got 0), or input should be 'auto'"),
+        ("runtime", "processes", 0, "input should be greater than 0, or 'auto' (got 0)"),
         ("runtime", "checkpoint_minutes", "often", "'auto'"),
     ],
 )
