@@ -12,7 +12,7 @@ INSTALLED := .venv/installed-$(HERE)
 CORE := .venv/core-$(HERE)
 
 # Shells and images that forbid Python to write bytecode would have every process compile all that it imports again:
-# `import torch` takes 5.2 s of a core instead of 2.7 s.
+# `import torch` takes 4.2 s of a core instead of 2.3 s, SkyPilot 8.1 instead of 3.1 s, TRL 29 instead of 12 s.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install demo test test-all format lint docs clean
