@@ -92,7 +92,7 @@ SchedulerParameters=sched_interval=5,bf_interval=5
 PartitionName=gpu Nodes={names} Default=YES MaxTime=12:00:00 State=UP
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 RealMemory=262144 Gres=gpu:h100:8"
-# Sets {changes} (values by name, by module) in the modules of SkyPilot's API server and of its child processes.
+# Runs {changes} (statements, by module) at the end of modules of SkyPilot's API server and of its child processes.
 SITECUSTOMIZE = """import importlib.abc, importlib.util, sys
 CHANGES = {changes!r}
 class Changer(importlib.abc.MetaPathFinder):
@@ -104,7 +104,7 @@ class Changer(importlib.abc.MetaPathFinder):
         load = spec.loader.exec_module
         def exec_module(module):
             load(module)
-            vars(module).update(changes)
+            exec(changes, vars(module))
         spec.loader.exec_module = exec_module
         return spec
 sys.meta_path.insert(0, Changer())
@@ -348,9 +348,11 @@ class LocalCloud:
         }
         (home / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
         changes = {
-            "sky.backends.backend_utils": {"_TEST_IP_LIST": [f"http://{LOOPBACK}:{self.probe_port}"]},
+            "sky.backends.backend_utils": f"_TEST_IP_LIST = ['http://{LOOPBACK}:{self.probe_port}']",
             # SkyPilot polls every 15 and 5 s. Each stage is a cluster of its own, so that would add up to two minutes.
-            "sky.jobs.utils": {"JOB_STATUS_CHECK_GAP_SECONDS": 3, "JOB_STARTED_STATUS_CHECK_GAP_SECONDS": 1},
+            "sky.jobs.utils": "JOB_STATUS_CHECK_GAP_SECONDS = 3; JOB_STARTED_STATUS_CHECK_GAP_SECONDS = 1",
+            # A process of the server, 5 s of a core, each: all but the one that looks after the clusters.
+            "sky.server.daemons": "del INTERNAL_REQUEST_DAEMONS[1:]",
         }
         (home / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE.format(changes=changes))
 
