@@ -313,22 +313,26 @@ def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
 
     Another run pays for its own attempts on a shared artifact.
     """
-    newest = dict(attempt_entries(store, prefix))  # heartbeat.json sorts behind claim.json
+    entries = attempt_entries(store, prefix)
+    newest, claims = dict(entries), dict(reversed(entries))  # heartbeat.json sorts behind claim.json
 
-    def read(number: int) -> StoredHeartbeat | str:
-        entry = newest[number]
-        try:
-            beat = heartbeat_in(store.get(entry.key) or b"", number, f"{store.uri}/{entry.key}")
-        except (DamagedRecord, NewerRecord, NotAFile) as error:
-            return f"{error}; the bill may miss this attempt"
-        alive = is_alive(beat)
-        if alive is None and is_over(store, beat, entry.modified):
-            alive = False
-        return StoredHeartbeat(prefix, beat, entry.modified, alive)
+    def read(number: int) -> tuple[StoredHeartbeat | None, str]:
+        damage = ""
+        # The claim names a rented machine, which the bill has until its release.
+        for entry in dict.fromkeys((newest[number], claims[number])):
+            try:
+                beat = heartbeat_in(store.get(entry.key) or b"", number, f"{store.uri}/{entry.key}")
+            except (DamagedRecord, NewerRecord, NotAFile) as error:
+                damage = damage or f"{error}; the bill may miss this attempt"
+                continue
+            alive = is_alive(beat)
+            if alive is None and is_over(store, beat, entry.modified):
+                alive = False
+            return StoredHeartbeat(prefix, beat, entry.modified, alive), damage
+        return None, damage
 
     found = side_by_side(read, sorted(newest))  # a launch that waits for spot has hundreds
-    beats = [one for one in found if isinstance(one, StoredHeartbeat) and one.beat.run == run]
-    return beats, [one for one in found if isinstance(one, str)]
+    return [one for one, _ in found if one and one.beat.run == run], [damage for _, damage in found if damage]
 
 
 def state_of(attempts: Iterable[list[StoredHeartbeat]], clock: Callable[[], float]) -> str:

@@ -34,7 +34,8 @@ from pipelines.show.console import TerminalScreen
 from pipelines.stage import STAGES, missing, planned
 from pipelines.tracking.ledger import attempts, this_process
 from pipelines.tracking.mlflow.child import MirrorProcess
-from pipelines.tracking.records import Billing, Progress
+from pipelines.tracking.records import Billing, Machine, Progress
+from pipelines.tracking.releases import Release, write_releases
 from pipelines.tracking.run_record import full_names
 from pipelines.tracking.runs import (
     Run,
@@ -234,6 +235,11 @@ def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: Loc
     summary = Run(store, made).summary
     assert summary.usd == pytest.approx(15.0)
     assert [fault.split(": damaged")[0] for fault in summary.faults] == [f"{store.uri}/{key}"]
+    claimed = attempted(store, "train", state="running", price_per_hour=10.0, machine=Machine(cluster="train-3"))
+    store.put(key.replace("heartbeat", "claim"), replace(claimed, time=claimed.started).to_json())
+    write_releases(store, RUN, [Release("train-3", claimed.started, claimed.started + 7200)])
+    store.put(key, b"")
+    assert Run(store, made).account.total.usd == pytest.approx(15.0 + 20.0)  # until the release
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"run": "x"}', b"[" * 100_000])
