@@ -9,6 +9,7 @@ names a file that gc has removed.
 """
 
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -252,8 +253,9 @@ def _uncommitted(entries: list[Entry]) -> Iterator[Leftover]:
 
 def _half_written(store: Store) -> Iterator[Leftover]:
     """Half-written files that killed processes left in a local store."""
-    for path in sorted(store.root.rglob(f"{PARTIAL}*")) if isinstance(store, LocalStore) else ():
-        with suppress(FileNotFoundError):  # its writer has completed it meanwhile
-            status = path.stat()
-            if time.time() - status.st_mtime > PARTIAL_SECONDS:
-                yield Leftover(path.name, status.st_size, "a half-written file", path)
+    for folder, _, names in os.walk(store.root) if isinstance(store, LocalStore) else ():  # rglob fails if one vanishes
+        for path in (Path(folder, name) for name in names if name.startswith(PARTIAL)):
+            with suppress(FileNotFoundError):  # its writer has completed it meanwhile
+                status = path.stat()
+                if time.time() - status.st_mtime > PARTIAL_SECONDS:
+                    yield Leftover(path.name, status.st_size, "a half-written file", path)

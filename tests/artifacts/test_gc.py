@@ -165,6 +165,21 @@ def test_a_dry_run_lists_everything_and_deletes_nothing(
     assert capsys.readouterr().out == f"0 objects, 0 bytes removed in {store.uri}\n"
 
 
+def test_a_folder_that_vanishes_while_gc_looks_for_half_written_files_is_passed_over(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, f"{TRAIN}/a0001/model.safetensors")
+    scandir = os.scandir
+
+    def vanishing(path: object) -> object:
+        if str(path).endswith("/a0001"):
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return scandir(path)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert found(store) == []
+
+
 def abandoned(store: LocalStore) -> dict[str, list[str]]:
     """Records of an unfinished artifact of each kind, 30 days old, with the files that they name."""
     tokens, checkpoint = PLANS["tokenize"].prefix, f"{TRAIN}/checkpoints/step-00000004-a0001"
