@@ -36,7 +36,7 @@ class Metadata:
     def __init__(self, endpoint: str | None = None) -> None:
         """`endpoint`: by default that of the environment, or of every cloud."""
         endpoint = endpoint or os.environ.get("SKYTRAIN_NOTICE_ENDPOINT") or ENDPOINT
-        form = re.fullmatch(r"http://([^/@]+)/?", endpoint)
+        form = re.fullmatch(r"http://((?:[\w.-]+|\[[\da-fA-F:.]+\])(?::\d{1,5})?)/?", endpoint)
         if not form:
             raise UserError(f"SKYTRAIN_NOTICE_ENDPOINT: {endpoint!r} is not of the form http://host:port")
         self._address = form[1]

@@ -16,6 +16,7 @@ from waiting import until
 from pipelines.job import notice
 from pipelines.job.notice import watching
 from pipelines.show.console import TerminalScreen
+from trainer.errors import UserError
 from trainer.process import StopSignal
 
 CLOUDS = [Ec2Cloud, GceCloud]
@@ -95,6 +96,19 @@ def test_off_polls_no_service_and_a_chosen_grace_wins(start, watched, monkeypatc
     monkeypatch.setenv("SKYTRAIN_GRACE_SECONDS", "77")
     with watched(cloud, "ec2") as stop:
         assert stop.grace_seconds == 77
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://host:abc", "http://a host", "http://me:secret@host", "https://host", "host"]
+)
+def test_a_wrong_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(UserError, match="SKYTRAIN_NOTICE_ENDPOINT: .* is not of the form http://host:port"):
+        notice.Metadata(endpoint)
+
+
+def test_an_endpoint_may_be_a_name_or_an_address_of_ipv6() -> None:
+    for endpoint in ("http://metadata.google.internal/", "http://[fd00:ec2::254]:80"):
+        notice.Metadata(endpoint)
 
 
 def test_a_service_that_hangs_delays_nothing(start, watched) -> None:
