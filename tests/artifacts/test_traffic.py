@@ -32,6 +32,11 @@ def test_the_bytes_of_processes_that_are_killed_stay_in_the_sum() -> None:
         assert traffic_here() == Traffic(sent=112, received=1003)
 
 
+def test_a_run_counts_before_its_first_heartbeat_without_an_import_of_numpy() -> None:
+    counts = "with traffic.counted_together(): traffic.traffic_here()\nsys.exit('numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", f"import sys\nfrom pipelines.artifacts import traffic\n{counts}"], check=True)
+
+
 def test_every_body_to_and_from_a_bucket_counts_shown_on_motos_imitation(
     moto_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store], tmp_path: Path
 ) -> None:
