@@ -102,6 +102,10 @@ def test_another_shape_is_refused_with_the_field_and_the_value_that_would_fit(tm
         ({"n_layer": "2"}, "n_layer: input should be a valid integer (got '2')"),
         ({"n_head": 5}, "n_embd 32 is not divisible by n_head 5; 30 would be"),
         ({"n_embd": None}, "not the configuration of a model (TypeError)"),
+        (
+            {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 0},
+            "not the configuration of a model (ZeroDivisionError)",
+        ),
         ({"activation_function": "relu"}, "activation_function is 'relu'; skytrain's gpt2 has 'gelu_new'"),
     ],
 )

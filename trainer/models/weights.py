@@ -156,7 +156,7 @@ def from_hub_layout(where: str, config: str, tensors: Mapping[str, StoredTensor]
         fields = section_of_hf(values, f"{where}/{CONFIG_FILE}")
     except UserError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{where}/{CONFIG_FILE}: not the configuration of a model ({type(error).__name__})") from error
     section, found = SECTIONS[family_in(fields)], {}
     for theirs, stored in tensors.items():
