@@ -62,7 +62,9 @@ class RunRecord(StoredRecord):
         optimizer: earlier versions had other defaults. DamagedRecord, or NewerRecord."""
         found = record_in(cls, body, where)
         for section, _, name in (path.partition(".") for path in REMOVED_FIELDS):
-            if isinstance(values := found.recipe.get(section), dict):
+            values = found.recipe.get(section)
+            # Weights of other windows would load, and give other texts: reading the recipe refuses them.
+            if isinstance(values, dict) and not (name == "window_pattern" and values.get(name) not in (None, "SSSL")):
                 values.pop(name, None)
         with reading(where), suppress(KeyError):
             train = found.recipe["train"]

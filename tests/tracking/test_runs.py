@@ -226,6 +226,10 @@ def test_a_run_recorded_with_fields_of_recipes_that_were_removed_is_planned_and_
     assert read_run(store, RUN).recipe == Run(store, made).recipe
     loaded, plans = planned(f"run:{RUN}", [], store)
     assert loaded == RECIPE and {name: plan.prefix for name, plan in plans.items()} == made.prefixes
+    values["recipe"]["model"]["window_pattern"] = "SL"  # its weights would load, and give other texts
+    store.put(f"runs/{RUN}.json", json.dumps(values).encode())
+    with pytest.raises(UserError, match="model.window_pattern: was removed in version 0.2"):
+        _ = read_run(store, RUN).recipe
 
 
 def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: LocalStore) -> None:
