@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pipelines.artifacts.s3_store import S3Store
+from pipelines.cloud.request import INSTALL
 from pipelines.job.prices import price_of
 from pipelines.tracking.records import Machine, without_none
 from trainer.errors import StoreUnavailable, UserError
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from sky import Resources
 
 CLOUDS = ("aws", "gcp", "lambda")  # the default of `plan --cloud`: the clouds that the extra `cloud` installs
-INSTALL = "make install, or pip install -e '.[cloud]'"
 CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # private clusters: no spot market, no price list
 MOST_PLACES = 10  # for a machine of a cloud: every trial takes its time
 

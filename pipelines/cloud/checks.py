@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipelines.artifacts.s3_store import open_store
-from pipelines.cloud.catalog import INSTALL
+from pipelines.cloud.request import INSTALL
 from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds
 from pipelines.tracking.mlflow.settings import checked_uri
 from trainer.errors import StoreUnavailable, UserError

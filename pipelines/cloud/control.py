@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pipelines.cloud.request import LaunchRecord, last_launch, launched_runs
+from pipelines.cloud.request import LaunchRecord, last_launch, launched_runs, run_label
 from pipelines.cloud.skypilot import (
+    SKY_THERE,
     Cluster,
     TaskStatus,
     cancel_jobs,
@@ -25,7 +26,6 @@ from pipelines.cloud.skypilot import (
     tail_logs,
     take_down,
 )
-from pipelines.cloud.tasks import run_label
 from pipelines.tracking.account import Forecast
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
@@ -137,13 +137,13 @@ def on_another_server(launched: LaunchRecord) -> str | None:
     )
 
 
-def record_releases(runs: list[Run], launches: Mapping[str, LaunchRecord]) -> list[Run]:
+def record_releases(runs: list[Run], launches: Mapping[str, LaunchRecord], note: Callable[[str], None]) -> list[Run]:
     """Record when SkyPilot has released the machines of launched runs, if that is not on record and the store may be
     written. Returns the runs, new snapshots of those with other bills."""
     # The stored summary of a run that has ended has all releases.
     known_to_end = {run.name for run in runs if run.stored_summary and run.stored_summary.state != "running"}
     missing = [run for run in runs if run.name in {*launches} - known_to_end and run.outlook.unreleased]
-    found, again = clusters() if missing else [], dict[str, Run]()
+    found, again = clusters(note) if missing else [], dict[str, Run]()
     for run in missing:
         label = run_label(launches[run.name].request.job_name)
         ours = {Release(one.name, one.since, one.until) for one in found if one.run == label and one.until}
@@ -311,7 +311,7 @@ def find_orphans(store: Store, now: float, note: Callable[[str], None]) -> Itera
     names = launched_runs(store)
     usable_runs(store, [], read, note)
     tasks = [task for task in managed_tasks(unfinished=True) if not task.over]
-    found = [cluster for cluster in clusters() if cluster.until is None]
+    found = [cluster for cluster in clusters(note) if cluster.until is None]
     up_since = {cluster.name: cluster.since for cluster in found}
     for task in tasks:
         # A task that waits for a machine has none, but one that is set up has it already.
@@ -332,7 +332,8 @@ def find_orphans(store: Store, now: float, note: Callable[[str], None]) -> Itera
         else:
             why = f"no job of SkyPilot and no readable run in {store.uri} uses it"
         if why:
-            yield Orphan(f"cluster {cluster.name}", why, f"sky down {cluster.name}")
+            sky = f"ssh {cluster.controller} {SKY_THERE} down -y" if cluster.controller else "sky down"
+            yield Orphan(f"cluster {cluster.name}", why, f"{sky} {cluster.name}")
 
 
 def idle_reason(run: Run, since: float, now: float) -> str | None:

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from pipelines.bench.gpus import gpu_of
-from pipelines.cloud.catalog import CLUSTERS, INSTALL, is_cluster
+from pipelines.cloud.catalog import CLUSTERS, is_cluster
 from pipelines.cloud.checks import Finding, broken, check_image_name, mlflow_answers, store_commits
-from pipelines.cloud.request import WORK_TREE, LaunchRequest
+from pipelines.cloud.request import INSTALL, WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import ManagedJob
 from pipelines.recipe import Recipe
 from pipelines.stage import TUNE

@@ -13,6 +13,7 @@ from trainer.record import Count, DamagedRecord, Key, StoredRecord, UnixSeconds,
 from trainer.store import Store
 
 REMEDY = "remove it, and launch the run with its options again"
+INSTALL = "make install, or pip install -e '.[cloud]'"
 WORK_TREE = "none"  # as an image: no container; SkyPilot syncs the work tree
 
 
@@ -87,6 +88,12 @@ def key_of(run: str) -> str:
 def launched_runs(store: Store) -> set[str]:
     """The names of all runs that were launched."""
     return {entry.key.removeprefix("launches/").removesuffix(".json") for entry in store.entries("launches/")}
+
+
+def run_label(job_name: str) -> str:
+    """The name of a run's job as a label of its machines, in GCP's alphabet, the strictest. Fingerprint and store id,
+    at its end, stay whole."""
+    return re.sub(r"[^a-z0-9_-]", "-", job_name)[-63:].strip("-_")
 
 
 # Variables and secrets

@@ -7,24 +7,26 @@ import getpass
 import io
 import platform
 import re
+import shlex
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import yaml
 
-from pipelines.cloud.catalog import INSTALL
-from pipelines.cloud.tasks import ManagedJob
+from pipelines.cloud.request import INSTALL
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from trainer.store import LocalStore
 
 if TYPE_CHECKING:
     from sky import Dag
-    from sky.schemas.api.responses import ManagedJobRecord
+    from sky.schemas.api.responses import ManagedJobRecord, StatusResponse
+
+    from pipelines.cloud.tasks import ManagedJob
 
 PROJECT = "skytrain"  # the label `project` of every machine of ours
 SERVER_FILE = "skytrain-server"  # in the folder of SkyPilot's state
@@ -120,7 +122,7 @@ def check_places(infra: str | None) -> None:
 # Launching
 
 
-def dag_of(job: ManagedJob, secrets: Mapping[str, str]) -> "Dag":
+def dag_of(job: "ManagedJob", secrets: Mapping[str, str]) -> "Dag":
     """The job as SkyPilot's chain of tasks, checked against its schema. UserError with SkyPilot's objection."""
     from sky.utils import dag_utils
 
@@ -288,19 +290,65 @@ class Cluster(NamedTuple):
     run: str | None  # its label, of the job's name
     since: float  # unix seconds, of its provisioning
     until: float | None = None  # of its removal; None: it is up
+    controller: str | None = None  # the machine that has it on record; None: the API server
 
 
-def clusters() -> list[Cluster]:
-    """Every cluster with our label that is up, or was in the last 30 days. A controller of managed jobs that runs on a
-    machine of its own keeps the clusters of its jobs on record itself: they are not listed here."""
+def clusters(note: Callable[[str], None] | None = None) -> list[Cluster]:
+    """Every cluster on the API server's record with our label that is up, or was in the last 30 days.
+
+    With `note` also those of a controller of managed jobs on a machine of its own, which alone has the clusters of its
+    jobs on record: call `managed_tasks` before, which brings its state up to date. `note` gets a message if it can't be
+    asked.
+    """
     from sky.client import sdk
+    from sky.utils import common
 
-    found = []
-    for one in sdk.get(sdk.cost_report()):
-        labels, intervals = one["resources"].labels or {}, one["usage_intervals"] or ()
-        if labels.get("project") == PROJECT:
-            found += [Cluster(one["name"], labels.get("run"), *interval) for interval in intervals]
-    return found
+    reports = sdk.get(sdk.cost_report())
+    rows = [(one["name"], one["resources"].labels, one["usage_intervals"], None) for one in reports]
+    for machine in sdk.get(sdk.status(all_users=True)) if note else ():
+        if note and machine.name.startswith(common.JOB_CONTROLLER_PREFIX):
+            rows += [(*row, machine.name) for row in rows_on(machine, note)]
+    return [
+        Cluster(name, labels.get("run"), since, until, controller)
+        for name, labels, intervals, controller in rows
+        if labels and labels.get("project") == PROJECT
+        for since, until in intervals or ()
+    ]
+
+
+# On a controller with a machine of its own: SkyPilot's command, and a program that prints the clusters on record, for
+# which SkyPilot's client has no request.
+SKY_THERE = "skypilot-runtime/bin/sky"
+ON_RECORD = """
+from sky import global_user_state
+from sky.utils import message_utils
+found = global_user_state.get_clusters_from_history(days=30)
+rows = [(one["name"], one["resources"].labels, one["usage_intervals"]) for one in found if one["resources"]]
+print(message_utils.encode_payload(rows))
+"""
+
+
+def rows_on(controller: "StatusResponse", note: Callable[[str], None]) -> list[list[Any]]:
+    """Name, labels and intervals of use of each cluster that a controller has on record."""
+    from sky import ClusterStatus
+    from sky.backends import CloudVmRayBackend
+    from sky.skylet import constants
+    from sky.utils import message_utils
+
+    unseen = f"the clusters of jobs that SkyPilot's controller {controller.name} has on record are not listed"
+    if controller.status is ClusterStatus.STOPPED:
+        note(f"{unseen}: it has stopped; `sky jobs queue --refresh` starts it")
+        return []
+    command = f"{constants.SKY_PYTHON_CMD} -u -c {shlex.quote(ON_RECORD)}"
+    options = {"stream_logs": False, "require_outputs": True, "separate_stderr": True}
+    try:
+        code, output, errors = CloudVmRayBackend().run_on_head(controller.handle, command, **options)
+        if code == 0:
+            return message_utils.decode_payload(output)
+    except Exception as error:  # of SSH, or of a machine whose keys another machine has
+        errors = str(error)
+    note(f"{unseen}: {' '.join(errors.split())}; `ssh {controller.name} {SKY_THERE} status` lists them")
+    return []
 
 
 def take_down(cluster: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import yaml
 
 from pipelines.cloud.catalog import MachineRequest, is_cluster
-from pipelines.cloud.request import WORK_TREE, LaunchRequest
+from pipelines.cloud.request import WORK_TREE, LaunchRequest, run_label
 from pipelines.stage import STAGES, TUNE
 from trainer.errors import UserError
 
@@ -193,12 +193,6 @@ def in_trial_order(task: Task, rank: Callable[[MachineRequest], float]) -> Task:
 
     found = sorted(filter(stays, task.machines), key=lambda m: (not is_cluster(m.infra), m in standbys, rank(m)))
     return replace(task, machines=tuple(found[:MOST_MACHINES]))
-
-
-def run_label(job_name: str) -> str:
-    """The name of a run's job as a label of its machines, in GCP's alphabet, the strictest. Fingerprint and store id,
-    at its end, stay whole."""
-    return re.sub(r"[^a-z0-9_-]", "-", job_name)[-63:].strip("-_")
 
 
 def requested_machines(

@@ -22,8 +22,8 @@ def print_bill(run: Run, budget: float | None = None) -> None:
     if unreleased:
         out.print(
             f"without the last minutes of {unreleased} machine(s), from the last heartbeat to the release; "
-            f"`skytrain status {run.name}` gets them, with the API server of that launch, unless SkyPilot's "
-            "controller is a machine of its own"
+            f"`skytrain status {run.name}` gets them, with the API server of that launch and SkyPilot's "
+            "controller up"
         )
     if run.unattempted:
         seconds = sum(one.until - one.since for one in run.unattempted)

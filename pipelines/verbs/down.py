@@ -31,7 +31,7 @@ def down(run: RunName, store: StoreUri = None) -> None:
         raise UserError(f"down: SkyPilot has no job of {run} in {opened.uri}; give the run's whole name")
     if launched:
         found = Run(opened, record)
-        control.record_releases([found], {run: launched})
+        control.record_releases([found], {run: launched}, print_note_on_stderr)
         if message := control.on_another_server(launched):
             raise UserError(f"down: {message}")
         seen = removed or control.managed_tasks(launched.request.job_name)  # whose last heartbeat may be seconds old

@@ -50,7 +50,7 @@ def status(
     found = found if runs else without_failed_trials(found, print_note_on_stderr)
     tasks, failure = control.reported_tasks(print_note_on_stderr) if launches else ([], None)
     if launches and not failure:
-        found = control.record_releases(found, launches)
+        found = control.record_releases(found, launches, print_note_on_stderr)
     states = [control.status_of(run, launches.get(run.name), tasks, run.name in stops) for run in found]
     if as_json:
         print(json.dumps([asdict(one) for one in states]), flush=True)

@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.cli import app
-from pipelines.cloud.catalog import INSTALL
 from pipelines.cloud.checks import Finding, mlflow_answers, store_commits
 from pipelines.cloud.preflight import credentials, preflight
-from pipelines.cloud.request import LaunchRequest, secrets_from_shell, variables_from_shell
+from pipelines.cloud.request import INSTALL, LaunchRequest, secrets_from_shell, variables_from_shell
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES

@@ -149,7 +149,7 @@ def with_skypilot(
         clusters[:] = [one for one in clusters if one.name != name]
 
     patch.setattr(control, "managed_tasks", tasks)
-    patch.setattr(control, "clusters", lambda: list(clusters))
+    patch.setattr(control, "clusters", lambda note=None: list(clusters))
     patch.setattr(control, "cancel_jobs", cancel)
     patch.setattr(control, "take_down", take_down)
     patch.setattr(control, "stores_of", lambda jobs: stores or {})
@@ -182,6 +182,7 @@ def test_machines_without_a_live_run_are_found(
         Cluster("train-2", JOB, long_ago),
         Cluster("new", JOB, time.time() - 60),  # it is being set up
         Cluster("by-hand", None, long_ago),
+        Cluster("train-9", JOB, long_ago, None, "sky-jobs-controller-1"),
         Cluster("train-5", JOB, long_ago),  # its job, whose record does not name it now, would bring it back
     ]
     with_skypilot(monkeypatch, jobs, clusters)
@@ -195,7 +196,8 @@ def test_machines_without_a_live_run_are_found(
 
     found = orphans()
     jobs_found = [f"job 1 ({RUN}, train)", f"job 5 ({RUN}, train)"]
-    assert list(found) == [*jobs_found, "cluster train-2", "cluster by-hand"]
+    assert list(found) == [*jobs_found, "cluster train-2", "cluster by-hand", "cluster train-9"]
+    assert found["cluster train-9"]["remedy"].startswith("ssh sky-jobs-controller-1 ")
     assert "sky jobs cancel 1" in found[jobs_found[0]]["remedy"]
     put_beat(store, machine=Machine(cluster="by-hand"))
     jobs.pop()
@@ -313,7 +315,7 @@ def test_status_records_the_release_of_a_machine_once_and_the_bill_ends_there(
     other = Release("train-1", now - 9000, now - 8000)  # of another server, which records it at the same time
     answers = control.clusters()
 
-    def asked() -> list[Cluster]:
+    def asked(note: object) -> list[Cluster]:
         write_releases(store, RUN, [other])
         return answers
 

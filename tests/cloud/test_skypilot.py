@@ -41,7 +41,7 @@ def only_an_identity(request: Request) -> None:
 
 
 ASKING = """
-import contextlib, io, json, os, sys
+import contextlib, io, json, os, subprocess, sys
 from dataclasses import asdict
 from types import SimpleNamespace
 from unittest import mock
@@ -55,7 +55,8 @@ from pipelines.show.cloud_plan import print_launch_report
 from pipelines.stage import plans_of
 from trainer.errors import UserError
 from trainer.store import LocalStore
-from sky import ClusterStatus, check, execution, optimizer
+from sky import ClusterStatus, Resources, check, core as sky_core, execution, global_user_state, optimizer
+from sky.backends import CloudVmRayResourceHandle
 from sky.catalog import aws_catalog
 from sky.client import sdk
 from sky.jobs.server import core
@@ -136,11 +137,35 @@ def with_controller(machine):
     ):
         return skypilot.managed_tasks()
 
+def on_record(record_of):
+    # clusters on the record of this process, read as an API server's, and as a controller's in this state
+    for name, labels in (("train-1", {"project": "skytrain", "run": "tiny-0"}), ("theirs-1", None)):
+        kind = Resources(infra="lambda/us-east-1", instance_type="gpu_1x_a10", labels=labels)
+        handle = CloudVmRayResourceHandle(
+            cluster_name=name, cluster_name_on_cloud=name, cluster_yaml=None, launched_nodes=1, launched_resources=kind
+        )
+        global_user_state.add_or_update_cluster(name, handle, {kind}, ready=True, is_managed=True)
+    lost, status = record_of == "UP", ClusterStatus[record_of or "UP"]
+    controllers, notes = [SimpleNamespace(name="sky-jobs-controller-1", status=status, handle=None)], []
+
+    def run_on_head(backend, handle, command, **options):
+        command = "echo unreachable >&2; exit 255" if lost else command
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    with (
+        mock.patch.object(sdk, "status", lambda **options: controllers),
+        mock.patch.object(sdk, "cost_report", sky_core.cost_report),
+        mock.patch.object(sdk, "get", lambda answer: answer),
+        mock.patch("sky.backends.CloudVmRayBackend.run_on_head", run_on_head),
+    ):
+        return [skypilot.clusters(), skypilot.clusters(notes.append), notes]
+
 answers = {}
 for name, question in json.load(sys.stdin).items():
     try:
         kind = {"options": priced, "wanted": offered, "words": command, "infra": skypilot.check_places,
-                "machine": with_controller, "source": reported}
+                "machine": with_controller, "source": reported, "record_of": on_record}
         found = next((ask for field, ask in kind.items() if field in question), None)
         answers[name] = found(**question) if found else answer(question)
     except Exception as error:
@@ -231,6 +256,7 @@ PLACES = {
 VALID = "aws/us-east-1/us-east-1a,slurm/local,Slurm,gcp, lambda/us-east-1,k8s"
 LAUNCH = ("launch", "--dry-run")
 CONTROLLERS = (None, "STOPPED", "INIT", "UP", "lost")
+UNSEEN = {None: None, "STOPPED": "it has stopped; `sky jobs queue --refresh` starts it", "UP": "unreachable"}
 QUESTIONS |= {
     "offers": {"wanted": [*WANTED.values()]},
     "offers without a price list": {"wanted": [{"infra": "azure", "use_spot": False} | H100]},
@@ -241,6 +267,7 @@ QUESTIONS |= {
         "env": KEYS | {"SKYPILOT_API_SERVER_ENDPOINT": closed_port()},
     },
     **{f"a controller that is {machine}": {"machine": machine} for machine in CONTROLLERS},
+    **{f"the record of a controller that is {machine}": {"record_of": machine} for machine in UNSEEN},
     **{
         f"a plan on {infra}": {"words": ["plan", "gpt2-124m", "--cloud", "--infra", infra, "--json"], "env": {}}
         for infra in ("slurm/local", "kubernetes")
@@ -261,6 +288,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (home / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
     (home / ".slurm").mkdir()
     (home / ".slurm" / "config").write_text("Host local\n  HostName 127.0.0.1\n")
+    (home / ".sky" / "python_path").write_text(sys.executable)  # of the program on a controller
     write_texts(home / "texts")
     recipe = TINY | {"tokens": TINY["tokens"] | {"source": f"{home}/texts/*.txt"}}
     (home / "tiny.yaml").write_text(yaml.safe_dump(recipe))
@@ -354,6 +382,17 @@ def test_only_a_controller_that_is_stopped_or_never_was_has_no_jobs(answers: dic
     found = answers[f"a controller that is {machine}"]
     unknown = "UserError: SkyPilot can't tell of its managed jobs: "
     assert found == [] if machine in (None, "STOPPED") else found["error"].startswith(unknown)
+
+
+@pytest.mark.parametrize("machine", UNSEEN)
+def test_clusters_of_a_controller_elsewhere_are_listed_or_said_to_be_missing(
+    answers: dict[str, Any], machine: str | None
+) -> None:
+    """The machine, and the way to it, are made up: SkyPilot's record and our program that reads it are real."""
+    (own,), seen, notes = answers[f"the record of a controller that is {machine}"]
+    assert own[:2] == ["train-1", "tiny-0"]
+    assert seen == [own, *([] if machine else [[*own[:4], "sky-jobs-controller-1"]])] and len(notes) == bool(machine)
+    assert all(UNSEEN[machine] in note for note in notes)
 
 
 def test_the_controllers_first_step_gives_any_of_an_arbitrary_order(answers: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from pipelines.cloud.catalog import MachineRequest
-from pipelines.cloud.request import LaunchRequest
-from pipelines.cloud.tasks import Task, in_trial_order, managed_job, run_label
+from pipelines.cloud.request import LaunchRequest, run_label
+from pipelines.cloud.tasks import Task, in_trial_order, managed_job
 from pipelines.job.deadline import DEADLINE
 from pipelines.stage import STAGES
 from trainer.errors import UserError
