@@ -59,9 +59,10 @@ def is_cluster(infra: str) -> bool:
 
 
 @cache
-def offers(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
-    """The machines that SkyPilot would take for a request, by the request with type and region pinned: the
-    MOST_PLACES cheapest, of each type and region one. Empty if the cloud does not sell them.
+def offers(wanted: MachineRequest, nodes: int = 1) -> dict[MachineRequest, Machine]:
+    """The machines that SkyPilot would take for `nodes` of a request, by the request with type and region pinned: the
+    MOST_PLACES cheapest, of each type and region one. Empty if the cloud does not sell them, or has no
+    network between nodes.
 
     On spot the price is that of the region's cheapest zone, which SkyPilot tries first; `usd_by_zone` has all of them.
     UserError without SkyPilot, for an unknown cloud, or without a catalog.
@@ -76,7 +77,7 @@ def offers(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
     # such as those of another S3 service, must not fail the plan.
     with sky_logging.silent():
         try:
-            found = read(wanted)
+            found = read(wanted, nodes)
         except (OSError, ImportError) as error:
             raise UserError(
                 f"{wanted.cloud}: its price list cannot be fetched ({type(error).__name__}); "
@@ -90,7 +91,7 @@ def offers(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
             from sky.catalog import aws_catalog
 
             aws_catalog._user_df = aws_catalog._default_df  # SkyPilot has no other way to read it with unusable keys
-            found = read(wanted)
+            found = read(wanted, nodes)
     cheapest: dict[MachineRequest, Machine] = {}
     for one in sorted(found, key=lambda m: (price_of(m), m.region or "", m.instance or "")):
         infra = wanted.infra if "/" in wanted.infra else f"{one.cloud}/{one.region}"
@@ -115,13 +116,13 @@ def cluster_machine(wanted: MachineRequest) -> Machine:
     return replace(found, usd_per_hour=usd_per_hour, on_demand_per_hour=usd_per_hour)
 
 
-def read(wanted: MachineRequest) -> list[Machine]:
-    """The machines that SkyPilot would take for a request, in each region."""
+def read(wanted: MachineRequest, nodes: int) -> list[Machine]:
+    """The machines that SkyPilot would take for `nodes` of a request, in each region."""
     from sky import Resources
     from sky.utils.resources_utils import make_launchables_for_valid_region_zones
 
     resources, found = Resources(**wanted.to_yaml()), []
-    for kind in resources.cloud.get_feasible_launchable_resources(resources, num_nodes=1).resources_list:
+    for kind in resources.cloud.get_feasible_launchable_resources(resources, nodes).resources_list:
         vcpus, _ = kind.cloud.get_vcpus_mem_from_instance_type(kind.instance_type)
         gpus = [f"{name}:{count:g}" for name, count in (kind.accelerators or {}).items()]
         by_region: dict[str, dict[str, float]] = {}  # dollars by zone

@@ -15,7 +15,7 @@ from pipelines.artifacts.store_id import new_store_id, read_store_id, settled_st
 from pipelines.bench.throughput import trains_on_a_small_gpu
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.control import on_another_server
-from pipelines.cloud.planner import CloudPlan, Report, limits_of, priced_job, workload
+from pipelines.cloud.planner import Report, limits_of, priced_job, workload
 from pipelines.cloud.preflight import preflight, text_is_only_here
 from pipelines.cloud.request import LaunchRecord, LaunchRequest, key_of, last_launch, write_launch
 from pipelines.cloud.skypilot import (
@@ -62,10 +62,9 @@ class Launch:
     job: ManagedJob  # as requested, with all machines and without prices
     here: tuple[str, ...] = ()  # missing stages for which only this machine has the text: they run before the launch
 
-    def question(self, plan: CloudPlan | None) -> str:
-        """The question before anything is rented, with the expected dollars of its plan and the budget."""
+    def question(self, usd: float) -> str:
+        """The question before anything is rented, with the expected dollars and the budget."""
         first = f"Run {', '.join(self.here)} here, then launch" if self.here else "Launch"
-        usd = math.inf if plan is None or plan.chosen is None else plan.candidates[plan.chosen].usd
         expected = f"about ${usd:,.2f}" if usd < math.inf else "an unknown price"
         budget = "" if self.request.budget is None else f" of a budget of ${self.request.budget:,.2f}"
         if TUNE in self.job.stages:  # its speed is unknown
@@ -104,9 +103,9 @@ def planned_launch(
 
 def checked_job(
     launch: Launch, report: Report, note: Callable[[str], None], dry_run: bool = False
-) -> "tuple[ManagedJob, list[Dag], list[Finding]]":
-    """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's, and the findings
-    that would keep it from running: only a dry run continues after those.
+) -> "tuple[ManagedJob, Dag, float, list[Finding]]":
+    """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's, its expected
+    dollars, and the findings that would keep it from running: only a dry run continues after those.
 
     `report` gets every finding and the plan, as they come; `note` gets a line when SkyPilot's API server starts.
     UserError for a request that can't be met. A dry run starts no server.
@@ -137,11 +136,11 @@ def checked_job(
         seen = "not up, so it is unknown which clouds are enabled and which machines are free"
         report(Finding("SkyPilot's server", seen, "note", "sky api start"))
     work = workload(launch.recipe, store, launch.plans, launch.stages, request.installs)
-    job = priced_job(job, request, limits_of(request, store), work, report)
-    dags = [dag_of(job, launch.secrets)]
-    for dag in dags if ask and not wrong else []:
+    job, usd = priced_job(job, request, limits_of(request, store), work, report)
+    dag = dag_of(job, launch.secrets)
+    if ask and not wrong:
         ask_optimizer(dag)
-    return job, dags, wrong
+    return job, dag, usd, wrong
 
 
 def nothing_launched(wrong: Iterable[Finding]) -> str:
@@ -172,7 +171,7 @@ def settle_identity(launch: Launch) -> None:
         raise UserError(f"launch: another command has just made {launch.store.uri} its own; launch again")
 
 
-def submit(launch: Launch, dags: "Iterable[Dag]") -> LaunchRecord:
+def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
     """Claim and record the run, submit its job to SkyPilot, and record the launch.
 
     UserError if another launch of the run is not over.
@@ -185,9 +184,8 @@ def submit(launch: Launch, dags: "Iterable[Dag]") -> LaunchRecord:
         launched = LaunchRecord(request, launch.stages, [], sorted(launch.secrets), time.time(), server_name())
         # Written before the submission too: if this machine fails during it, `status` and `down` still know the job.
         write_launch(store, launched)
-        for dag in dags:
-            launched = replace(launched, jobs=[*launched.jobs, *submit_job(dag, request.job_name)])
-            write_launch(store, launched)
+        launched = replace(launched, jobs=submit_job(dag, request.job_name))
+        write_launch(store, launched)
         return launched
 
 

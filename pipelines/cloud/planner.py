@@ -200,15 +200,16 @@ def offers_of(jobs: Iterable[ManagedJob], work: Workload) -> tuple[Offered, list
         sold = offered.setdefault(task.name, {})
         for machine in task.machines:
             try:
-                found = {} if machine.cloud in failed else offers(machine)
+                found = {} if machine.cloud in failed else offers(machine, task.num_nodes)
             except UserError as error:
                 failed[machine.cloud] = str(error)
             else:
                 sold |= {one: with_traffic(found[one], work.place) for one in found}
     for task in (task for job in jobs for task in job.tasks):
         if not offered[task.name]:
-            unsold = dict.fromkeys(failed.get(one.cloud, f"{one.infra} sells no {one}") for one in task.machines)
-            raise UserError(f"no machine for {task.name}: {'; '.join(unsold)}")
+            several = f", or not {task.num_nodes} that share a network" if task.num_nodes > 1 else ""
+            unsold = (failed.get(one.cloud, f"{one.infra} sells no {one}{several}") for one in task.machines)
+            raise UserError(f"no machine for {task.name}: {'; '.join(dict.fromkeys(unsold))}")
     large = {one: sold for one, sold in offered.get("evaluate", {}).items() if holds(sold, work.recipe)}
     return offered | ({"evaluate": large} if large else {}), list(failed.values())
 
@@ -348,12 +349,14 @@ def evaluate_hours(work: Workload, machine: Machine) -> float:
     return tokens * recipe.model.flops_per_token / 3 / flops / 3600
 
 
-def priced_job(job: ManagedJob, request: LaunchRequest, limits: Limits, work: Workload, report: Report) -> ManagedJob:
+def priced_job(
+    job: ManagedJob, request: LaunchRequest, limits: Limits, work: Workload, report: Report
+) -> tuple[ManagedJob, float]:
     """Report the job's plan, and pin its machines' types and regions, in the order in which SkyPilot is to try them.
 
     Each task gets their prices in SKYTRAIN_PRICES, those of traffic with the store included. Train keeps the machines
     that are expected to meet the deadline and the budget, the cheapest training first. UserError if there is none, for
-    a task without a machine, or for a budget if a price is unknown.
+    a task without a machine, or for a budget if a price is unknown. Returns the expected dollars, too.
     """
     offered, failed = offers_of([job], work)
     unpriced = [one.infra for sold in offered.values() for one in sold if sold[one].usd_per_hour is None]
@@ -377,7 +380,7 @@ def priced_job(job: ManagedJob, request: LaunchRequest, limits: Limits, work: Wo
         rows = (offered[task.name][one] for one in task.machines)
         prices = prices_json(one for one in rows if one.usd_per_hour is not None)
         tasks.append(replace(task, envs={**task.envs, "SKYTRAIN_PRICES": prices}))
-    return replace(job, tasks=tuple(tasks))
+    return replace(job, tasks=tuple(tasks)), plan.candidates[plan.chosen].usd
 
 
 def limits_of(request: LaunchRequest, store: Store) -> Limits:

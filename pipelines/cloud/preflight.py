@@ -44,7 +44,7 @@ def preflight(
         yield broken("skypilot", "not installed", INSTALL)
     if "SKYTRAIN_VENV" not in request.variables:
         yield from gpus_without_kernels(job)
-    yield from limits_of_clouds(job)
+    yield from slow_cards([job])
     yield from texts_reachable(recipe, job.stages, remote)
     weights = first_source(recipe)  # the plan of the run has found those of the Hub and of runs
     if isinstance(weights, Local) and "train" in job.stages:
@@ -85,23 +85,6 @@ def gpus_without_kernels(job: ManagedJob) -> Iterator[Finding]:
         if NO_KERNELS.fullmatch(gpu_of(gpu)):
             seen = f"{gpu}: torch's wheels with CUDA 13 have no kernels for it"
             yield broken("GPUs", seen, "choose newer ones of NVIDIA with --gpus")
-
-
-def limits_of_clouds(job: ManagedJob) -> Iterator[Finding]:
-    """Clouds whose nodes share no network, by SkyPilot's own list, and cards that are slower than planned."""
-    machines = {(task.num_nodes, machine) for task in job.tasks for machine in task.machines}
-    if clouds := {machine.cloud for nodes, machine in machines if nodes > 1 and not is_cluster(machine.infra)}:
-        from sky import Resources
-        from sky.clouds import CloudImplementationFeatures
-        from sky.exceptions import NotSupportedError
-
-        for cloud in sorted(clouds):
-            resources = Resources(infra=cloud)
-            try:
-                resources.cloud.check_features_are_supported(resources, {CloudImplementationFeatures.MULTI_NODE})
-            except NotSupportedError:
-                yield broken("nodes", f"{cloud} has no network between nodes", "--nodes 1, or another --infra")
-    yield from slow_cards([job])
 
 
 def slow_cards(jobs: Iterable[ManagedJob]) -> Iterator[Finding]:

@@ -111,7 +111,7 @@ def print_dry_run(prepared: "Launch", out: TextIO) -> None:
     from pipelines.show.cloud_plan import print_launch_report
     from pipelines.show.findings import print_note_on_stderr
 
-    job, _, wrong = checked_job(prepared, print_launch_report, print_note_on_stderr, dry_run=True)
+    job, *_, wrong = checked_job(prepared, print_launch_report, print_note_on_stderr, dry_run=True)
     print(job.to_yaml(prepared.secrets), end="", flush=True, file=out)
     if wrong:
         raise UserError(nothing_launched(wrong))
@@ -119,26 +119,17 @@ def print_dry_run(prepared: "Launch", out: TextIO) -> None:
 
 def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> None:
     """Print the findings and the plan, ask, submit, and print the next commands."""
-    from pipelines.cloud.checks import Finding
     from pipelines.cloud.launch import checked_job, settle_identity, submit
-    from pipelines.cloud.planner import CloudPlan
     from pipelines.show.cloud_plan import print_launch_report
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
 
-    plan: CloudPlan | None = None
-
-    def report(reported: Finding | CloudPlan) -> None:
-        nonlocal plan
-        print_launch_report(reported)
-        plan = reported if isinstance(reported, CloudPlan) else plan
-
-    _, dags, _ = checked_job(prepared, report, print_note_on_stderr)
-    if agree(prepared.question(plan)):
+    _, dag, usd, _ = checked_job(prepared, print_launch_report, print_note_on_stderr)
+    if agree(prepared.question(usd)):
         settle_identity(prepared)
         for stage in prepared.here:
             run_here(prepared, stage)
-        launched = submit(prepared, dags)
+        launched = submit(prepared, dag)
         run, jobs = launched.request.run, " and ".join(map(str, launched.jobs))
         say(f"launched {run} as managed job {jobs}; see `skytrain status {run}`, `logs`, `stop` and `down`")
 

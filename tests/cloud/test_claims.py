@@ -60,7 +60,7 @@ def launched(store: LocalStore) -> list[int]:
     request = LaunchRequest(RUN, store.uri)
     job: Any = ManagedJob(RUN, ())
     dag: Any = None
-    return submit(Launch(request, load_recipe("smoke"), PLANS, store, {}, ["train"], job), [dag]).jobs
+    return submit(Launch(request, load_recipe("smoke"), PLANS, store, {}, ["train"], job), dag).jobs
 
 
 def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: LocalStore, sky: Sky) -> None:

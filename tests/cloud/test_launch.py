@@ -1,6 +1,7 @@
 """`skytrain launch`: its record, its dry run, and the faults that it refuses. test_cluster.py submits jobs."""
 
 import json
+import math
 import signal
 import sys
 from dataclasses import replace
@@ -16,7 +17,6 @@ from pipelines.artifacts.manifest import find
 from pipelines.cli import app
 from pipelines.cloud import launch
 from pipelines.cloud.launch import Launch, planned_launch
-from pipelines.cloud.planner import Candidate, CloudPlan
 from pipelines.cloud.preflight import tuning
 from pipelines.cloud.request import LaunchRequest
 from pipelines.recipe import load_recipe
@@ -118,22 +118,21 @@ def test_text_that_only_this_machine_has_is_tokenized_here_before_the_launch(tex
     ):
         launch = launch_of(recipe, store, *changes, **options)
         assert (launch.here, launch.stages, launch.job.stages) == (("tokenize",), rest, ["train", "evaluate"])
-        question = launch.question(None)
+        question = launch.question(math.inf)
         assert question.startswith("Run tokenize here, then launch ") and question.endswith(" for an unknown price?")
     cluster = launch_of("tiny.yaml", store, own, infra="slurm/here")
     assert (cluster.here, cluster.stages) == ((), list(STAGES))
     with pytest.raises(UserError, match="skytrain run RECIPE --stage tokenize"):
         launch_of("smoke", store, until="tokenize")
 
-    plan = CloudPlan([Candidate(None, None, {}, 1.0, 4.2)], 0, [])
     launch = launch_of("tiny.yaml", store, infra="aws", budget=25.0)
-    assert launch.question(plan).endswith("(train, evaluate, export) for about $4.20 of a budget of $25.00?")
+    assert launch.question(4.2).endswith("(train, evaluate, export) for about $4.20 of a budget of $25.00?")
     before = signal.getsignal(signal.SIGINT)
     run_here(launch, "tokenize")
     assert find(store, launch.plans["tokenize"]) and signal.getsignal(signal.SIGINT) is before
     assert launch_of("tiny.yaml", store, infra="aws").here == ()
     step = {"name": "sft", "method": "sft", "data": "addition"}
     tuned = launch_of("tiny.yaml", store, f"tune=[{json.dumps(step)}]", infra="aws", until="evaluate.sft")
-    assert tuned.question(plan).endswith("evaluate.sft) for about $4.20 without tune?")
+    assert tuned.question(4.2).endswith("evaluate.sft) for about $4.20 without tune?")
     only = replace(tuned, stages=["tune.sft", "evaluate.sft"])
-    assert only.question(plan).endswith("(tune.sft, evaluate.sft) for an unknown price?")
+    assert only.question(4.2).endswith("(tune.sft, evaluate.sft) for an unknown price?")

@@ -65,7 +65,7 @@ def test_the_expected_time_is_the_mean_of_many_simulations(
 # All of it, with stand-ins for the catalog
 
 
-def stand_in(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
+def stand_in(wanted: MachineRequest, nodes: int) -> dict[MachineRequest, Machine]:
     """The machines of the tests' catalog: spot at its region's lowest price."""
     if wanted.cloud == "dear":
         raise UserError("dear: its price list cannot be fetched")
@@ -206,7 +206,7 @@ def test_gpus_that_cannot_share_a_step_are_no_candidates_and_a_small_training_ge
 def test_the_prices_of_a_task_with_many_places_fit_one_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def everywhere(wanted: MachineRequest) -> dict[MachineRequest, Machine]:
+    def everywhere(wanted: MachineRequest, nodes: int) -> dict[MachineRequest, Machine]:
         regions = [f"northamerica-northeast{i}" for i in range(10)]
         one = Machine(wanted.cloud, None, "", "gpu-h100-sxm_8gpu-128vcpu-1600gb", True, "H100:8", 31.92)
         zones = {f"nane{i}-az1": 19.123456 + i for i in range(4)}
@@ -216,7 +216,7 @@ def test_the_prices_of_a_task_with_many_places_fit_one_variable(
     monkeypatch.setattr(planner, "offers", everywhere)
     store, request = LocalStore(tmp_path), LaunchRequest("a-12345678", "s3://bucket")
     work = replace(workload(SMALL, store, plans_of(SMALL), [*STAGES]), place=CloudRegion("aws", "us-east-1"))
-    job = priced_job(managed_job(request, STAGES), request, Limits(), work, lambda _: None)
+    job, _ = priced_job(managed_job(request, STAGES), request, Limits(), work, lambda _: None)
     assert max(len(task.envs["SKYTRAIN_PRICES"] or "") for task in job.tasks) < 16_384
     assert max(len(task.machines) for task in job.tasks) == 40
 
