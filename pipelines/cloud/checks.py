@@ -75,11 +75,9 @@ def mlflow_answers(uri: str, environment: Mapping[str, str]) -> Finding:
     except (OSError, ValueError) as error:
         seen = f"{address}: no answer ({type(error).__name__})"
         return broken("mlflow", seen, "start it, correct MLFLOW_TRACKING_URI, or unset it")
-    if status in (401, 403):
-        remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to an account of this server"
-        return broken("mlflow", f"{address} refuses the credentials (HTTP {status})", remedy)
     if status != 200:
-        return broken("mlflow", f"{address} answers HTTP {status}", "correct MLFLOW_TRACKING_URI")
+        account = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        return broken("mlflow", f"{address} answers HTTP {status}", f"correct MLFLOW_TRACKING_URI, or {account}")
     return Finding("mlflow", f"{address} answers")
 
 

@@ -189,21 +189,19 @@ def print_log(name: str, follow: bool, output: io.TextIOBase) -> int:
     """Write the log of the newest job of this name to `output`. Returns the job's exit code, and 0 before it is over.
 
     SkyPilot 0.14.1 ends a followed log at the first exit code that is not 0, although it recovers from 75: this goes on
-    with the logs of the next machines until the job is over.
+    with the logs of the next machines until the job is over. It lacks those of a job that is over within two minutes of
+    that exit, for so long SkyPilot waits.
     """
     while True:
         before = newest_job(managed_tasks(name))
-        machines = tail_logs(before[0].job, follow, output)
-        while True:
-            tasks = newest_job(managed_tasks(name))
-            over = all(task.over for task in tasks)
-            if not follow or over or waiting_task(tasks) or begun(tasks) > begun(before):
-                break
+        goes_on = tail_logs(before[0].job, follow, output)
+        tasks = newest_job(managed_tasks(name))
+        while goes_on and begun(tasks) <= begun(before) and not all(task.over for task in tasks):
             time.sleep(POLL_SECONDS)
-        all_printed = machines > begun(tasks) - begun(before) or all(task.over for task in before)
-        if not follow or (over and all_printed):
+            tasks = newest_job(managed_tasks(name))
+        if not goes_on or begun(tasks) <= begun(before):
+            over = all(task.over for task in tasks)
             return next((task.exit_code for task in tasks if over and task.exit_code), EXIT_DONE)
-        time.sleep(POLL_SECONDS)
 
 
 def begun(tasks: list[TaskStatus]) -> int:

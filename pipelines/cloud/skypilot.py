@@ -254,30 +254,12 @@ def cancel_jobs(ids: Iterable[int]) -> None:
     sdk.get(jobs.cancel(job_ids=list(ids)))
 
 
-def tail_logs(job: int, follow: bool, output: io.TextIOBase) -> int:
-    """Write a job's log to `output`, line by line. Returns the number of machines, or sets of them, that it is of.
-
-    SkyPilot prints a log from its start again if the stream breaks: a machine's first line of a process identifies it.
-    """
+def tail_logs(job: int, follow: bool, output: io.TextIOBase) -> bool:
+    """Write a job's log to `output`, line by line. Returns whether the job goes on after the end of a followed log."""
     from sky import jobs
-    from sky.skylet.log_lib import LOG_FILE_START_STREAMING_AT
+    from sky.exceptions import JobExitCode
 
-    machines, begins = set[str](), False
-
-    class Counted(io.TextIOBase):
-        def write(self, text: str) -> int:
-            nonlocal begins
-            for line in text.splitlines():
-                begins |= LOG_FILE_START_STREAMING_AT in line
-                if begins and "pid=" in line:
-                    machines.add(line)
-                    begins = False
-            written = output.write(text)
-            output.flush()
-            return written
-
-    jobs.tail_logs(job_id=job, follow=follow, output_stream=Counted())
-    return len(machines)
+    return jobs.tail_logs(job_id=job, follow=follow, output_stream=output) == JobExitCode.NOT_FINISHED
 
 
 # Clusters

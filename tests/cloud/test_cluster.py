@@ -205,7 +205,7 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
         next(one for one in commands if one.environ()["SKYPILOT_NODE_RANK"] == "0").kill()
     user.wait_until(lambda: user.summary.state == "done")
     assert any("the run's command was killed by SIGKILL" in (beat.progress.killed or "") for beat in user.trainings)
-    assert "(attempt 4)" in followed.result()
+    assert "(attempt 3)" in followed.result()  # SkyPilot waits for the end of so short an attempt as the last one
     (status,) = json.loads(user.skytrain("status", "--json", environment=there))
     assert [task["recoveries"] for task in status["tasks"]] == [2]
     user.skytrain("down", run, environment=there)

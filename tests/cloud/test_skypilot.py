@@ -116,13 +116,6 @@ def command(words, env, keys_of_another_service=False):
     ended = str(done.exception) if isinstance(done.exception, UserError) else done.exit_code
     return {"stdout": done.stdout, "stderr": done.stderr, "ended": ended}
 
-def reported(source):
-    enabled[:] = ["aws", "lambda"]
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        for _ in range(20):
-            exec(source, {})
-    return sorted({line[:3] for line in output.getvalue().splitlines() if line.startswith(("AWS(", "Lambda("))})
-
 def with_controller(machine):
     # the jobs that we see where the controller has a machine of its own in this state
     found = (ClusterStatus.__members__.get(machine or "")), None
@@ -162,7 +155,7 @@ answers = {}
 for name, question in json.load(sys.stdin).items():
     try:
         kind = {"options": priced, "wanted": offered, "words": command, "infra": skypilot.check_places,
-                "machine": with_controller, "source": reported, "record_of": on_record}
+                "machine": with_controller, "record_of": on_record}
         found = next((ask for field, ask in kind.items() if field in question), None)
         answers[name] = found(**question) if found else answer(question)
     except Exception as error:
@@ -230,8 +223,6 @@ QUESTIONS |= {
     | {"enabled": [cloud]}
     for cloud, nodes, spot in MATRIX
 }
-REPORT = (ROOT / "docs" / "skypilot.md").read_text().partition("```python\n")[2].partition("```")[0]
-QUESTIONS["the report on any_of"] = {"source": REPORT}
 QUESTIONS["H200:8 on aws"] = to_price(STAGES, infra="aws", gpus="H200:8") | {"enabled": ["aws"]}
 H100: dict[str, Any] = {"accelerators": "H100:8"}
 CPUS: dict[str, Any] = {"cpus": "16+"}
@@ -395,10 +386,6 @@ def test_clusters_of_a_controller_elsewhere_are_listed_or_said_to_be_missing(
     assert own[:2] == ["train-1", "tiny-0"]
     assert seen == [own, *([] if machine else [[*own[:4], "sky-jobs-controller-1"]])] and len(notes) == bool(machine)
     assert all(UNSEEN[machine] in note for note in notes)
-
-
-def test_the_controllers_first_step_gives_any_of_an_arbitrary_order(answers: dict[str, Any]) -> None:
-    assert answers["the report on any_of"] == ["AWS", "Lam"]
 
 
 # What they cost
