@@ -88,14 +88,6 @@ def test_slurm_is_refused_to_a_controller_that_could_not_reach_it(
     assert found and "consolidation_mode: true" in found.remedy if refused else found is None
 
 
-def test_runpods_slower_h100_is_noted(tmp_path: Path) -> None:
-    noted, *others = (
-        problems(LocalStore(tmp_path), infra=infra, gpus=gpus).get("GPUs")
-        for infra, gpus in (("runpod", "H100:2"), ("runpod", "H100-SXM:2"), ("lambda", "H100:2"))
-    )
-    assert noted and (noted.state, noted.remedy) == ("note", "--gpus H100-SXM:N") and others == [None, None]
-
-
 @pytest.mark.parametrize("gpus", ["V100-32GB:8", "P100:1", "MI300X:8", "tpu-v5litepod-8:1"])
 def test_gpus_for_which_the_wheels_have_no_kernels_are_refused_unless_the_environment_is_the_users(
     tmp_path: Path, gpus: str
