@@ -1,9 +1,11 @@
-"""What a family does not have, and weights of another family, are refused by name."""
+"""A run of the family `modern` with Muon through all stages: trained, evaluated, sampled and exported."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pipeline_runs import FOLDER_NAME, TINY, Project
 from safetensors.torch import save_file
 
 from pipelines.recipe import load_recipe
@@ -11,6 +13,34 @@ from pipelines.weight_sources import check_model
 from trainer.errors import UserError
 from trainer.models.family import plain_model, to_hf
 from trainer.models.weights import open_weights
+
+OPTIONS = dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), True) | {
+    "window": 8,
+    "qk_scale": 1.2,
+}
+MODERN: dict[str, Any] = TINY | {
+    "model": TINY["model"] | {"family": "modern", "n_head": 4, "n_kv_head": 2} | OPTIONS,
+    "train": TINY["train"] | {"optimizer": "muon", "embedding_learning_rate": 0.1, "learning_rate": 4.0e-3},
+}
+
+
+@pytest.mark.slow
+def test_transformers_says_the_text_of_a_run_of_modern_and_muon(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
+    finished = Project(tmp_path / FOLDER_NAME, MODERN)
+    run = finished.result()["run"]
+    assert finished.artifact("evaluate").facts["val/loss"] < 2.4
+
+    prompt = "the store keeps"
+    words = ["sample", run, "--prompt", prompt, "--tokens", "30", "--temperature", "0"]
+    said = finished.run(*words, "--precision", "fp32").stdout.rstrip("\n")
+    folder = finished.path("export", "config.json").parent
+    generate = transformers.pipeline("text-generation", str(folder), trust_remote_code=True)
+    made = generate(f"<|endoftext|>{prompt}", max_new_tokens=30, do_sample=False)[0]["generated_text"]
+    assert made.removeprefix("<|endoftext|>") == said and len(said) > len(prompt) + 20
+    card = (folder / "README.md").read_text()
+    assert "A nanochat language model" in card and "logits capped at 15" in card and "is remote code" in card
+
 
 TWO_LAYERS = ["model.n_layer=2", "model.backout=true"]
 
