@@ -168,7 +168,12 @@ class Tuning(TrainerCallback):
         if step.method == "dpo" and not step.lora_rank:  # with adapters, the reference is the model without them
             more["ref_model"], _ = model_in(Path(str(self.spec.weights)), self.tokens, step)
         trainer, config = (getattr(trl, TRL_NAMES[step.method] + part) for part in ("Trainer", "Config"))
-        return trainer(**more, args=config(**arguments))
+        made = trainer(**more, args=config(**arguments))
+        if step.method in REWARDED and made.ref_model is not None:  # read from the folder, without the chat's tokens
+            reference = made.accelerator.unwrap_model(made.ref_model)
+            reference.resize_token_embeddings(self.model.config.vocab_size, mean_resizing=False)
+            reference.load_state_dict(self.model.state_dict())
+        return made
 
     def reward_of(self, reward: RewardConfig) -> Callable[..., list[float]]:
         """A reward in TRL's form. That of a model is ours: TRL's own call would not crop an answer that, as text,

@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import yaml
 from core_bundle import make_bundle
-from pipeline_runs import FOLDER_NAME, REPOSITORY, TINY, Project, flip_a_bit
+from pipeline_runs import FOLDER_NAME, REPOSITORY, TINY, Project, committed, flip_a_bit
 
 from pipelines.recipe import TRL_OPTIONS, TuneConfig, load_recipe
 from pipelines.sample import load_text_model
@@ -169,20 +168,6 @@ def test_llama_cpp_chats_with_the_gguf_by_its_own_template(given: tuple[Project,
     assert answer["usage"]["prompt_tokens"] == len(ChatTokens(tokenizer("bytes")).prompt(messages))
 
 
-def killed_after(project: Project, stage: str, step: int, *options: str) -> None:
-    """Kill the command and its rank in `stage`, once a checkpoint of `step` or a later one is committed."""
-
-    def committed() -> bool:
-        commits = project.found(f"tune/tiny-{stage}-*/checkpoints/*/COMMIT.json")
-        return any(int(path.parent.name.split("-")[1]) >= step for path in commits)
-
-    with project.started("run", "tiny.yaml", "--stage", f"tune.{stage}", *options) as process:
-        project.wait_until(committed, process)
-        for one in project.alive():
-            os.kill(one.pid, signal.SIGKILL)
-        process.communicate()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sft_and_dpo_that_were_killed_end_bit_for_bit_like_undisturbed_ones(
@@ -194,8 +179,10 @@ def test_sft_and_dpo_that_were_killed_end_bit_for_bit_like_undisturbed_ones(
         project.run("run", "tiny.yaml", "--stage", "tune.sft", *options)
     whole = project.copy(tmp_path / "whole")
     for stage in stages:
-        killed_after(project, stage, 2, *options)
-        project.run("run", "tiny.yaml", "--stage", f"tune.{stage}", *options)
+        command = "run", "tiny.yaml", "--stage", f"tune.{stage}", *options
+        with project.started(*command) as process:
+            project.wait_until(committed(project, 2, f"tune/tiny-{stage}-*"), process)
+        project.run(*command)
     assert project.claims("tune") == whole.claims("tune") + 2 * len(stages)
     expected, found, steps = tuned(undisturbed), tuned(project), ("tune.sft", "tune.dpo")
     if ranks > 1:
@@ -224,7 +211,7 @@ def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(exported:
     project = exported.copy(tmp_path / FOLDER_NAME)
     project.environment |= {"HF_TOKEN": "hf_x", "AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "x"}
     (project.folder / "mine.py").write_text(MINE)
-    step = GRPO | {"name": "mine", "data": "addition", "batch": 100, "epochs": 2}
+    step = GRPO | {"name": "mine", "data": "addition", "batch": 100, "epochs": 2, "beta": 0.1}
     step |= {"rewards": [{"kind": "function", "function": "mine.py:score"}]}
     command = "run", "tiny.yaml", "--stage", "tune", "--set", f"tune={json.dumps([step])}"
     refused = project.run(*command, expect=2).stderr
@@ -233,6 +220,7 @@ def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(exported:
     (run,) = read_runs(project.store)
     rows = series(project.store, run.record.tunings["tune.mine"])
     assert {row["tune/mine/reward"] for row in rows} == {0.25} and run.recipe.tune[0].rewards[0].sha256
+    assert rows[0]["tune/mine/kl"] == pytest.approx(0, abs=1e-6)  # with the chat's tokens
     (project.folder / "elsewhere.py").write_text(MINE)
     same = project.run(*[one.replace("mine.py", "elsewhere.py") for one in command])  # skipped: no code runs
     assert re.search(r"tune\.mine +\S+ \(skipped\)", same.stdout)

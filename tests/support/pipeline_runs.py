@@ -243,11 +243,11 @@ def ranks(processes: int) -> list[str]:
     return ["--set", f"runtime.processes={processes}"]
 
 
-def committed(project: Project, step: int) -> Callable[[], bool]:
+def committed(project: Project, step: int, artifact: str = "train/*") -> Callable[[], bool]:
     """The condition that a checkpoint of this step or a later one is committed."""
 
     def has_commit() -> bool:
-        commits = project.found("train/*/checkpoints/*/COMMIT.json")
+        commits = project.found(f"{artifact}/checkpoints/*/COMMIT.json")
         return any(int(path.parent.name.split("-")[1]) >= step for path in commits)
 
     return has_commit
