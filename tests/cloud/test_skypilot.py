@@ -281,7 +281,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (home / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
     (home / ".slurm").mkdir()
     (home / ".slurm" / "config").write_text("Host local\n  HostName 127.0.0.1\n")
-    (home / ".sky" / "python_path").write_text(sys.executable)  # of the program on a controller
+    python = home / "python"  # of the program on a controller: SkyPilot does not quote its path
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n")
+    python.chmod(0o755)
+    (home / ".sky" / "python_path").write_text(str(python))
     write_texts(home / "texts")
     recipe = TINY | {"tokens": TINY["tokens"] | {"source": f"{home}/texts/*.txt"}}
     (home / "tiny.yaml").write_text(yaml.safe_dump(recipe))
