@@ -5,11 +5,12 @@
 
 CONFIG is a YAML file with the sections model, train and runtime; other
 sections are ignored, so a recipe works, too. train.init_from may be a path:
-a folder in Hugging Face's format, or a model.safetensors of this command.
-The folder of --data holds shards in the format of llm.c: train_*.bin and
-val_*.bin. The folder of --out receives checkpoints, the metrics of every
-step (metrics.jsonl) and the final weights (model.safetensors). The same
-command resumes an interrupted run, on any number of processes.
+a folder in Hugging Face's format, a .bin of llm.c, or a model.safetensors of
+this command. The folder of --data holds shards in the format of llm.c:
+train_*.bin and val_*.bin. The folder of --out receives checkpoints, the
+metrics of every step (metrics.jsonl) and the final weights
+(model.safetensors). The same command resumes an interrupted run, on any
+number of processes.
 
 Exit codes: 0 done; 1 a fault, or a run that diverged; 2 a mistake in the
 command or its files; 75 interrupted, after a commit. torchrun itself ends

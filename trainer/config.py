@@ -185,7 +185,8 @@ class TrainConfig(Section):
         min_length=1,
         max_length=1000,
         description="First weights, with a new optimizer and schedule: ORG/NAME@COMMIT of the Hugging Face Hub, a "
-        "folder in its format (safetensors), or run:NAME[@STEP] of the same store; null: drawn from seed",
+        "folder in its format (safetensors), a .bin of llm.c (version 3 or 5), or run:NAME[@STEP] of the same store; "
+        "null: drawn from seed",
     )
     branch_from: str | None = Field(
         default=None,

@@ -5,6 +5,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -36,6 +37,20 @@ def hf_folder(folder: Path, model: GPT, prefix: str = "transformer.", **config: 
     return folder
 
 
+def llmc_file(path: Path, model: GPT, version: int = 3) -> Path:
+    """The weights in the format of llm.c, written from its description."""
+    c, state = MODEL, model.state_dict()
+    numbers = (20240326, version, c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, c.padded_vocab_size)
+    kinds = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    blocks = [f"h.{i}.{kind}.{part}" for kind in kinds for part in ("weight", "bias") for i in range(c.n_layer)]
+    with path.open("wb") as file:
+        file.write(np.array([*numbers, *[0] * (256 - len(numbers))], np.int32).tobytes())
+        for name in ["wte.weight", "wpe.weight", *blocks, "ln_f.weight", "ln_f.bias"]:
+            tensor = state[name] if version == 3 else state[name].to(torch.bfloat16).view(torch.int16)
+            file.write(tensor.numpy().tobytes())
+    return path
+
+
 def loaded(path: Path, **changes: Any) -> dict[str, torch.Tensor]:
     """The weights of an engine that begins with a file."""
     config = configured(**changes)
@@ -60,6 +75,13 @@ def test_a_hugging_face_folder_gives_the_same_weights_bit_for_bit(tmp_path: Path
     assert found["wte.weight"].shape[0] == MODEL.padded_vocab_size > MODEL.vocab_size
     save_file(model.state_dict(), own := tmp_path / "model.safetensors")  # as a run ends
     assert all(torch.equal(tensor, found[name]) for name, tensor in loaded(own).items())
+
+
+@pytest.mark.parametrize("version", [3, 5])
+def test_a_file_of_llmc_gives_the_same_weights(tmp_path: Path, version: int) -> None:
+    found = loaded(llmc_file(tmp_path / "model.bin", drawn(), version))
+    for name, tensor in drawn().state_dict().items():
+        assert torch.equal(found[name], tensor if version == 3 else tensor.to(torch.bfloat16).float()), name
 
 
 def test_a_run_begins_with_the_weights_and_resumes_without_their_source(runner: Runners, tmp_path: Path) -> None:
@@ -87,12 +109,13 @@ def test_a_run_begins_with_the_weights_and_resumes_without_their_source(runner: 
 
 
 def test_another_shape_is_refused_with_the_field_and_the_value_that_would_fit(tmp_path: Path) -> None:
-    hf = hf_folder(tmp_path / "hf", drawn())
-    for field, value in (("n_layer", 3), ("n_head", 4), ("n_embd", 64), ("block_size", 16), ("vocab_size", 80)):
-        fits = getattr(MODEL, field)
-        assert complaint(hf, **{field: value}) == (
-            f"{hf}: its {field} is {fits}, and model.{field} is {value}; --set model.{field}={fits} would fit"
-        )
+    hf, bin_ = hf_folder(tmp_path / "hf", drawn()), llmc_file(tmp_path / "model.bin", drawn())
+    for path in (hf, bin_):
+        for field, value in (("n_layer", 3), ("n_head", 4), ("n_embd", 64), ("block_size", 16), ("vocab_size", 80)):
+            fits = getattr(MODEL, field)
+            assert complaint(path, **{field: value}) == (
+                f"{path}: its {field} is {fits}, and model.{field} is {value}; --set model.{field}={fits} would fit"
+            )
     assert complaint(hf, n_head=4, n_embd=64).endswith("--set model.n_embd=32 --set model.n_head=2 would fit")
 
 
@@ -115,11 +138,12 @@ def test_a_config_of_another_model_is_refused_with_its_field(tmp_path: Path, con
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    hf = hf_folder(tmp_path / "hf", drawn())
-    whole = (path := hf / "model.safetensors").read_bytes()
-    for size in (len(whole) - 1, len(whole) // 2):
-        path.write_bytes(whole[:size])
-        assert "truncated" in complaint(hf)
+    hf, bin_ = hf_folder(tmp_path / "hf", drawn()), llmc_file(tmp_path / "model.bin", drawn())
+    for path in (bin_, hf / "model.safetensors"):
+        whole = path.read_bytes()
+        for size in (len(whole) - 1, len(whole) // 2):
+            path.write_bytes(whole[:size])
+            assert "truncated" in complaint(bin_ if path == bin_ else hf)
     path.write_bytes(b"")
     assert "not a safetensors file" in complaint(hf)
     path.unlink()
@@ -140,9 +164,16 @@ def test_a_pickle_is_refused_and_never_loaded(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"anything")
     for path in (folder, folder / "pytorch_model.bin", tmp_path / "old.bin", tmp_path / "model.pt"):
         assert "a pickle" in complaint(path)
-    for name in ("model.gguf", "llmc.bin"):
-        (tmp_path / name).write_bytes(b"GGUF" + bytes(20))
-        assert f"{name}: neither GGUF nor llm.c's .bin is read; name the model's folder" in complaint(tmp_path / name)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
+    assert "model.gguf: GGUF is not read; name the model's folder" in complaint(tmp_path / "model.gguf")
+    for numbers, message in (
+        ((7, 3, 8, 60, 2, 2, 32, 64), "not a checkpoint of llm.c (its first number is 7, not 20240326)"),
+        ((20240326, 4, 8, 60, 2, 2, 32, 64), "version 4 of llm.c's format; 3 (float32) and 5 (bfloat16) can be read"),
+        ((20240326, 3, 8, 60, 2, 2, 32, 59), "damaged: 59 rows for a vocabulary of 60; fetch it again"),
+        ((20240326, 3, 8, 60, -2, 2, 32, 64), "n_layer: input should be greater than or equal to 1 (got -2)"),
+    ):
+        (tmp_path / "llmc.bin").write_bytes(struct.pack("<8i", *numbers).ljust(1024, b"\0"))
+        assert complaint(tmp_path / "llmc.bin") == f"{tmp_path}/llmc.bin: {message}"
     hf_folder(folder, drawn())
     (folder / "model.safetensors").write_bytes((folder / "pytorch_model.bin").read_bytes())
     assert "a pickle" in complaint(folder)

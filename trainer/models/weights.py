@@ -1,8 +1,8 @@
-"""Weights from files: a folder in Hugging Face's format, and the file that ends a run.
+"""Weights from files: a folder in Hugging Face's format, a .bin of llm.c, and the file that ends a run.
 
 A file is opened by its header: names, shapes and sizes are compared with the model before a tensor is read, without
 torch. A rank then fills its pieces tensor by tensor, so a node reads a file once and never holds it whole. Only
-safetensors is read; a pickle is refused, because to load one is to run it.
+safetensors and llm.c's plain numbers are read; a pickle is refused, because to load one is to run it.
 """
 
 import json
@@ -10,13 +10,14 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError, cut, shown
 from trainer.models.family import SECTIONS, family_in, section_of_hf
-from trainer.models.gpt2 import MASKS
+from trainer.models.gpt2 import MASKS, Gpt2Config
 from trainer.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
+# llm.c: 256 int32, then the blocks' tensors of one kind after the other (its llmc/train_gpt2.cu).
+LLMC_MAGIC, LLMC_HEADER = 20240326, 1024
+LLMC_DTYPES = {3: "F32", 5: "BF16"}  # by version
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,8 @@ def open_weights(path: Path, where: str | None = None) -> WeightsFile:
     if not path.is_file():
         raise UserError(f"{where}: no such file or folder; name a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     refuse_pickle(path, where)
+    if path.suffix == ".bin":
+        return open_llmc(path, where)
     tensors = dict(stored_tensors(path, where))
     c_attn = next((one.shape for name, one in tensors.items() if name.endswith("h.0.attn.c_attn.weight")), (1, 1))
     if any(name.startswith(("transformer.", "model.layers.")) for name in tensors) or c_attn[0] < c_attn[-1]:
@@ -229,17 +235,53 @@ def read_tensor(path: Path, name: str) -> "Tensor":
 
 
 def refuse_pickle(path: Path, where: str) -> None:
-    """UserError for a file of torch.save, by its name and by its first bytes: it is never loaded. And for the formats
-    of llama.cpp and llm.c."""
+    """UserError for a file of torch.save, by its name and by its first bytes: it is never loaded. And for GGUF."""
     with path.open("rb") as file:
         start = file.read(4)
+    if start == b"GGUF":
+        raise UserError(
+            f"{where}: GGUF is not read; name the model's folder in Hugging Face's format, with {CONFIG_FILE}"
+        )
     # torch.save writes a zip file, and once wrote a bare pickle of protocol 2 or later.
     if path.suffix in PICKLES or start[:2] == b"PK" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
         raise UserError(
             f"{where}: a pickle, which could run any code; a pickle is never loaded: save the weights as safetensors"
         )
-    if start == b"GGUF" or path.suffix == ".bin":
-        raise UserError(
-            f"{where}: neither GGUF nor llm.c's .bin is read; name the model's folder in Hugging Face's format, with "
-            f"{CONFIG_FILE} (llm.c's dev/eval/export_hf.py writes one)"
-        )
+
+
+def open_llmc(path: Path, where: str) -> WeightsFile:
+    """A .bin of llm.c's GPT-2, version 3 (float32) or 5 (bfloat16)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(LLMC_HEADER)
+    magic, version, *numbers = struct.unpack("<8i", start[:32]) if len(start) == LLMC_HEADER else (0, 0)
+    if magic != LLMC_MAGIC:
+        raise UserError(f"{where}: not a checkpoint of llm.c (its first number is {magic}, not {LLMC_MAGIC})")
+    if version not in LLMC_DTYPES:
+        raise UserError(f"{where}: version {version} of llm.c's format; 3 (float32) and 5 (bfloat16) can be read")
+    names = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
+    *sizes, rows = numbers
+    fields = section_of_hf(dict(zip(names, sizes, strict=True)), where)
+    if rows < fields["vocab_size"]:
+        raise UserError(f"{where}: damaged: {rows:,} rows for a vocabulary of {fields['vocab_size']:,}; fetch it again")
+    shapes = Gpt2Config(**fields).shapes
+    shapes["wte.weight"] = (rows, fields["n_embd"])
+    kinds = [name.removeprefix("h.0.") for name in shapes if name.startswith("h.0.")]
+    in_blocks = [f"h.{block}.{kind}" for kind in kinds for block in range(fields["n_layer"])]
+    dtype, offset, tensors = LLMC_DTYPES[version], LLMC_HEADER, {}
+    for name in ("wte.weight", "wpe.weight", *in_blocks, "ln_f.weight", "ln_f.bias"):
+        tensors[name] = StoredTensor(where, shapes[name], partial(read_llmc, path, dtype, offset, shapes[name]))
+        offset += FLOATS[dtype] * prod(shapes[name])
+    if size != offset:
+        how = "truncated" if size < offset else "too long"
+        raise UserError(f"{where}: {how}: {size:,} bytes, and its header describes {offset:,}; fetch it again")
+    return WeightsFile(where, fields, tensors)
+
+
+def read_llmc(path: Path, dtype: str, offset: int, shape: tuple[int, ...]) -> "Tensor":
+    import torch
+
+    with path.open("rb") as file:
+        file.seek(offset)
+        body = bytearray(file.read(FLOATS[dtype] * prod(shape)))
+    return torch.frombuffer(body, dtype=torch.float32 if dtype == "F32" else torch.bfloat16).view(shape)
