@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipelines.text.files import Files, TextShare, common_kind, identity_of_files, sha256_of_text
+from pipelines.text.files import KINDS, Files, TextShare, common_kind, identity_of_files, sha256_of_text
 from pipelines.text.hub import HUB, asked, datasets_library, pinned_commit
 from pipelines.tokens_config import LLMC, TokensConfig
 from trainer.errors import UserError
@@ -175,8 +175,10 @@ def open_source(source: str, subset: str | None, revision: str | None, text_colu
         return standard_library()
     path = os.path.expanduser(source)
     if os.path.isdir(path):
+        endings = [Path(name).suffix for name in os.listdir(path)]
+        kind = max(KINDS, key=lambda kind: endings.count(f".{kind}"))
         raise UserError(
-            f"tokens.source: '{source}' is a folder; name its files, as '{source}/*.txt', or {LLMC}{source} for token "
+            f"tokens.source: '{source}' is a folder; name its files: '{source}/*.{kind}', or {LLMC}{source} for token "
             "shards"
         )
     found = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))  # a file may have any name

@@ -189,7 +189,6 @@ def test_the_identity_of_text_on_the_hub_is_its_commit_and_needs_no_connection()
     ("source", "subset", "revision", "message"),
     [
         ("nowhere/*.parquet", None, None, r"no file matches 'nowhere/\*\.parquet'"),
-        (".", None, None, r"'.' is a folder; name its files, as './\*.txt', or llmc://. for token shards"),
         ("gs://bucket/a.parquet", None, None, r"unknown scheme 'gs'; use .*hf://datasets/ORG/NAME"),
         ("hf://datasets/org/name", None, None, r"tokens.revision: none is given.*40 hex digits.*git ls-remote"),
         ("hf://datasets/org/name", None, "main", r"tokens.revision: 'main' can move.*git ls-remote"),
@@ -205,6 +204,15 @@ def test_an_invalid_source_is_refused_before_it_is_opened(
     with pytest.raises(UserError, match=message) as caught:
         open_source(source, subset, revision, "text")
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt"])
+def test_a_folder_is_refused_with_the_pattern_of_most_of_its_files(tmp_path: Path, kind: str) -> None:
+    for name in (f"a.{kind}", f"b.{kind}", "c.parquet", "d.txt", "LICENSE"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError) as caught:
+        open_source(str(tmp_path), None, None, "text")
+    assert f"name its files: '{tmp_path}/*.{kind}', or llmc://{tmp_path} for token shards" in str(caught.value)
 
 
 def test_a_wrong_column_is_refused_with_the_existing_ones(rows: Path, tmp_path: Path) -> None:
