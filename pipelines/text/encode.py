@@ -42,15 +42,16 @@ DIFFERENT = {
 
 
 LONG_BYTES = 16 << 20  # of a document, which is encoded in parts: an encoder takes several times its size
+HUB_BYTES = 1 << 20  # the same for `tokenizers`, which takes 120 times its size
 WORD_BYTES = 16 << 20  # of a document without a place to cut, at most: one word takes 40 times its size
-# Where GPT-2's pattern begins a new word: at a space behind anything but white space (which has no such byte), at
-# a comma or full stop behind a Chinese character, and behind an ASCII letter or digit, but for the apostrophe of "it's"
-# and for what may go on with the word.
+# Where the patterns of GPT-2, GPT-4, Llama 3 and Qwen begin a new word: at a space behind anything but white space
+# (no white space has these bytes), and at a comma or full stop behind a Chinese character.
 CUT = re.compile(
     rb"(?:[A-Za-z0-9,.;]|[\xc3-\xdf][\x80-\xbf]|[\xe0\xe4-\xed][\x80-\xbf]{2})(?= )"
     rb"|[\xe5-\xe9][\x80-\xbf]{2}(?=\xe3\x80\x82|\xef\xbc\x8c)"
-    rb"|[A-Za-z0-9](?=[\x00-&(-/:-@\[-`{-\x7f])"
 )
+# GPT-2's also behind an ASCII letter or digit, but for the apostrophe of "it's" and for what may go on with the word.
+GPT2_CUT = re.compile(CUT.pattern + rb"|[A-Za-z0-9](?=[\x00-&(-/:-@\[-`{-\x7f])")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ class Encoder:
         from trainer.data.shards import token_dtype
 
         self.eot, self.dtype, self._pickled = encoding.eot_token, token_dtype(encoding.n_vocab), pickle.dumps(encoding)
-        self._cut = None if encoding.name.startswith(HUB_NAME) else CUT  # the words of others are not known
+        hub = encoding.name.startswith(HUB_NAME)
+        self._part_bytes, self._cut = HUB_BYTES if hub else LONG_BYTES, CUT if hub else GPT2_CUT
+        self._cuts = getattr(encoding, "has_known_words", True)
         self.ranks = _rank_file(encoding) if has_fast_encoder(encoding) else None  # for gigatoken
         self._fast: Any = None  # gigatoken's encoder; it knows no special tokens
         self._seconds = 0.0  # of work since it was made
@@ -98,10 +101,10 @@ class Encoder:
         UserError for a document that cannot be cut and is too long."""
         import numpy as np
 
-        if len(documents) == 1 and len(documents[0]) > LONG_BYTES:
+        if len(documents) == 1 and len(documents[0]) > self._part_bytes:
             tokens, end = np.empty(len(documents[0]) + 1, self.dtype), 1  # a token has a byte at least
             tokens[0] = self.eot
-            for part in parts_of(documents[0], self._cut):
+            for part in parts_of(documents[0], self._part_bytes, self._cut if self._cuts else None):
                 ids = self.encode([part])[0]
                 tokens[end : end + len(ids)] = ids
                 end += len(ids)
@@ -148,20 +151,20 @@ class Encoder:
         return self._fast
 
 
-def parts_of(document: bytes, cut: "re.Pattern[bytes] | None") -> Iterator[bytes]:
-    """Parts of about LONG_BYTES of a document, cut where that does not change its tokens; None: nowhere.
+def parts_of(document: bytes, part_bytes: int, cut: "re.Pattern[bytes] | None") -> Iterator[bytes]:
+    """Parts of about `part_bytes` of a document, cut where that does not change its tokens; None: nowhere.
 
     UserError if more than WORD_BYTES have no place to cut.
     """
     first = 0
-    while cut and (found := cut.search(document, first + LONG_BYTES, first + LONG_BYTES + WORD_BYTES)):
+    while cut and (found := cut.search(document, first + part_bytes, first + part_bytes + WORD_BYTES)):
         yield document[first : found.end()]
         first = found.end()
-    if len(document) - first > (LONG_BYTES + WORD_BYTES if cut else WORD_BYTES):
+    if len(document) - first > part_bytes + WORD_BYTES:
         raise UserError(
             f"tokens.source: a document of {len(document):,} bytes cannot be encoded in parts: from byte {first:,} on "
-            f"it has no space behind a word in {WORD_BYTES:,} bytes, or the tokenizer is not GPT-2's or one of "
-            f"`skytrain tokenizer train`: {document[:40].decode(errors='ignore').strip()!r}…; split or remove it"
+            f"it has no space behind a word in {WORD_BYTES:,} bytes, or the tokenizer's pre-tokenizer is not GPT-2's, "
+            f"Llama 3's or Qwen's: {document[:40].decode(errors='ignore').strip()!r}…; split or remove it"
         )
     yield document[first:]
 

@@ -13,6 +13,12 @@ from pipelines.text.documents import utf8
 if TYPE_CHECKING:
     import numpy as np
 
+# Of GPT-4 and Llama 3, and of Qwen.
+PATTERNS = [
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + numbers + r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for numbers in ("{1,3}", "")
+]
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # tokens between documents, by what is usual
 
 
@@ -49,6 +55,7 @@ class HubTokenizer(tiktoken.Encoding):
             special_tokens=added | {f"<|unused {i}|>": i for i in unused},
         )
         self.body, self._made_from, self._end = body, (name, body, symbols, end_of_text), added[ends[0]]
+        self.has_known_words = has_known_words(values)  # so a long text may be cut between two
         self._tokenizer = Tokenizer.from_buffer(body)
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
@@ -72,3 +79,24 @@ class HubTokenizer(tiktoken.Encoding):
         import numpy as np
 
         return np.array(self.encode_ordinary(text), np.uint32)
+
+
+def has_known_words(values: dict[str, Any]) -> bool:
+    """Whether the content of a tokenizer.json splits texts as GPT-2, GPT-4, Llama 3 or Qwen do: so its tokens never
+    reach over a space behind a letter (CUT in encode.py)."""
+    steps, splits = values["pre_tokenizer"] or {}, 0
+    for step in steps.get("pretokenizers", [steps]):
+        match step:
+            case {"type": "ByteLevel", "add_prefix_space": False}:
+                splits += step.get("use_regex", True)
+            case {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}:
+                if regex not in PATTERNS:
+                    return False
+                splits += 1
+            case {"type": "Digits"}:
+                pass
+            case _:
+                return False
+    ordinary = [one for one in values["added_tokens"] if not one["special"]]
+    spaces = any(" " in one["content"] or one["lstrip"] or one["rstrip"] for one in ordinary)
+    return splits > 0 and not spaces and (values["normalizer"] or {"type": "NFC"})["type"] == "NFC"

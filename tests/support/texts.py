@@ -13,6 +13,7 @@ from pipelines.tokens_config import TokensConfig
 from trainer.data.shards import read_shard
 from trainer.store import LocalStore
 
+CUT_TEXT = "f(x)+=1.5;a\tb\nc\r\n_d 1,2 3\u2003x \u0301 e\u0301 'x й 'y 字。字,한 글 ي ,न ,x" * 9
 ODD_TEXTS = [
     "",
     " ",

@@ -10,7 +10,7 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import ODD_TEXTS
+from texts import CUT_TEXT, ODD_TEXTS
 
 from pipelines.text import documents, encode
 from pipelines.text.documents import batches_of, utf8
@@ -28,9 +28,6 @@ CHARACTERS = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= c
 @pytest.fixture
 def gpt2(shared_data: Path) -> tiktoken.Encoding:
     return tokenizer("gpt2")
-
-
-CUT_TEXT = "f(x)+=1.5;a\tb\nc\r\n_d 1,2 3\u2003x \u0301 e\u0301 'x й 'y 字。字,한 글 ي ,न ,x" * 9
 
 
 def corpus(shared_data: Path, documents: int) -> list[str]:
@@ -68,7 +65,7 @@ def test_a_long_document_is_encoded_in_parts_that_have_its_tokens(
     text = " ".join([*corpus(shared_data, 20), *ODD_TEXTS, "it's  'll. x , y   z ", CUT_TEXT])
     whole = [rows(encoding, [text]) for encoding in (gpt2, tokenizer("bytes"))]
     monkeypatch.setattr(encode, "LONG_BYTES", 9)
-    assert len(list(encode.parts_of(text.encode(), encode.CUT))) > 1000
+    assert len(list(encode.parts_of(text.encode(), 9, encode.GPT2_CUT))) > 1000
     assert [rows(encoding, [text]) for encoding in (gpt2, tokenizer("bytes"))] == whole
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import save_file
-from texts import ODD_TEXTS
+from texts import CUT_TEXT, ODD_TEXTS
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pipelines.formats import hf
@@ -99,12 +99,15 @@ def test_text_gets_the_ids_of_transformers_and_the_export_carries_the_file(
         assert encoding.eot_token not in ids
     rows = Encoder(encoding).rows(TEXTS)
     assert [row.tolist() for row in rows] == [encoding.encode_ordinary(one) for one in TEXTS]
-    monkeypatch.setattr(encode, "LONG_BYTES", 100)
+    long, parts = " ".join([*TEXTS[:-1], CUT_TEXT]), []
+    for size in range(1, 40):
+        monkeypatch.setattr(encode, "HUB_BYTES", size)
+        parts.append(Encoder(encoding).tokens([long.encode()]).tokens[1:].tolist())
+    assert parts == [encoding.encode_ordinary(long)] * len(parts)
     monkeypatch.setattr(encode, "WORD_BYTES", 100)
-    with pytest.raises(
-        UserError, match="document of 140 bytes cannot be encoded in parts: .*the tokenizer is not GPT-2"
-    ):
-        Encoder(encoding).tokens([b"a text " * 20])
+    other = own_tokenizer(body.replace(b"Isolated", b"MergedWithNext"), "it")  # a word may hold a space
+    with pytest.raises(UserError, match="cannot be encoded in parts: from byte 0 on .* pre-tokenizer is not GPT-2's"):
+        Encoder(other).tokens([long.encode()])
 
 
 def test_a_path_is_pinned_by_content_and_the_shards_have_its_ids(
