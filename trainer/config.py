@@ -361,13 +361,13 @@ class RuntimeConfig(Section):
     )
 
 
-def seconds_from_environment(name: str, default: float) -> float:
-    """A duration in seconds from an environment variable. UserError if it is not a number of seconds."""
+def seconds_from_environment(name: str, default: float, least: float = 0) -> float:
+    """A duration in seconds from an environment variable. UserError if it is not a number of at least `least`."""
     text = os.environ.get(name) or str(default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise UserError(f"{name}={text}: not a number of seconds; for example {name}={default:g}")
+    if not least <= seconds < float("inf"):
+        raise UserError(f"{name}={text}: must be a number of seconds >= {least:g}; for example {name}={default:g}")
     return seconds

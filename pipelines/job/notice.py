@@ -156,7 +156,7 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
         raise UserError(f"SKYTRAIN_NOTICE: {named!r} is unknown; choose one of {', '.join(SOURCES)}, off")
     metadata = Metadata()
     source, grace = SOURCES[named](metadata) if named in SOURCES else None, "SKYTRAIN_GRACE_SECONDS"
-    stop.grace_seconds = seconds_from_environment(grace, (source or stop).grace_seconds)
+    stop.grace_seconds = seconds_from_environment(grace, (source or stop).grace_seconds, least=1)
     ending = threading.Event()
 
     def watch() -> None:

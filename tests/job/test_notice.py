@@ -98,6 +98,13 @@ def test_off_polls_no_service_and_a_chosen_grace_wins(start, watched, monkeypatc
         assert stop.grace_seconds == 77
 
 
+@pytest.mark.parametrize("seconds", ["0", "0.5", "-1", "inf", "nan", "soon"])
+def test_a_grace_that_saves_nothing_is_refused(watched, monkeypatch: pytest.MonkeyPatch, seconds: str) -> None:
+    monkeypatch.setenv("SKYTRAIN_GRACE_SECONDS", seconds)
+    with pytest.raises(UserError, match="_SECONDS=.*: must be a number of seconds >= 1; for example"), watched(None):
+        pytest.fail("the run started")
+
+
 @pytest.mark.parametrize(
     "endpoint", ["http://host:abc", "http://a host", "http://me:secret@host", "https://host", "host"]
 )

@@ -8,12 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from trainer.__main__ import TrainerConfig
-from trainer.amounts import (
-    check_shares,
-    val_share,
-    val_tokens,
-    validations,
-)
+from trainer.amounts import check_shares, val_share, val_tokens, validations
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.config_errors import explain
 from trainer.errors import UserError
