@@ -1,12 +1,13 @@
 """The bytes that the processes of this machine exchange with buckets, and their requests: clouds bill both.
 
-The processes append what they count to one file in memory, which SKYTRAIN_TRAFFIC names to child processes. So a killed
-process takes no byte of the bill with it, and a full disk loses none.
+The processes add what they count to a sum in one file in memory, which SKYTRAIN_TRAFFIC names to child processes. So a
+killed process takes no byte of the bill with it, and a full disk loses none.
 """
 
+import fcntl
 import os
 import struct
-from array import array
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
@@ -15,6 +16,8 @@ from typing import Any, Self
 
 FILE = "SKYTRAIN_TRAFFIC"
 NUMBERS = struct.Struct("=QQQQ")
+LOCK = threading.Lock()  # the threads of a process; fcntl's lock, which ends with its process, is between processes
+os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 GB = 1 << 30  # as clouds bill it
 
 
@@ -34,10 +37,15 @@ class Traffic:
         return Traffic(*map(sub, astuple(self), astuple(other)))
 
 
-def count(more: Traffic) -> None:
-    """Add to the traffic of the processes that count together."""
-    with suppress(KeyError, OSError), open(os.environ[FILE], "ab", buffering=0) as file:  # each write is atomic
-        file.write(NUMBERS.pack(*astuple(more)))
+def count(more: Traffic) -> Traffic:
+    """Add to the traffic of the processes that count together. Returns its sum; nothing outside of
+    `counted_together`."""
+    with suppress(KeyError, OSError), LOCK, open(os.environ[FILE], "r+b", buffering=0) as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)  # until the file is closed
+        total = Traffic(*NUMBERS.unpack(file.read())) + more
+        os.pwrite(file.fileno(), NUMBERS.pack(*astuple(total)), 0)
+        return total
+    return Traffic()
 
 
 def count_request(event_name: str, request: Any, **_: Any) -> None:
@@ -58,19 +66,15 @@ def count_answer(event_name: str, parsed: dict[str, Any], **_: Any) -> None:
 
 
 def traffic_here() -> Traffic:
-    """The traffic so far of all processes that count together with this one; nothing outside of `counted_together`."""
-    try:
-        with open(os.environ[FILE], "rb") as file:
-            numbers = array("Q", file.read())  # numpy's import would delay the first heartbeat
-    except (KeyError, OSError):
-        return Traffic()
-    return Traffic(*(sum(numbers[n::4]) for n in range(4)))
+    """The traffic so far of all processes that count together with this one."""
+    return count(Traffic())
 
 
 @contextmanager
 def counted_together() -> Iterator[None]:
     """Within it, this process and its children count together."""
     file = os.memfd_create("skytrain-traffic")
+    os.truncate(file, NUMBERS.size)
     os.environ[FILE] = f"/proc/{os.getpid()}/fd/{file}"
     try:
         yield

@@ -1,5 +1,6 @@
 """The bytes that are exchanged with a bucket, counted over processes that die."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from servers import S3Account
 
 from pipelines.artifacts.s3_store import S3Store
-from pipelines.artifacts.traffic import Traffic, count, counted_together, traffic_here
+from pipelines.artifacts.traffic import FILE, Traffic, count, counted_together, traffic_here
 from trainer.store import PART_BYTES
 
 KILLED = """
@@ -22,6 +23,30 @@ if not os.fork():
 os.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
+AT_ONCE = """
+import os, threading
+from pipelines.artifacts.traffic import Traffic, count
+for fork in range(20):
+    threads = [threading.Thread(target=lambda: [count(Traffic(1, 2, 3, 4)) for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    if not os.fork():  # while they count
+        count(Traffic(sent=1))
+        os._exit(0)
+    for thread in threads:
+        thread.join()
+    os.wait()
+"""
+
+
+def test_threads_forks_and_processes_count_at_once_in_constant_memory() -> None:
+    with counted_together():
+        before = os.stat(os.environ[FILE]).st_size
+        processes = [subprocess.Popen([sys.executable, "-c", AT_ONCE]) for _ in range(3)]
+        assert [process.wait(60) for process in processes] == [0] * 3
+        counts = 3 * 20 * 4 * 50
+        assert traffic_here() == Traffic(counts + 3 * 20, 2 * counts, 3 * counts, 4 * counts)
+        assert os.stat(os.environ[FILE]).st_size == before
 
 
 def test_the_bytes_of_processes_that_are_killed_stay_in_the_sum() -> None:
