@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from pipelines.text.hub import HUB, LOOK_SECONDS
 from pipelines.text.llmc_shards import is_remote, shards_found
 from pipelines.text.sources import STDLIB, first_documents, text_of
 from pipelines.tokens_config import LLMC, TokensConfig
+from pipelines.tracking.mlflow.settings import checked_uri
 from pipelines.weight_sources import Local, first_source
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
@@ -35,7 +37,7 @@ NO_KERNELS = re.compile(
 def preflight(
     job: ManagedJob, request: LaunchRequest, recipe: Recipe, store: Store, secrets: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """All checks of a job, the cheapest first. UserError for a malformed name of an image."""
+    """All checks of a job, the cheapest first. UserError for a malformed name of an image or URI of MLflow."""
     remote = not all(map(is_cluster, job.clouds))
     try:
         yield Finding("skypilot", version("skypilot"))
@@ -63,7 +65,11 @@ def preflight(
     else:
         check_image_name(request.image)
     if uri := request.variables.get("MLFLOW_TRACKING_URI"):
-        yield mlflow_answers(uri, request.variables | dict(secrets))
+        found = mlflow_answers(uri, request.variables | dict(secrets))
+        if found.state == "broken":  # here; the nodes may reach it
+            later = f"a job runs without it; later, `skytrain report {request.run} --rebuild-mlflow` fills it"
+            found = replace(found, state="note", remedy=f"{found.remedy}; {later}")
+        yield found
 
 
 def controller(job: ManagedJob) -> Iterator[Finding]:
@@ -189,9 +195,10 @@ def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str])
 
 
 def endpoints(request: LaunchRequest, remote: bool) -> Iterator[Finding]:
-    """Addresses that the nodes can't reach, or that mean another machine there."""
+    """Addresses that the nodes can't reach, or that mean another machine there. UserError for a malformed one of
+    MLflow."""
     for name, value in request.variables.items():
-        if name == "MLFLOW_TRACKING_URI" and value.startswith(("sqlite:", "file:", "/")):
+        if name == "MLFLOW_TRACKING_URI" and checked_uri(value).startswith("sqlite:"):
             yield broken("network", f"{name}={value} is on this machine", "name a server, or unset it")
         host = urlsplit(value).hostname or ""
         if remote and (host in ("localhost", "::1") or host.startswith("127.")):

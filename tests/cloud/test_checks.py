@@ -78,6 +78,18 @@ def test_what_only_this_machine_has_is_refused_for_rented_machines(tmp_path: Pat
     assert "store" not in cluster
 
 
+def test_mlflow_without_an_answer_here_is_a_note_and_a_malformed_uri_is_refused(tmp_path: Path) -> None:
+    def found(uri: str) -> Finding:
+        return problems(LocalStore(tmp_path), infra="slurm/here", variables={"MLFLOW_TRACKING_URI": uri})["mlflow"]
+
+    with answering(lambda one: one.respond(401)) as refusing:
+        for one in found(closed_port()), found(refusing):
+            assert one.state == "note" and "; a job runs without it; later, `skytrain report tiny-1" in one.remedy
+    for wrong in ("ftp://host", "http://ann:secret@host", "http://[host"):
+        with pytest.raises(UserError, match="^MLFLOW_TRACKING_URI: "):
+            found(wrong)
+
+
 @pytest.mark.parametrize(("infra", "consolidated"), [("slurm/here", True), ("aws,slurm/here", False), ("aws", False)])
 def test_slurm_is_refused_to_a_controller_that_could_not_reach_it(
     infra: str, consolidated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,11 +8,7 @@ import torch
 
 from pipelines.bench.gpus import check_gpus, engine_of
 from pipelines.bench.measurements import Speed, measurements
-from pipelines.bench.throughput import (
-    RUN_SHARE,
-    network_bytes,
-    speed_on,
-)
+from pipelines.bench.throughput import RUN_SHARE, network_bytes, speed_on
 from pipelines.recipe import load_recipe
 from trainer.engine import choose_engine
 from trainer.errors import UserError
