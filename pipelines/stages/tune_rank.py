@@ -88,10 +88,11 @@ class Tuning(TrainerCallback):
         self.state = TrainState(world_size=world.world_size)
         self.save_clock = SaveClock(spec.recipe.runtime, spec.between_failures)
         self.tokens_before, self.stepped = 0.0, time.perf_counter()
+        self.saved_step = -1  # that this attempt saved last
 
     def tune(self) -> None:
-        """Tune from the newest commit to the last step; then measure, commit, and write the model and its facts into
-        the folder, on rank 0. Raises Interrupted after a stop, whose state is being committed."""
+        """Tune from the newest commit to the last step, commit and measure; then write the model and its facts into the
+        folder, on rank 0. Raises Interrupted after a stop, whose state is being committed."""
         self.resume()
         self.log.write(self.started())
         if self.step.held_out and not self.state.step:
@@ -101,8 +102,8 @@ class Tuning(TrainerCallback):
             self.trainer.train()
             if self.state.step < self.steps:
                 raise Interrupted
-            if self.step.held_out:
-                self.measure()
+        if self.step.held_out and self.state.evaluated_step < self.state.step:
+            self.measure()
             self.save()
         self.checkpointer.insist(self.pieces, self.log, self.check_stop)
         self.checkpointer.finish(self.log)
@@ -258,14 +259,16 @@ class Tuning(TrainerCallback):
         due = self.world.rank == 0 and self.save_clock.due_now() and not self.checkpointer.busy
         stop, save = map(bool, self.world.sum(self.stop.asked, due))
         ends = self.state.step >= self.steps or stop
-        if self.state.step < self.steps and (ends or save):
+        if ends or save:
             self.save(proven=ends)
         control.should_training_stop = ends
 
     def save(self, proven: bool = True) -> None:
-        """Start to commit the state."""
+        """Start to commit the state, or add a measurement to the commit of this step."""
         with self.log.clock.phase("checkpoint"):
-            started = time.monotonic()
+            if self.state.step == self.saved_step:
+                return self.checkpointer.amend(self.state, self.pieces, self.log)
+            started, self.saved_step = time.monotonic(), self.state.step
             self.checkpointer.save(self.state, self.pieces, self.log, proven)
             self.save_clock.saved(time.monotonic() - started)
 
@@ -288,6 +291,7 @@ class Tuning(TrainerCallback):
                 made = self.model.generate(**given, do_sample=False, max_new_tokens=room)
                 texts = self.tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)
                 right += sum(answer_in(a) == answer_in(b) for a, b in zip(texts, answers, strict=True))
+        self.state.evaluated_step = self.state.step
         self.log.row(self.state.step, {f"tune/{self.step.name}/exact": world.sum(right)[0] / len(rows)})
 
     def write_result(self) -> None:

@@ -107,6 +107,24 @@ def test_a_chain_stopped_in_every_step_and_damaged_once_ends_bit_for_bit_like_an
     assert len(tuned(project)["rows"]["tune.rl"]) == 4 and project.report()["state"] == "done"
 
 
+def test_a_stop_in_the_last_measurement_repeats_no_step(
+    exported: Project, undisturbed: Project, tune_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, measure = exported.copy(tmp_path / FOLDER_NAME), tune_rank.Tuning.measure
+
+    def stopping(self: Any) -> None:
+        self.stop.asked = self.state.step == self.steps
+        measure(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tune_rank.Tuning, "measure", stopping)
+        project.run("run", "tiny.yaml", "--stage", "tune.sft", expect=75)
+    monkeypatch.setattr(tune_rank.Tuning, "on_step_begin", None)
+    project.run("run", "tiny.yaml", "--stage", "tune.sft")
+    found, whole = tuned(project), tuned(undisturbed)
+    assert all(found[part]["tune.sft"] == whole[part]["tune.sft"] for part in found)
+
+
 @pytest.fixture(scope="module")
 def given(tune_rank: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Any]:
     """The shipped recipe for GPT-2 with a small model and small data of the same form, and that model."""
