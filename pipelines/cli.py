@@ -94,9 +94,9 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 class Verbs(TyperGroup):
-    """Shows the verbs in groups, with whole descriptions. Handles four exceptions before typer does: Ctrl-C and a
-    closed output have their own exit codes, EOFError keeps its traceback like any other bug, and a wrong option takes
-    one line like any other mistake."""
+    """Shows the verbs in groups, with whole descriptions. Handles exceptions before typer does: Ctrl-C, at a question
+    too, and a closed output have their own exit codes, EOFError keeps its traceback like any other bug, and a wrong
+    option takes one line like any other mistake."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for group, verbs in GROUPS.items():
@@ -112,8 +112,10 @@ class Verbs(TyperGroup):
         try:
             with quiet_if_unread(), usage_in_a_line(PROGRAM, ctx):
                 return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            ending = ending_of(error)
+        except (KeyboardInterrupt, typer.Abort) as error:  # Abort: at a question
+            if isinstance(error.__context__, EOFError):
+                exit_with(Ending(EXIT_MISTAKE, "error: the input ends before an answer; answer by an option (--help)"))
+            ending = ending_of(KeyboardInterrupt())
             assert ending
             exit_with(ending)
         except EOFError as error:

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 import uuid
@@ -23,10 +24,12 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
     return in_process.skytrain(folder, clean_environment(HOME=str(folder), **more), *arguments)
 
 
+COMMAND = [sys.executable, "-c", "from pipelines.cli import main; main()"]
+
+
 def in_a_process(folder: Path, *arguments: str, stdin: Any = None, **more: str) -> "subprocess.CompletedProcess[str]":
     """SkyPilot keeps what it finds at its first import."""
-    command = [sys.executable, "-c", "from pipelines.cli import main; main()", *arguments]
-    environment = clean_environment(**{"HOME": str(folder)} | more)
+    command, environment = [*COMMAND, *arguments], clean_environment(**{"HOME": str(folder)} | more)
     return subprocess.run(command, cwd=folder, env=environment, stdin=stdin, capture_output=True, text=True)
 
 
@@ -137,6 +140,18 @@ def test_init_writes_the_file_checks_the_bucket_and_replaces_no_file_without_a_w
     assert done.returncode == 0 and "is writable, and refuses a second create" in done.stdout
     assert "write s3://my-bucket or ./my-bucket" in done.stdout + done.stderr
     assert Project.read(tmp_path / "skytrain.yaml") == Project(store="./runs")
+
+
+@pytest.mark.parametrize(("code", "line"), [(75, "interrupted: run the same"), (2, "error: the input ends before")])
+def test_a_question_without_an_answer_ends_in_a_line(tmp_path: Path, code: int, line: str) -> None:
+    keyboard, terminal = pty.openpty()
+    more: Any = {"env": clean_environment(HOME=str(tmp_path)), "stdin": terminal, "text": True}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*COMMAND, "init"], cwd=tmp_path, stdout=pipe, stderr=pipe, **more) as process:
+        assert process.stdout and process.stdout.read(7) == "store ("
+        process.send_signal(signal.SIGINT) if code == 75 else os.write(keyboard, b"\4")  # Ctrl-D
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == code and errors.startswith(line) and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(
