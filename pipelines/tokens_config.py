@@ -122,8 +122,7 @@ class TokensConfig(Section):
             near = difflib.get_close_matches(str(value).lower(), VOCAB_SIZES, 1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise ValueError(
-                "input should be 'gpt2', 'bytes', a tokenizer.json or hf://OWNER/NAME@COMMIT "
-                f"(got {shown(value)}){hint}"
+                f"must be 'gpt2', 'bytes', a tokenizer.json or hf://OWNER/NAME@COMMIT (got {shown(value)}){hint}"
             )
         return value
 

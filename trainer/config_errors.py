@@ -10,6 +10,9 @@ from pydantic_core import ErrorDetails
 from trainer.errors import UserError, shown
 from trainer.models.model_config import REMOVED_FIELDS
 
+# pydantic's words, and ours.
+WORDS = {"Input should be ": "must be ", "greater than or equal to ": "at least ", "less than or equal to ": "at most "}
+
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserError:
     """pydantic's errors as one line each: `where: train.learning_rte: unknown field; did you mean …`."""
@@ -21,7 +24,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserE
         if e["type"] != "missing" or path.rpartition(".")[2] not in meant:
             if found := lines.setdefault(path, []):
                 found[-1] = found[-1].removesuffix(f" (got {shown(e['input'])})")
-                message = message.removeprefix("input should be ")
+                message = message.removeprefix("must be ")
             found.append(message)
     complaints = (": ".join(filter(None, (where, path, ", or ".join(m)))) for path, m in lines.items())
     return UserError("\n".join(complaints))
@@ -48,6 +51,8 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     if len(path) > 1 and path[-1] not in known:
         path = path[:-1]
     message = error["msg"].removeprefix("Value error, ")
+    for theirs, ours in WORDS.items():
+        message = message.replace(theirs, ours)
     if error["type"] in ("model_type", "model_attributes_type"):
         message = "must be fields: {NAME: VALUE, …}"
     elif error["type"] == "string_pattern_mismatch":

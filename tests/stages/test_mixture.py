@@ -114,9 +114,9 @@ def test_the_plan_warns_about_each_source_that_is_read_too_often(work: Callable[
         ({"sources": []}, "tokens.sources: list should have at least 1 item"),
         (
             {"sources": [{"source": "a", "weight": 0}]},
-            "tokens.sources.0.weight: input should be greater than 0 (got 0)",
+            "tokens.sources.0.weight: must be greater than 0 (got 0)",
         ),
-        ({"sources": [{"source": "a", "weight": float("nan")}]}, "tokens.sources.0.weight: input should be"),
+        ({"sources": [{"source": "a", "weight": float("nan")}]}, "tokens.sources.0.weight: must be"),
         ({"sources": [{"source": "a"}]}, "tokens.sources.0.weight: missing"),
         (
             {"sources": [{"source": "a", "wait": 1, "weight": 1}]},

@@ -115,19 +115,19 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
         ("train.learning_rte=1", "my.yaml: train.learning_rte: unknown field; did you mean 'learning_rate'?"),
         ("trian.max_steps=1", "my.yaml: trian: unknown field; did you mean 'train'?"),
         ("tokens.colour=red", "my.yaml: tokens.colour: unknown field; known fields: source, sources, subset, "),
-        ("train.max_steps=fast", "my.yaml: train.max_steps: input should be a valid integer (got 'fast')"),
-        ("train.schedule=sine", "my.yaml: train.schedule: input should be 'cosine', 'wsd', 'linear' or 'constant'"),
+        ("train.max_steps=fast", "my.yaml: train.max_steps: must be a valid integer (got 'fast')"),
+        ("train.schedule=sine", "my.yaml: train.schedule: must be 'cosine', 'wsd', 'linear' or 'constant'"),
         ("name=Big Run", "my.yaml: name: must be: Name of the run and of its artifacts: up to 63 of a-z, 0-9, '.'"),
         ("model=3", "my.yaml: model: must be fields: {NAME: VALUE, …} (got 3)"),
-        ("runtime.device=gpu", "runtime.device: input should be 'auto', 'cpu', 'cuda' or 'mps' (got 'gpu')"),
+        ("runtime.device=gpu", "runtime.device: must be 'auto', 'cpu', 'cuda' or 'mps' (got 'gpu')"),
         (
             "tokens.tokenizer=gpt3",
-            "my.yaml: tokens.tokenizer: input should be 'gpt2', 'bytes', a tokenizer.json or hf://OWNER/NAME@COMMIT "
+            "my.yaml: tokens.tokenizer: must be 'gpt2', 'bytes', a tokenizer.json or hf://OWNER/NAME@COMMIT "
             "(got 'gpt3')",
         ),
         (
             "export.formats=[hf, ggfu]",
-            "my.yaml: export.formats: input should be 'hf', 'gguf' or 'llmc' (got 'ggfu'); did you mean 'gguf'?",
+            "my.yaml: export.formats: must be 'hf', 'gguf' or 'llmc' (got 'ggfu'); did you mean 'gguf'?",
         ),
         ("export.formats=[hf, onnx]", "my.yaml: export.formats: onnx was removed in version 0.2: "),
         (

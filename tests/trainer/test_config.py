@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, create_model
 
 from trainer.__main__ import TrainerConfig
 from trainer.amounts import check_shares, val_share, val_tokens, validations
@@ -60,12 +60,12 @@ def test_a_rate_without_a_dot_is_a_number_although_yaml_1_1_reads_a_text(written
     [
         ("train", "learning_rate", 0, "greater than 0"),
         ("train", "learning_rate", math.nan, "finite number"),
-        ("runtime", "data_cache_gb", math.inf, "input should be a finite number, or 'auto' (got inf)"),
+        ("runtime", "data_cache_gb", math.inf, "must be a finite number, or 'auto' (got inf)"),
         ("train", "beta2", 1.0, "less than 1"),
-        ("train", "val_tokens", 0, "input should be greater than 0, or 'auto' (got 0)"),
+        ("train", "val_tokens", 0, "must be greater than 0, or 'auto' (got 0)"),
         ("train", "schedule", "cosin", "'cosine', 'wsd', 'linear' or 'constant'"),
         ("runtime", "recompute", "yes", "valid boolean"),
-        ("runtime", "processes", 0, "input should be greater than 0, or 'auto' (got 0)"),
+        ("runtime", "processes", 0, "must be greater than 0, or 'auto' (got 0)"),
         ("runtime", "checkpoint_minutes", "often", "'auto'"),
     ],
 )
@@ -75,6 +75,19 @@ def test_a_value_out_of_bounds_names_the_field_and_the_bounds(
     message = complaint(section, **{field: value})
     assert message.startswith(f"my.yaml: {section}.{field}: ")
     assert right in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "right"),
+    [("gt", 2, "greater than 2"), ("ge", 1, "at least 2"), ("lt", 2, "less than 2"), ("le", 3, "at most 2")]
+    + [("multiple_of", 3, "a multiple of 2")],
+)
+def test_a_bound_has_our_words(bound: str, value: int, right: str) -> None:
+    limits: Any = {bound: 2}
+    model = create_model("Model", n=(int, Field(**limits)))
+    with pytest.raises(ValidationError) as error:
+        model(n=value)
+    assert str(explain(error.value, model, "my.yaml")) == f"my.yaml: n: must be {right} (got {value})"
 
 
 # --- combinations

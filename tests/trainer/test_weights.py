@@ -122,7 +122,7 @@ def test_another_shape_is_refused_with_the_field_and_the_value_that_would_fit(tm
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"n_layer": "2"}, "n_layer: input should be a valid integer (got '2')"),
+        ({"n_layer": "2"}, "n_layer: must be a valid integer (got '2')"),
         ({"n_head": 5}, "n_embd 32 is not divisible by n_head 5; 30 would be"),
         ({"n_embd": None}, "not the configuration of a model (TypeError)"),
         (
@@ -170,7 +170,7 @@ def test_a_pickle_is_refused_and_never_loaded(tmp_path: Path) -> None:
         ((7, 3, 8, 60, 2, 2, 32, 64), "not a checkpoint of llm.c (its first number is 7, not 20240326)"),
         ((20240326, 4, 8, 60, 2, 2, 32, 64), "version 4 of llm.c's format; 3 (float32) and 5 (bfloat16) can be read"),
         ((20240326, 3, 8, 60, 2, 2, 32, 59), "damaged: 59 rows for a vocabulary of 60; fetch it again"),
-        ((20240326, 3, 8, 60, -2, 2, 32, 64), "n_layer: input should be greater than or equal to 1 (got -2)"),
+        ((20240326, 3, 8, 60, -2, 2, 32, 64), "n_layer: must be at least 1 (got -2)"),
     ):
         (tmp_path / "llmc.bin").write_bytes(struct.pack("<8i", *numbers).ljust(1024, b"\0"))
         assert complaint(tmp_path / "llmc.bin") == f"{tmp_path}/llmc.bin: {message}"

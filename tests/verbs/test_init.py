@@ -81,9 +81,9 @@ def test_a_launch_takes_place_budget_and_image_of_the_file_unless_an_option_give
     ("text", "line"),
     [
         ("stroe: a", "stroe: unknown field; did you mean 'store'?"),
-        ("budget: much", "budget: input should be a valid number (got 'much')"),
-        ("budget: 0", "budget: input should be greater than 0 (got 0)"),
-        ("budget: .nan", "budget: input should be a finite number"),
+        ("budget: much", "budget: must be a valid number (got 'much')"),
+        ("budget: 0", "budget: must be greater than 0 (got 0)"),
+        ("budget: .nan", "budget: must be a finite number"),
         ("store: ''", "store: empty, or blanks around it"),
         ("tracking: mlflow.example.org", "tracking: not an http(s) URL of an MLflow server, and not off"),
         ("tracking: https://me:secret@mlflow.example.org", "tracking: has a user or password in it"),
