@@ -146,11 +146,12 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"GIF89a\0\1")
     with pytest.raises(UserError, match=r"b.txt' is binary \(it contains NUL\); name files of text"):
         read(tmp_path / "*.txt")
-    (tmp_path / "b.txt").write_bytes("déjà vu ".encode("latin-1") * 100)
-    with pytest.raises(UserError, match=r"b.txt' is not UTF-8 \(200 places of its first 800 bytes\)"):
+    for name in ("b.txt", "c.jsonl"):
+        (tmp_path / name).write_bytes('{"text": "déjà vu"}\n'.encode("latin-1") * 100)
+        with pytest.raises(UserError, match=f"{name}' is not UTF-8 .*iconv -f latin1"):  # before a machine is rented
+            open_source(f"{tmp_path}/{name}", None, None, "text").identity()
+    with pytest.raises(UserError, match=r"b.txt' is not UTF-8 \(200 places of its first 2,000 bytes\)"):
         read(tmp_path / "*.txt")
-    with pytest.raises(UserError, match=r"b.txt' is not UTF-8 .*iconv -f latin1"):  # before a machine is rented
-        open_source(f"{tmp_path}/*.txt", None, None, "text").identity()
 
 
 def test_compressed_files_are_read_as_their_contents(tmp_path: Path) -> None:
