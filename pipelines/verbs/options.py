@@ -87,7 +87,7 @@ def check_home() -> None:
 
 def store_uri(option: str | None) -> str:
     """The store: the option, SKYTRAIN_STORE (which a project's skytrain.yaml sets), or a folder in `home`."""
-    return option or os.environ.get("SKYTRAIN_STORE") or f"file://{home() / 'store'}"
+    return option if option is not None else os.environ.get("SKYTRAIN_STORE") or f"file://{home() / 'store'}"
 
 
 def default_tracking_uri() -> str:

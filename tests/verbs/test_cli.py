@@ -81,16 +81,14 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
             ["run", "tiny.yaml", "--store", "my-bucket"],
             "error: store 'my-bucket': neither a bucket nor a folder that exists; write s3://my-bucket or ./my-bucket",
         ),
+        (["run", "tiny.yaml", "--store", ""], "error: store '': not a store; give s3://BUCKET/PREFIX"),
         (["plan", "tiny.yaml", "--set", "tokens.source=nowhere/*.txt"], "error: tokens.source: no file matches"),
         (["report", "nope"], "error: nope: no such run in file://"),
         # Wrong options.
         (["run"], "error: run: missing argument 'RECIPE'; see skytrain run --help"),
         (["run", "tiny.yaml", "--price-per-hour", "nan"], "error: run: invalid value for '--price-per-hour': "),
         (["run", "tiny.yaml", "--budget", "inf"], "error: run: invalid value for '--budget': inf is not a finite"),
-        (
-            ["launch", "tiny.yaml", "--budget", "inf"],
-            "error: launch: invalid value for '--budget': inf is not",
-        ),
+        (["launch", "tiny.yaml", "--budget", "inf"], "error: launch: invalid value for '--budget': inf is not"),
         (["run", "tiny.yaml", "--pric-per-hour", "1"], "error: run: no such option: --pric-per-hour"),
         (["rnu", "tiny.yaml"], "error: no such command 'rnu'"),
         (["tokenizer", "trian"], "error: tokenizer: no such command 'trian'"),
