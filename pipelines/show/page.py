@@ -86,7 +86,7 @@ def write_page(
     if not runs:
         raise UserError(f"--html: no runs in {store.uri} yet; `skytrain run smoke` makes one")
     logs, made = [overlay_data(read_overlay(log)) for log in overlays], [run_data(run) for run in runs]
-    folder = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}-runs")
+    folder = path.with_suffix("") if path.suffix else Path(f"{path}-runs")
     links = one_each and len(runs) > 1
     try:
         if links:

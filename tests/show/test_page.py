@@ -253,14 +253,15 @@ def test_a_long_run_makes_a_page_of_less_than_a_megabyte(store: LocalStore, shar
 def test_report_writes_the_page_to_the_given_path(
     store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "report.html"
+    path, nowhere = tmp_path / "report.html", tmp_path / "nowhere" / "report.html"
     with pytest.raises(UserError, match="no runs in .* yet; `skytrain run smoke` makes one"):
         report(store=store.uri, html=path)
     run = run_in(store).run
     report([run[:7]], store=store.uri, html=path)
     assert run in path.read_text() and str(path) in capsys.readouterr().out
-    with pytest.raises(UserError, match="cannot be written"):
-        report(store=store.uri, html=tmp_path / "nowhere" / "report.html")
+    for wrong in (nowhere, Path()):
+        with pytest.raises(UserError, match="cannot be written"):
+            report([run], store=store.uri, html=wrong)
     report([run], store=store.uri, html=path, as_json=True)
     printed = capsys.readouterr()
     assert json.loads(printed.out)[0]["run"] == run and str(path) in printed.err
