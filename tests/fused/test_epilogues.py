@@ -27,13 +27,30 @@ def test_relu2_of_a_product_and_its_gradient_agree_with_float64(
     near(dpre, product * 2 * act.double().sqrt(), ROUNDED, 1e-4 if fit else 0.0)  # one pass, which rounds once
 
 
-@pytest.mark.parametrize(("M", "K", "N"), [(77, 48, 80), (1, 80, 48), (300, 208, 528)])
-def test_the_gradient_of_relu2_in_fp8_is_rounded_once(M: int, K: int, N: int) -> None:
-    dy, w, pre = fresh(M, K).to(torch.float8_e5m2), fresh(N, K).to(torch.float8_e4m3fn), fresh(M, N)
-    one, other = (torch.full((1,), factor, device=DEVICE) for factor in (0.5, 0.25))
-    out = kernels.Fp8Out(torch.full((1,), 4.0, device=DEVICE), torch.zeros(1, device=DEVICE))
-    dpre8, dpre8t = epilogues.relu2_input_grad8(dy, w, (one, other), pre, out)
-    exact = dy.double() @ w.double().T / 8 * 2 * F.relu(pre.double())
-    near(dpre8.float() / 4, exact, 2**-3 + 1e-2, 2e-3)  # the tensor cores' sums have fewer bits
-    assert torch.equal(dpre8t.t().view(torch.uint8), dpre8.view(torch.uint8))
-    assert float(out.amax) == pytest.approx(float(exact.abs().max()), rel=1e-2)
+@pytest.mark.parametrize(("M", "K", "N"), [(80, 48, 80), (16, 80, 48), (304, 208, 528)])
+def test_relu2_in_fp8_and_its_gradient_are_rounded_once(M: int, K: int, N: int) -> None:
+    x, w, dy, back = (fresh(*shape) for shape in ((M, K), (N, K), (M, K), (N, K)))
+    x, w, dy, back = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn), dy.to(torch.float8_e5m2), back.to(w.dtype)
+    inverses = torch.full((1,), 0.5, device=DEVICE), torch.full((1,), 0.25, device=DEVICE)
+
+    def check(results: tuple[torch.Tensor, torch.Tensor], exact: torch.Tensor, relative: float) -> None:
+        x8, x8t = results
+        near(x8.float() / 4, exact, relative + 1e-2, 2e-3)  # the tensor cores' sums have fewer bits
+        assert torch.equal(x8t.t().view(torch.uint8), x8.view(torch.uint8))
+        assert float(out.amax) == pytest.approx(float(exact.abs().max()), rel=1e-2)
+
+    def scaled() -> kernels.Fp8Out:
+        return kernels.Fp8Out(torch.full((1,), 4.0, device=DEVICE), torch.zeros(1, device=DEVICE))
+
+    out, product = scaled(), x.double() @ w.double().T / 8
+    pre, act8, act8t = epilogues.relu2_linear8(x, w, inverses, out)
+    near(pre, product, ROUNDED, 2e-3)
+    check((act8, act8t), F.relu(product).square(), 2**-4)
+    out = scaled()
+    results = epilogues.relu2_input_grad8(dy, back, inverses, pre, out)
+    check(results, dy.double() @ back.double().T / 8 * 2 * F.relu(pre.double()), 2**-3)
+
+
+def test_fp8_products_whose_columns_tma_cannot_write_do_not_fit() -> None:
+    w = fresh(80, 48).to(torch.float8_e4m3fn)
+    assert [epilogues.fit(fresh(M, 48).to(w.dtype), w) for M in (80, 77)] == [True, False]

@@ -235,8 +235,16 @@ class Fp8Products(Products[Fp8Operand]):
     def linear_activated(
         self, layer: Linear, x: Fp8Operand, reader: Linear, activation: Activation
     ) -> tuple[Tensor, Fp8Operand]:
+        w, tensor = self._weight(layer), self.scales.of("input", reader)
+        if activation == "relu2" and not self.recompute_activation and epilogues.fit(x.plain, w.plain):
+            assert layer.bias is None
+
+            def kernel(out: Fp8Out) -> tuple[Tensor, Tensor, Tensor]:
+                return epilogues.relu2_linear8(x.plain, w.plain, (x.inverse, w.inverse), out)
+
+            pre, act8, act8t = self._rounded(tensor, kernel, 1)
+            return pre, Fp8Operand(act8, act8t, tensor.inverse)
         pre = self.linear(layer, x, layer.bias)
-        tensor = self.scales.of("input", reader)
         return pre, self._cast(tensor, pre, activation, transposed=not self.recompute_activation)
 
     def input_grad(self, layer: Linear, dy: Fp8Operand) -> Tensor:

@@ -311,12 +311,20 @@ def relu2_kernel(x_ptr, gradient_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def relu2_product_kernel(
-    a, b, out, saved, out_t_ptr, a_inverse_ptr, b_inverse_ptr, scale_ptr, amax_ptr, M, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    a, b, out, other, out_t, a_inverse_ptr, b_inverse_ptr, scale_ptr, amax_ptr, M, N, K,
+    BACKWARD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of relu(a (M, K) @ b (N, K)ᵀ)². With `saved`, the result of that, they are (a @ b (K, N)) · 2·√saved. With
-    scale_ptr operands are fp8, b is (N, K), `saved` is before the activation, and the result is also stored (N, M)."""
+    """Tiles of relu(a (M, K) @ b (N, K)ᵀ)². BACKWARD: (a @ b (K, N)) · 2·√other, with `other` the result of that.
+
+    With scale_ptr operands and results are fp8, b is always (N, K), out_t is the result as (N, M), and `other` is the
+    bf16 product before the activation: stored, BACKWARD loaded.
+    """
     rows, cols = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    inverse, scale = 1.0, 1.0
+    if scale_ptr is not None:
+        inverse = tl.load(a_inverse_ptr) * tl.load(b_inverse_ptr)
+        scale = tl.load(scale_ptr)
+    largest = tl.zeros((BM,), tl.float32)
     for tile in tl.range(tl.program_id(0), rows * cols, tl.num_programs(0), flatten=True):
         first = tile // (GROUP * cols) * GROUP
         size = tl.minimum(rows - first, GROUP)
@@ -324,36 +332,42 @@ def relu2_product_kernel(
         total = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
             left = a.load([m, k])
-            right = b.load([k, n]) if saved is not None and scale_ptr is None else b.load([n, k]).T
+            right = b.load([k, n]) if BACKWARD and scale_ptr is None else b.load([n, k]).T
             if INTERPRETED:
                 left, right = left.to(tl.float32), right.to(tl.float32)
             total = tl.dot(left, right, total)
         if scale_ptr is not None:
-            total *= tl.load(a_inverse_ptr) * tl.load(b_inverse_ptr)
+            total *= inverse
         # In halves, so that their memory and that of three stages of loads fit.
         one, two = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1)))
-        _finish(one, out, saved, out_t_ptr, scale_ptr, amax_ptr, m, n, M, N)
-        _finish(two, out, saved, out_t_ptr, scale_ptr, amax_ptr, m, n + BN // 2, M, N)
+        largest = _finish(one, largest, out, other, out_t, scale_ptr, scale, m, n, BACKWARD)
+        largest = _finish(two, largest, out, other, out_t, scale_ptr, scale, m, n + BN // 2, BACKWARD)
+    if scale_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest, 0))
 
 
 @triton.jit
-def _finish(x, out, saved, out_t_ptr, scale_ptr, amax_ptr, m, n, M, N):
-    """The epilogue of a part of a tile, from row m and column n on."""
-    if saved is None:
-        x = tl.maximum(x, 0.0)
-        out.store([m, n], _bf16(x * x))
-    elif scale_ptr is None:
-        out.store([m, n], _bf16(2.0 * tl.sqrt(saved.load([m, n]).to(tl.float32)) * x))
+def _finish(x, largest, out, other, out_t, scale_ptr, scale, m, n, BACKWARD: tl.constexpr):
+    """The epilogue of a part of a tile, from row m and column n on. Returns each row's largest magnitude so far."""
+    if scale_ptr is None:
+        if BACKWARD:
+            x *= 2.0 * tl.sqrt(other.load([m, n]).to(tl.float32))
+        else:
+            x = tl.maximum(x, 0.0)
+            x *= x
+        out.store([m, n], _bf16(x))
     else:
-        x *= 2.0 * tl.maximum(saved.load([m, n]).to(tl.float32), 0.0)
-        scale = tl.load(scale_ptr)
-        out.store([m, n], _fp8(x * scale, True))
-        again = _fp8(x * tl.load(scale_ptr, volatile=True), True)  # rounded once more, as in cast8_kernel
-        row, col = (m + tl.arange(0, x.shape[0])).to(tl.int64), (n + tl.arange(0, x.shape[1])).to(tl.int64)
-        mask = (col < N)[:, None] & (row < M)[None, :]
-        tl.store(out_t_ptr + col[:, None] * M + row[None, :], tl.trans(again), mask=mask)
-        inside = (m + tl.arange(0, x.shape[0]) < M)[:, None]
-        tl.atomic_max(amax_ptr, tl.max(tl.max(tl.where(inside, tl.abs(x), 0.0), 1), 0))
+        if BACKWARD:
+            x *= 2.0 * tl.maximum(other.load([m, n]).to(tl.float32), 0.0)
+        else:
+            other.store([m, n], _bf16(x))
+            x = tl.maximum(x, 0.0)
+            x *= x
+        x8 = _fp8(x * scale, BACKWARD)
+        out.store([m, n], x8)
+        out_t.store([n, m], tl.trans(x8))
+        largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
+    return largest
 
 
 # ── column sums ──────────────────────────────────────────────────────────────────────────────────────────────────
