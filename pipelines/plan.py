@@ -9,7 +9,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, fi
 from pipelines.recipe import Recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.text.mixture import SourcePlan, sources_planned
-from pipelines.tracking.ledger import GC, attempts
+from pipelines.tracking.ledger import GC, attempts, working_attempt
 from pipelines.weight_sources import FIXED_IN_A_BRANCH
 from trainer.amounts import val_share, val_tokens, validations
 from trainer.checkpoint.commits import committed_folders, step_of
@@ -25,7 +25,7 @@ class StagePlan:
     fingerprint: str
     exists: bool
     why: str | None = None  # the reason if it does not exist, and something of its name does
-    longer: str | None = None  # how to continue the sibling, whose training this one repeats from step 0 and exceeds
+    other: str | None = None  # how to resume or continue another training of its name, instead of starting at step 0
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,26 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
         why = f"attempt {last.attempt} is {last.state}{where}; `skytrain run` continues it"
         return StagePlan(plan.prefix, plan.fingerprint, exists=False, why=why)
     sibling, differs = nearest_sibling(store, plan)
-    if sibling is None:
-        return StagePlan(plan.prefix, plan.fingerprint, exists=False)
-    fields = [f"{field}: {shortened(a)}, not {shortened(b)}" for field, (a, b) in differs.items()]
-    more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
-    why = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}"
-    longer = how_to_continue(store, sibling, differs)
-    why = f"{why}; {longer}" if longer else why
-    return StagePlan(plan.prefix, plan.fingerprint, False, why, longer)
+    other, reasons = how_to_resume(store, plan.label) if plan.stage == "train" else None, list[str]()
+    if sibling:
+        fields = [f"{field}: {shortened(a)}, not {shortened(b)}" for field, (a, b) in differs.items()]
+        more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
+        reasons.append(f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}")
+        other = other or how_to_continue(store, sibling, differs)
+    why = "; ".join([*reasons, *filter(None, [other])])
+    return StagePlan(plan.prefix, plan.fingerprint, False, why or None, other)
+
+
+def how_to_resume(store: Store, label: str) -> str | None:
+    """The recipe that resumes the training with the newest commit of a label; None if that is finished or runs."""
+    entries = (e for e in store.entries(f"train/{label}-") if e.key.endswith(("/COMMIT.json", "/MANIFEST.json")))
+    ours = {e.key: e.modified for e in entries if e.key.split("/")[1].rpartition("-")[0] == label}
+    newest = max((key for key in ours if key.endswith("/COMMIT.json")), key=lambda key: ours[key], default="")
+    prefix = newest.partition("/checkpoints/")[0]
+    if not prefix or f"{prefix}/MANIFEST.json" in ours or working_attempt(store, prefix):
+        return None
+    run = prefix.partition("/")[2]
+    return f"it starts at step 0; the recipe run:{run} resumes {run} at step {step_of(newest)} instead"
 
 
 def how_to_continue(store: Store, sibling: Manifest, differs: Mapping[str, tuple[Any, Any]]) -> str | None:

@@ -74,11 +74,7 @@ class Launch:
 
 
 def planned_launch(
-    request: LaunchRequest,
-    recipe: Recipe,
-    plans: dict[str, ArtifactPlan],
-    store: Store,
-    secrets: Mapping[str, str],
+    request: LaunchRequest, recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store, secrets: Mapping[str, str]
 ) -> Launch | None:
     """None if no stage is missing. UserError for a request that no machine can fulfil."""
     check_places(request.infra)
@@ -120,8 +116,8 @@ def checked_job(
         if wrong and not dry_run:
             raise UserError(nothing_launched(wrong))
 
-    if longer := stage_plan(store, launch.plans["train"]).longer:
-        report(Finding("train", longer, "note"))
+    if other := stage_plan(store, launch.plans["train"]).other:
+        report(Finding("train", other, "note"))
     check(preflight(job, request, launch.recipe, store, launch.secrets))
     if TUNE in job.stages:
         for name, rows in checked_rows(launch.recipe, store, launch.plans["tokenize"]).items():

@@ -104,8 +104,8 @@ def run(
     refuse_what_ends_late(loaded, opened, plans, todo, launched=unless_stopped or bool(node.rank))
     check_code([step for step in loaded.tune if f"{TUNE}.{step.name}" in todo], allow_code)
     if not unless_stopped:
-        if longer := stage_plan(opened, plans["train"]).longer:
-            screen.note(f"{run_name(plans)}: {longer}")
+        if other := stage_plan(opened, plans["train"]).other:
+            screen.note(f"{run_name(plans)}: {other}")
         clear_stop_request(opened, run_name(plans))
     elif request := read_stop_request(opened, run_name(plans)):
         raise Stopped(str(request))

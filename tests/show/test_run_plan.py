@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-from run_records import PLANS, RECIPE, RUN, TRAIN, committed, finished, recipe_with
+from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, committed, finished, recipe_with
 
 from pipelines.plan import plan_of
 from pipelines.recipe import load_recipe
 from pipelines.show.plan import print_plan
 from pipelines.stage import STAGES
+from pipelines.tracking.ledger import this_process
 from trainer.errors import UserError
 from trainer.store import LocalStore
 
@@ -38,10 +39,19 @@ def test_a_longer_training_names_the_way_to_continue_the_finished_one(store: Loc
     finished(store, "train")
     committed(store, 200)
     longer = plan_of(recipe_with("train.max_steps=300"), store).stages["train"]
-    assert longer.longer == f"it starts at step 0; --set train.branch_from=run:{RUN}@200 continues {RUN} instead"
-    assert (longer.why or "").endswith(longer.longer)
+    assert longer.other == f"it starts at step 0; --set train.branch_from=run:{RUN}@200 continues {RUN} instead"
+    assert (longer.why or "").endswith(longer.other)
     for other in (["train.max_steps=100"], ["train.max_steps=300", "train.seed=7"]):  # shorter, or no branch of it
-        assert plan_of(recipe_with(*other), store).stages["train"].longer is None
+        assert plan_of(recipe_with(*other), store).stages["train"].other is None
+
+
+def test_a_changed_recipe_names_the_unfinished_training_of_its_name(store: LocalStore) -> None:
+    committed(store, 40)
+    committed(store, 50, prefix="train/smoke-big-0123abcd")  # another name
+    changed = plan_of(recipe_with("train.seed=7"), store).stages["train"]
+    assert changed.why == f"it starts at step 0; the recipe run:{RUN} resumes {RUN} at step 40 instead"
+    attempted(store, "train", state="running", process=this_process())
+    assert plan_of(recipe_with("train.seed=7"), store).stages["train"].other is None
 
 
 def test_the_plan_of_a_text_of_ones_own_has_tokens_in_both_splits_or_says_why_not(
