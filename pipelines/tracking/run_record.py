@@ -20,7 +20,7 @@ from trainer.config import ADAMW_FIELDS, MUON_FIELDS
 from trainer.errors import UserError, shown
 from trainer.models.model_config import REMOVED_FIELDS
 from trainer.record import DamagedRecord, Key, NewerRecord, StoredRecord, UnixSeconds, reading, record_in
-from trainer.store import Store
+from trainer.store import Store, side_by_side
 
 MOST_NAMES = 20  # in a message
 
@@ -125,25 +125,26 @@ def key_of(run: str) -> str:
 
 def read_records(store: Store, names: Iterable[str] = ()) -> list[RunRecord]:
     """The records of the runs with these names or beginnings of names (all runs by default), oldest first."""
-    found = (read_record(store, run) for run in full_names(store, names))
+    found = side_by_side(lambda run: read_record(store, run), full_names(store, names))
     return sorted((one for one in found if one), key=lambda one: one.updated)
 
 
 def full_names(store: Store, names: Iterable[str] = ()) -> list[str]:
     """The full names of runs, by names or beginnings of names; of all runs by default, the newest last.
 
-    The name of a recipe is that of its newest run. UserError if a name fits no run, or several.
+    The name of a recipe is that of its newest run, by the records: a copy of a store has other dates. UserError if a
+    name fits no run, or several.
     """
     entries = sorted(store.entries("runs/"), key=lambda entry: entry.modified)
     runs = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in entries]
-    return [_full_name(runs, name, store.uri) for name in names] or runs
+    return [_full_name(store, runs, name) for name in names] or runs
 
 
-def _full_name(runs: list[str], name: str, where: str) -> str:
+def _full_name(store: Store, runs: list[str], name: str) -> str:
     found = [name] if name in runs else [run for run in runs if run.startswith(name)]
     of_recipe = [run for run in found if run.rpartition("-")[0] == name]
     if len(found) == 1 or of_recipe:
-        return (of_recipe or found)[-1]
+        return read_records(store, of_recipe)[-1].run if len(of_recipe) > 1 else (of_recipe or found)[-1]
     known = ", ".join((found or runs)[-MOST_NAMES:]) or "none yet; `skytrain run RECIPE` makes one"
     reason = "the beginning of more than one run" if found else "no such run"
-    raise UserError(f"{name}: {reason} in {where}; known runs: {known}")
+    raise UserError(f"{name}: {reason} in {store.uri}; known runs: {known}")

@@ -187,14 +187,16 @@ def test_a_failed_run_leaves_the_lists_once_its_recipe_has_a_newer_run(store: Lo
 
 
 def test_a_run_is_found_by_the_beginning_of_its_name(store: LocalStore) -> None:
-    for run in ("smoke-1a2b3c4d", "smoke-1a2b3c4e", "gpt2-124m-99999999"):
-        store.put(f"runs/{run}.json", b"")
+    record = recorded(store)
+    store.delete(f"runs/{RUN}.json")
+    for number, run in enumerate(("smoke-1a2b3c4e", "smoke-1a2b3c4d", "gpt2-124m-99999999")):
+        store.put(f"runs/{run}.json", replace(record, run=run, updated=number).to_json())
     assert full_names(store, ["gpt", "smoke-1a2b3c4d"]) == ["gpt2-124m-99999999", "smoke-1a2b3c4d"]
-    for number, run in enumerate(("smoke-1a2b3c4e", "gpt2-124m-99999999", "smoke-1a2b3c4d")):
+    for number, run in enumerate(("smoke-1a2b3c4d", "gpt2-124m-99999999", "smoke-1a2b3c4e")):  # in a copy of the store
         os.utime(store.path_of(f"runs/{run}.json"), (number, number))
-    assert full_names(store) == ["smoke-1a2b3c4e", "gpt2-124m-99999999", "smoke-1a2b3c4d"]
+    assert full_names(store) == ["smoke-1a2b3c4d", "gpt2-124m-99999999", "smoke-1a2b3c4e"]
     assert full_names(store, ["smoke"]) == ["smoke-1a2b3c4d"]  # the newest of the recipe
-    with pytest.raises(UserError, match="smoke-1: the beginning of more than one run .*smoke-1a2b3c4e, smoke-1a2b3c4d"):
+    with pytest.raises(UserError, match="smoke-1: the beginning of more than one run .*smoke-1a2b3c4d, smoke-1a2b3c4e"):
         full_names(store, ["smoke-1"])
     with pytest.raises(UserError, match="llama: no such run .* known runs: smoke"):
         full_names(store, ["llama"])
