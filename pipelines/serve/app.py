@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipelines.sample import Fragment, TextModel
 from trainer.errors import UserError, cut
@@ -400,8 +400,12 @@ class Guard:
         return None
 
 
-class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Closes a connection on which no whole request has arrived for ARRIVAL_SECONDS; uvicorn waits for ever."""
+class ImpatientProtocol(H11Protocol):
+    """Closes a connection on which no whole request has arrived for ARRIVAL_SECONDS; uvicorn waits for ever.
+
+    h11 reads a request once the one before is answered. httptools reads it at once: if its client leaves then, uvicorn
+    goes on with the answer to the first one.
+    """
 
     limit: asyncio.TimerHandle | None = None
 
@@ -411,6 +415,10 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._limit_arrival()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
         self._limit_arrival()
 
     def _limit_arrival(self) -> None:

@@ -90,6 +90,12 @@ class Endpoint:
         answer = self.send("POST" if body is not None else "GET", path, body, **headers)
         return answer.status, json.loads(answer.read())
 
+    def raw(self, **body: Any) -> bytes:
+        """The bytes of a request."""
+        content = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.address}\r\nContent-Type: application/json\r\n"
+        return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
     def events(self, body: Any) -> list[Any]:
         answer = self.send("POST", "/v1/completions", body | {"stream": True})
         assert (answer.status, answer.headers["Content-Type"]) == (200, "text/event-stream; charset=utf-8")
@@ -348,16 +354,19 @@ def test_a_foreign_page_gets_nothing(endpoint: Endpoint) -> None:
 
 def test_silent_connections_are_closed_and_lock_nobody_out(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelines.serve.app.ARRIVAL_SECONDS", 0.5)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {endpoint.address}\r\nContent-Type: application/json\r\n"
-    whole = f"GET /health HTTP/1.1\r\nHost: {endpoint.address}\r\n\r\n"
-    starts = ("", "GET ", head, f"{head}Content-Length: 9\r\n\r\n", f"{whole}GET ")
+    post, get = endpoint.raw(max_tokens=1), f"GET /health HTTP/1.1\r\nHost: {endpoint.address}\r\n\r\n".encode()
+    starts = (b"", b"GET ", post[:90], post[:-1], get + b"GET ")
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", endpoint.port), 30)) for _ in range(10)]
         for number, connection in enumerate(silent[:8]):
-            connection.sendall(starts[number % len(starts)].encode())
+            connection.sendall(starts[number % len(starts)])
         for connection in silent:
             while connection.recv(65536):
                 pass
+    with socket.create_connection(("127.0.0.1", endpoint.port), 30) as connection:
+        connection.sendall(get + post[:-1])
+        while connection.recv(65536):
+            pass
     assert endpoint.ask(body={"max_tokens": 1})[0] == 200
 
 
@@ -379,14 +388,27 @@ def test_a_request_waits_for_the_one_before_and_more_than_uvicorn_takes_are_refu
     waiting.until(lambda: endpoint.send("POST", "/v1/completions", {"max_tokens": 1}).status == 200, "served again", 30)
 
 
-def test_a_client_that_leaves_ends_its_generation(endpoint: Endpoint) -> None:
-    for stream in (True, False):
-        with socket.create_connection(("127.0.0.1", endpoint.port)) as client:
-            body = json.dumps({"max_tokens": 8000, "n": 4, "stream": stream}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: {endpoint.address}\r\nContent-Type: application/json\r\n"
-            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            endpoint.until(lambda health: health["busy"])
-        endpoint.until(lambda health: not health["busy"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("requests", [1, 2])
+def test_a_client_that_leaves_ends_its_generation(endpoint: Endpoint, stream: bool, requests: int) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as client:
+        client.sendall(endpoint.raw(max_tokens=8000, n=4, stream=stream) * requests)
+        endpoint.until(lambda health: health["busy"])
+    endpoint.until(lambda health: not health["busy"])
+
+
+def test_the_requests_of_a_connection_are_answered_in_order_while_the_next_one_arrives(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.serve.app.ARRIVAL_SECONDS", 1.0)
+    last = endpoint.raw(max_tokens=2)
+    with socket.create_connection(("127.0.0.1", endpoint.port), 30) as client:
+        client.sendall(endpoint.raw(max_tokens=3000) + last[:-1])
+        for tokens, rest in ((3000, last[-1:]), (2, b"")):
+            with http.client.HTTPResponse(client) as answer:
+                answer.begin()
+                assert json.loads(answer.read())["usage"]["completion_tokens"] == tokens
+            client.sendall(rest)
 
 
 def test_waits_and_generations_have_limits_of_time() -> None:
