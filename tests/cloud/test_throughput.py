@@ -64,13 +64,7 @@ def test_fp8_gains_in_the_sharded_engine_what_it_gains_in_the_fused_one() -> Non
     ],
 )
 def test_a_plan_and_a_run_on_mocked_gpus_take_the_same_engine_for_the_same_reason(
-    recipe: str,
-    changes: list[str],
-    gpus: str,
-    nodes: int,
-    engine: str,
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: str, changes: list[str], gpus: str, nodes: int, engine: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, old = load_recipe(recipe, changes), gpus.startswith("V100")
     found, reason = engine_of(one, gpus, nodes)
