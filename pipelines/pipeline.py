@@ -20,7 +20,15 @@ from pipelines.screen import Screen
 from pipelines.stage import Built, Work, artifacts, missing, run_name, stage_named
 from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.crashes import UNFIT, after_crash
-from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, attempts, claim, close_attempt, is_alive, newest_report
+from pipelines.tracking.ledger import (
+    SILENT_SECONDS,
+    Attempt,
+    attempts,
+    claim,
+    close_attempt,
+    is_alive,
+    newest_report,
+)
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.run_record import RunRecord, record

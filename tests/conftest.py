@@ -13,7 +13,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from once import once
 from pipeline_runs import FOLDER_NAME, PRICE, Project, ranks
-from servers import FOREIGN_AWS_VARIABLES, MlflowServer, MotoServer, Radosgw, S3Account, started_once, stop_all
+from servers import (
+    FOREIGN_AWS_VARIABLES,
+    MlflowServer,
+    MotoServer,
+    Radosgw,
+    S3Account,
+    started_once,
+    stop_all,
+)
 
 from pipelines.artifacts.s3_store import S3Store
 from trainer.store import LocalStore

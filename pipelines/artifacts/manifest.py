@@ -35,7 +35,16 @@ from trainer.record import (
     record_in,
     typed,
 )
-from trainer.store import ABSENT, PARTIAL, Check, LocalStore, Store, sha256_of, side_by_side, unavailable_if_failing
+from trainer.store import (
+    ABSENT,
+    PARTIAL,
+    Check,
+    LocalStore,
+    Store,
+    sha256_of,
+    side_by_side,
+    unavailable_if_failing,
+)
 
 FORMAT = 1
 FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export", "tune": "tune"}

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 from pipelines.artifacts.manifest import ArtifactPlan, find
 from pipelines.artifacts.traffic import GB
 from pipelines.bench.gpus import MOST_NODES, check_gpus, fewest_nodes, gpu_count, gpu_of, memory_on, peak_of
-from pipelines.bench.throughput import TCP_BYTES_PER_SECOND, Throughput, nearest_step, speed_on, trains_on_a_small_gpu
+from pipelines.bench.throughput import (
+    TCP_BYTES_PER_SECOND,
+    Throughput,
+    nearest_step,
+    speed_on,
+    trains_on_a_small_gpu,
+)
 from pipelines.cloud.catalog import CLOUDS, CloudRegion, MachineRequest, is_cluster, offers, place_of, with_traffic
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.preflight import slow_cards, text_is_only_here

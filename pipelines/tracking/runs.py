@@ -381,7 +381,11 @@ def read_runs(store: Store, names: Iterable[str] = ()) -> list[Run]:
 
 
 def usable_runs(
-    store: Store, names: Iterable[str], need: Callable[[Run], Any], skip: Callable[[str], None], last: int | None = None
+    store: Store,
+    names: Iterable[str],
+    need: Callable[[Run], Any],
+    skip: Callable[[str], None],
+    last: int | None = None,
 ) -> list[Run]:
     """The runs with these names, or of all runs those of which `need` can be read; oldest first. Read side by side.
 

@@ -9,7 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_records import ELSEWHERE, GONE, PLANS, RUN, TRAIN, attempted, done_run, finished, recipe_with, recorded
+from run_records import (
+    ELSEWHERE,
+    GONE,
+    PLANS,
+    RUN,
+    TRAIN,
+    attempted,
+    done_run,
+    finished,
+    recipe_with,
+    recorded,
+)
 from servers import S3Account
 
 from pipelines.artifacts.manifest import FOLDERS, File

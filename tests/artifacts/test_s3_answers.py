@@ -68,8 +68,18 @@ ODD: dict[str, tuple[Callable[[S3Store], object], Answer, Answer, object]] = {
         listing(ITEM + ENDS),
         [3],
     ),
-    "a page without the next": (lambda s: s.entries(""), listing("<IsTruncated>true</IsTruncated>"), listing(ENDS), []),
-    "a clock": (lambda s: s.clock() > 0, listing(ENDS, Date="soon"), listing(ENDS), True),
+    "a page without the next": (
+        lambda s: s.entries(""),
+        listing("<IsTruncated>true</IsTruncated>"),
+        listing(ENDS),
+        [],
+    ),
+    "a clock": (
+        lambda s: s.clock() > 0,
+        listing(ENDS, Date="soon"),
+        listing(ENDS),
+        True,
+    ),
     "a range": (
         lambda s: s.read_into("key", 0, memoryview(bytearray(22))),
         (206, BODY, {"Content_Range": "bytes 0-21/100000000000000"}),

@@ -8,7 +8,11 @@ import torch
 
 from pipelines.bench.gpus import check_gpus, engine_of
 from pipelines.bench.measurements import Speed, measurements
-from pipelines.bench.throughput import RUN_SHARE, network_bytes, speed_on
+from pipelines.bench.throughput import (
+    RUN_SHARE,
+    network_bytes,
+    speed_on,
+)
 from pipelines.recipe import load_recipe
 from trainer.engine import choose_engine
 from trainer.errors import UserError
@@ -64,7 +68,13 @@ def test_fp8_gains_in_the_sharded_engine_what_it_gains_in_the_fused_one() -> Non
     ],
 )
 def test_a_plan_and_a_run_on_mocked_gpus_take_the_same_engine_for_the_same_reason(
-    recipe: str, changes: list[str], gpus: str, nodes: int, engine: str, why: str, monkeypatch: pytest.MonkeyPatch
+    recipe: str,
+    changes: list[str],
+    gpus: str,
+    nodes: int,
+    engine: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, old = load_recipe(recipe, changes), gpus.startswith("V100")
     found, reason = engine_of(one, gpus, nodes)

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from pipeline_runs import FOLDER_NAME, STEPS, Project
 from stage_work import NoSignals
 
-from pipelines.job.budget import RELEASE_SECONDS, Budget, seconds_until_ask, stopping_seconds
+from pipelines.job.budget import (
+    RELEASE_SECONDS,
+    Budget,
+    seconds_until_ask,
+    stopping_seconds,
+)
 from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import claim

@@ -14,7 +14,13 @@ from run_records import attempted, done_run
 
 from pipelines import cli
 from pipelines.show.bill import print_bill
-from pipelines.show.console import JobLog, TerminalScreen, console, printable, say
+from pipelines.show.console import (
+    JobLog,
+    TerminalScreen,
+    console,
+    printable,
+    say,
+)
 from pipelines.show.runs import print_runs, print_series
 from pipelines.show.warnings import make_warnings_printable
 from pipelines.tracking.records import Machine, Progress

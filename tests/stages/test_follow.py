@@ -19,7 +19,14 @@ from pipelines.stage import Work
 from pipelines.stages import follow
 from pipelines.stages.follow import Follower, raise_error_of_ranks
 from trainer.errors import Crashed, Interrupted, Stopped, StoreUnavailable
-from trainer.events import Checkpointed, CheckpointFailed, PhaseChanged, Row, event_to_json, events_after
+from trainer.events import (
+    Checkpointed,
+    CheckpointFailed,
+    PhaseChanged,
+    Row,
+    event_to_json,
+    events_after,
+)
 
 
 def test_a_failed_checkpoint_is_a_warning_and_a_stopped_run_names_its_last_commit(work: Callable[[str], Work]) -> None:

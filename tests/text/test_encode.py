@@ -14,7 +14,11 @@ from texts import CUT_TEXT, ODD_TEXTS
 
 from pipelines.text import documents, encode
 from pipelines.text.documents import batches_of, utf8
-from pipelines.text.encode import Encoder, has_fast_encoder, may_differ
+from pipelines.text.encode import (
+    Encoder,
+    has_fast_encoder,
+    may_differ,
+)
 from pipelines.text.tokenizer import tokenizer
 from trainer.errors import UserError
 

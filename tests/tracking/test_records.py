@@ -104,7 +104,13 @@ REQUEST = {
     "deadline": None,
     "variables": {"HF_HUB_OFFLINE": "1"},
 }
-LAUNCH = {"request": REQUEST, "stages": ["train", "export"], "jobs": [3], "secrets": ["HF_TOKEN"], "time": 2.5}
+LAUNCH = {
+    "request": REQUEST,
+    "stages": ["train", "export"],
+    "jobs": [3],
+    "secrets": ["HF_TOKEN"],
+    "time": 2.5,
+}
 
 
 @pytest.mark.parametrize(

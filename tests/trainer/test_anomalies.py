@@ -129,7 +129,11 @@ RUINED_AFTER = 7  # updates: from then on no loss is finite
     ],
 )
 def test_ruined_weights_are_never_committed_and_end_the_run_as_diverged(
-    runner: Runners, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], stop_after: int | None, evidence: str
+    runner: Runners,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    stop_after: int | None,
+    evidence: str,
 ) -> None:
     inject({"ruin": [RUINED_AFTER - 1]}, monkeypatch.setattr)
     settings = {"max_steps": 20, "val_every": None, "grad_clip": None, "checkpoint_minutes": EVERY_STEP} | changes

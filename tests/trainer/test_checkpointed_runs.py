@@ -101,7 +101,14 @@ def change_a_shape(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [change_a_shape, flip_a_byte, delete_a_file, empty_the_commit, change_a_digit_of_the_commit]
+    "damage",
+    [
+        change_a_shape,
+        flip_a_byte,
+        delete_a_file,
+        empty_the_commit,
+        change_a_digit_of_the_commit,
+    ],
 )
 def test_a_damaged_checkpoint_falls_back_to_the_one_before_loudly(
     runner: Runners, damage: Callable[[Path], None]

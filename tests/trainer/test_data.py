@@ -171,7 +171,10 @@ PINNED = [
 
 def test_a_window_is_inputs_and_targets_of_one_sequence(tmp_path: Path) -> None:
     data = numbered_data(tmp_path, [22, 9], block_size=5)
-    assert data.windows([(0, 3), (1, 0)]).tolist() == [[15, 16, 17, 18, 19, 20], [1000, 1001, 1002, 1003, 1004, 1005]]
+    assert data.windows([(0, 3), (1, 0)]).tolist() == [
+        [15, 16, 17, 18, 19, 20],
+        [1000, 1001, 1002, 1003, 1004, 1005],
+    ]
     read = []
     for tokens, targets in data.micro_batches(range(0, 5), 2, CPU):
         assert tokens.dtype == targets.dtype == torch.int64

@@ -107,7 +107,10 @@ def test_a_run_that_cannot_fetch_its_next_shard_leaves_with_its_last_state(runne
 # A validation has 6 batches.
 @pytest.mark.parametrize(("batch", "step"), [(2, 0), (8, 5), (13, 10), (20, 12)])
 def test_a_stop_in_a_validation_ends_the_attempt_there_and_the_next_one_validates_again(
-    runner: Runners, monkeypatch: pytest.MonkeyPatch, batch: int, step: int
+    runner: Runners,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+    step: int,
 ) -> None:
     validated: list[int] = []
     loss = PlainEngine.loss
