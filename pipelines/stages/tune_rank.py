@@ -24,7 +24,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     TrainerCallback,
-    get_scheduler,
+    pipeline,
     set_seed,
 )
 
@@ -44,14 +44,13 @@ from trainer.errors import Diverged, Interrupted, UserError
 from trainer.events import EventLog, Started
 from trainer.health import Watchdog
 from trainer.parallel import World
-from trainer.process import StopSignal, failpoint
+from trainer.process import StopSignal
 from trainer.store import Store
 
 TRL_NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 LEFT_OUT = ("epoch", "num_tokens", "step_time")  # of TRL's logs: relative to the start of this process, or its speed
 MEASURED_AT_ONCE = 64  # held-out rows of a rank
-PADDED = {"padding": True, "return_tensors": "pt", "return_dict": True}
 
 
 @dataclass
@@ -124,13 +123,7 @@ class Tuning(TrainerCallback):
         done, trainer = self.state.step, self.trainer
         for moments in trainer.optimizer.state.values():
             moments["step"].fill_(done)
-        args, total = trainer.args, self.steps
-        warmup = args.get_warmup_steps(total)
-        trainer.lr_scheduler = get_scheduler(args.lr_scheduler_type, trainer.optimizer, warmup, total)
-        for _ in range(done):
-            trainer.lr_scheduler.step()
         trainer.train_dataset = trainer.train_dataset.select(self.order[done * self.examples :])
-        args.max_steps = max(1, total - done)
 
     def trainer_of_trl(self) -> Any:
         """TRL's trainer of the method over all rows."""
@@ -138,17 +131,16 @@ class Tuning(TrainerCallback):
         arguments: dict[str, Any] = {
             "output_dir": str(self.folder / "trl"),
             "per_device_train_batch_size": step.at_once // self.world.world_size,
+            "max_steps": self.steps,  # of the schedule: a resumed run has fewer rows, and `on_log` ends it
             "learning_rate": step.learning_rate,
             "logging_steps": 1,
             "logging_nan_inf_filter": False,
-            "report_to": [],
             "save_strategy": "no",
             "disable_tqdm": True,
             "use_cpu": device.type == "cpu",
             "bf16": self.precision == "bf16",
             "gradient_checkpointing": False,
             "ddp_find_unused_parameters": False,
-            "train_sampling_strategy": "sequential",
             "seed": step.seed,
             **step.options,
         }
@@ -157,57 +149,48 @@ class Tuning(TrainerCallback):
         more = {"model": self.model, "processing_class": self.tokenizer, "train_dataset": self.rows}
         if rank := step.lora_rank:  # Hu et al. 2021
             kind = "SEQ_CLS" if step.method == REWARD else "CAUSAL_LM"
-            adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=kind)
-            more["peft_config"] = adapters
+            more["peft_config"] = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=kind)
         if step.method in REWARDED:
             arguments |= {"num_generations": step.generations, "max_completion_length": step.max_answer}
             arguments |= {"shuffle_dataset": False, "reward_weights": [reward.weight for reward in step.rewards]}
-            del arguments["train_sampling_strategy"]
             more["reward_funcs"] = [self.reward_of(reward) for reward in step.rewards]
         else:
-            arguments["max_length"] = step.max_length or self.spec.recipe.model.block_size
-        if step.method == "dpo" and not step.lora_rank:  # with adapters, the reference is the model without them
-            more["ref_model"], _ = model_in(Path(str(self.spec.weights)), self.tokens, step)
+            longest = step.max_length or self.spec.recipe.model.block_size
+            arguments |= {"train_sampling_strategy": "sequential", "max_length": longest}
         trainer, config = (getattr(trl, TRL_NAMES[step.method] + part) for part in ("Trainer", "Config"))
         made = trainer(**more, args=config(**arguments))
-        if step.method in REWARDED and made.ref_model is not None:  # read from the folder, without the chat's tokens
+        if getattr(made, "ref_model", None):  # read from the folder, without the chat's tokens
             reference = made.accelerator.unwrap_model(made.ref_model)
             reference.resize_token_embeddings(self.model.config.vocab_size, mean_resizing=False)
             reference.load_state_dict(self.model.state_dict())
         return made
 
     def reward_of(self, reward: RewardConfig) -> Callable[..., list[float]]:
-        """A reward in TRL's form. That of a model is ours: TRL's own call would not crop an answer that, as text,
-        has more tokens than were generated."""
+        """A reward in TRL's form. For that of a model, transformers crops an answer that, as text, has more tokens than
+        were generated; TRL's own call would not."""
         if reward.step is None:
             return RewardCode(reward) if reward.function else reward_function(reward)
         folder, longest = self.folder / f"{REWARD}-{reward.step}", self.spec.recipe.model.block_size
-        model, tokenizer = model_in(folder, self.tokens, self.step, scores=True)
-        model.to(self.world.device).eval()
-        options = PADDED | {"padding_side": "right", "truncation": True, "max_length": longest}
+        judge = pipeline("text-classification", str(folder), dtype=torch.float32, device=self.world.device)
+        options = {"truncation": True, "max_length": longest, "add_special_tokens": False, "function_to_apply": "none"}
 
-        @torch.no_grad()
         def score(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
             whole = [[*prompt, *answer] for prompt, answer in zip(prompts, completions, strict=True)]
-            given = tokenizer.apply_chat_template(whole, **options)
-            scores: list[float] = model(**given.to(self.world.device)).logits[:, 0].tolist()
-            return scores
+            texts = self.tokenizer.apply_chat_template(whole, tokenize=False)
+            return [one["score"] for one in judge(texts, batch_size=len(texts), **options)]
 
         return score
 
     def pieces_of_state(self) -> dict[str, Piece]:
         """Weights and moments, for the checkpointer. Makes the moments, which AdamW makes at its first step."""
-        optimizer = self.trainer.optimizer
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {name: torch.zeros_like(parameter) for name in MOMENTS}
-                optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
         pieces = {}
         for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            pieces[f"model.{name}"] = Piece.whole(parameter)
-            pieces |= {f"{moment}.{name}": Piece.whole(optimizer.state[parameter][moment]) for moment in MOMENTS}
+            if parameter.requires_grad:
+                if not (state := self.trainer.optimizer.state[parameter]):
+                    state.update({moment: torch.zeros_like(parameter) for moment in MOMENTS})
+                    state["step"] = torch.zeros((), device=parameter.device)
+                pieces[f"model.{name}"] = Piece.whole(parameter)
+                pieces |= {f"{moment}.{name}": Piece.whole(state[moment]) for moment in MOMENTS}
         return pieces
 
     def started(self) -> Started:
@@ -225,8 +208,11 @@ class Tuning(TrainerCallback):
         )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Collect the pieces again: accelerate copies the weights for several ranks on a CPU."""
+        """Bring the schedule to the next step, and collect the pieces again: accelerate copies the weights for several
+        ranks on a CPU."""
         self.pieces = self.pieces_of_state()
+        for _step in range(self.state.step):
+            self.trainer.lr_scheduler.step()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Seed every generator of random numbers for the next step, on each rank by another number."""
@@ -253,7 +239,6 @@ class Tuning(TrainerCallback):
             raise Diverged(f"tune.{self.step.name}: {why}; lower learning_rate, and run again from the last commit")
         self.log.row(self.state.step, {f"tune/{self.step.name}/{name}": value for name, value in values.items()})
         self.watchdog.step_done(seconds)
-        failpoint("tuned-step")
         self.checkpointer.prove()  # the loss of this step is that of the weights before it
         self.checkpointer.settle(self.log)
         due = self.world.rank == 0 and self.save_clock.due_now() and not self.checkpointer.busy
@@ -276,7 +261,7 @@ class Tuning(TrainerCallback):
         """Log the share of held-out prompts whose likeliest answer is the right one. A collective call: the ranks
         divide the rows."""
         rows, world, right = self.held_out, self.world, 0
-        options = PADDED | {"padding_side": "left", "add_generation_prompt": True}
+        options = {"padding": True, "padding_side": "left", "return_tensors": "pt", "add_generation_prompt": True}
         self.model.eval()
         with self.log.clock.phase("evaluate"), torch.no_grad():
             for first in range(0, len(rows), MEASURED_AT_ONCE * world.world_size):
@@ -302,14 +287,7 @@ class Tuning(TrainerCallback):
         self.tokenizer.backend_tokenizer.no_padding()  # of the last batch that this process encoded
         self.tokenizer.backend_tokenizer.no_truncation()
         self.tokenizer.save_pretrained(self.folder / TUNED, save_jinja_files=False)
-        facts = {
-            "method": self.step.method,
-            "steps": self.state.step,
-            "tokens": self.state.tokens_seen,
-            "parameters": model.num_parameters(),
-            "precision": self.precision,
-            "vocab_size": model.config.vocab_size,
-        }
+        facts = {"method": self.step.method, "steps": self.state.step, "vocab_size": model.config.vocab_size}
         (self.folder / FACTS_FILE).write_text(json.dumps(facts))
 
 
