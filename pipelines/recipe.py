@@ -42,6 +42,7 @@ SHIPPED = (
     *("gpt2-350m", "gpt2-774m", "llama-1b", "modern-d24", "gpt2-1558m", "llama-8b"),
     *("gpt3-6.7b", "gpt3-13b", "gpt3-175b"),
 )
+FIELDS_OF = {"beta": ("dpo", *REWARDED), "rewards": REWARDED, "held_out": ("sft", "dpo", *REWARDED)}  # by method
 # Arguments of TRL that a step of tuning may set, by method. The others are fields, or decide what resumes exactly.
 TRL_OPTIONS = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"), METHODS),
@@ -116,24 +117,13 @@ class ExportConfig(Section):
 class RewardConfig(Section):
     """A reward of generated answers: 0 to 1, unless a model gives it."""
 
-    kind: Literal["exact_match", "format", "length", "model", "function"] = Field(
-        description="exact_match: the final answer, what follows the last ####, is that of the row's `answer`; format: "
-        "the whole answer matches `pattern`; length: it has at most `characters`, and falls to 0 at twice as many; "
-        "model: the score, without bounds, of the reward model that the earlier step `step` made; function: what "
-        "`function` returns, code that runs with --allow-code alone"
-    )
-    weight: float = Field(default=1.0, description="Factor in the sum of all rewards")
-    pattern: str | None = Field(default=None, max_length=1000, description="Regular expression of `format`")
-    characters: int | None = Field(default=None, ge=1, description="Limit of `length`")
-    step: str | None = Field(default=None, description="Step of method reward, for `model`")
-    function: str | None = Field(
-        default=None,
-        pattern=r"^[^:]+\.py:[A-Za-z_]\w*$",
-        description="FILE.py:NAME, in TRL's form: NAME(prompts, completions, **columns) returns a list of numbers",
-    )
-    sha256: str | None = Field(
-        default=None, pattern="^[0-9a-f]{64}$", description="Of the function's file; null: as it is found"
-    )
+    kind: Literal["exact_match", "format", "length", "model", "function"]
+    weight: float = 1.0
+    pattern: str | None = Field(default=None, max_length=1000)
+    characters: int | None = Field(default=None, ge=1)
+    step: str | None = None
+    function: str | None = Field(default=None, pattern=r"^[^:]+\.py:[A-Za-z_]\w*$")
+    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
@@ -168,9 +158,7 @@ class TuneConfig(Section):
     )
     revision: str | None = Field(default=None, description="As tokens.revision")
     content: str | None = Field(
-        default=None,
-        pattern="^[0-9a-f]{64}$",
-        description="sha256 that identifies the data, which a run records; null: of the data as it is",
+        default=None, description="sha256 that identifies the data, which a run records; null: of the data as it is"
     )
     learning_rate: float = Field(default=1e-5, gt=0, le=1, description="Highest learning rate")
     epochs: int = Field(default=1, ge=1, le=10_000, description="Passes over the data")
@@ -198,7 +186,11 @@ class TuneConfig(Section):
     rewards: list[RewardConfig] = Field(
         default=[],
         max_length=20,
-        description="grpo, rloo: a list of {kind, weight, …}; kinds: exact_match, format, length, model, function",
+        description="grpo, rloo: a list of {kind, weight, …}, whose sum counts, each times its `weight`. exact_match: "
+        "the final answer, what follows the last ####, is that of the row's `answer`; format: the whole answer matches "
+        "the regular expression `pattern`; length: it has at most `characters`, and falls to 0 at twice as many; "
+        "model: the score, without bounds, of the reward model that the earlier step `step` made; function: what "
+        "`function`, FILE.py:NAME, returns in TRL's form (`sha256` of the file; null: as it is found)",
     )
     held_out: int = Field(
         default=0,
@@ -219,19 +211,15 @@ class TuneConfig(Section):
     @model_validator(mode="after")
     def _fits_the_method(self) -> Self:
         rewarded, accumulated = self.method in REWARDED, self.options.get("gradient_accumulation_steps", 1)
-        for name in self.options:
-            if self.method not in (methods := TRL_OPTIONS[name]):
-                raise ValueError(f"{self.name}: options.{name} belongs to {', '.join(methods)}, not to {self.method}")
+        given = {name: FIELDS_OF[name] for name in self.model_dump(include=set(FIELDS_OF), exclude_defaults=True)}
+        given |= {f"options.{name}": TRL_OPTIONS[name] for name in self.options}
+        for name, methods in given.items():
+            if self.method not in methods:
+                raise ValueError(f"{self.name}: {name} belongs to {', '.join(methods)}, not to {self.method}")
         if rewarded and not self.rewards:
             raise ValueError(f"{self.name}: rewards: {self.method} needs at least one; name {{kind: exact_match}}")
-        if self.rewards and not rewarded:
-            raise ValueError(f"{self.name}: rewards: {self.method} generates no answers; remove them")
         if rewarded and self.batch % self.generations:
             raise ValueError(f"{self.name}: batch {self.batch} is not divisible by generations {self.generations}")
-        if self.beta is not None and self.method in ("sft", REWARD):
-            raise ValueError(f"{self.name}: beta belongs to dpo, grpo and rloo; remove it")
-        if self.held_out and self.method == REWARD:
-            raise ValueError(f"{self.name}: held_out compares answers, and reward generates none; remove it")
         if type(accumulated) is not int or accumulated < 1 or self.batch % accumulated:
             raise ValueError(f"{self.name}: options.gradient_accumulation_steps must divide batch {self.batch}")
         return self
