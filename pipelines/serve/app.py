@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import TypedDict
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipelines.sample import Fragment, TextModel
@@ -118,10 +119,8 @@ class CompletionRequest(TextRequest):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(TypedDict):
     """A message of a conversation."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -189,7 +188,7 @@ def make_app(
     async def chat(asked: ChatRequest, request: Request) -> Response:
         if model.chat is None:
             raise Refused(404, "chat is not served: a base model continues text; use /v1/completions")
-        prompt = model.chat.prompt([message.model_dump() for message in asked.messages])
+        prompt = model.chat.prompt(asked.messages)
         given = asked.max_completion_tokens or ("max_tokens" in asked.model_fields_set and asked.max_tokens)
         room = asked.model_copy(update={"max_tokens": given or max(1, model.context - len(prompt))})
         return await writer.answer(room, checked_prompts(model, room, [prompt], "messages"), request)

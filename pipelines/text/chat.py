@@ -6,7 +6,6 @@ embedding that padding left free. TEMPLATE says the same to transformers and vLL
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipelines.recipe import CHAT_TOKENS
@@ -23,27 +22,15 @@ TEMPLATE = (
     "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-Message = Mapping[str, str]  # role and content
+Message = Mapping[str, object]  # role and content
 
 
-@dataclass(frozen=True)
 class ChatTokens:
     """Conversations as ids of a tokenizer and of the two tokens after its last one."""
 
-    encoding: "tiktoken.Encoding"
-
-    @property
-    def start(self) -> int:
-        return self.encoding.n_vocab
-
-    @property
-    def end(self) -> int:
-        return self.encoding.n_vocab + 1
-
-    @property
-    def n_vocab(self) -> int:
-        """The tokenizer's ids, and these two."""
-        return self.encoding.n_vocab + len(CHAT_TOKENS)
+    def __init__(self, encoding: "tiktoken.Encoding") -> None:
+        self.encoding, self.n_vocab = encoding, encoding.n_vocab + len(CHAT_TOKENS)
+        self.start, self.end = range(encoding.n_vocab, self.n_vocab)
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and for each whether supervised tuning learns it: those of answers and their

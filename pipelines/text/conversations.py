@@ -15,7 +15,7 @@ from typing import Any
 
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, TuneConfig
 from pipelines.text.chat import ROLES, ChatTokens, Message
-from pipelines.text.files import Files, parquet_batches, sha256_of_text
+from pipelines.text.files import Files, parquet_batches
 from pipelines.text.hub import reading
 from pipelines.text.sources import Text, open_source
 from trainer.errors import UserError, cut, shown
@@ -42,13 +42,8 @@ class Rows:
 def content_of(step: TuneConfig) -> str:
     """sha256 of what identifies the data: of local files' contents, of the objects in S3, or of the commit on the Hub.
     UserError if there is no such data."""
-    identity: Any = addition()
     with naming(step):
-        source = source_of(step) if step.data != ADDITION else None
-        if isinstance(source, Files):
-            identity = [one.etag for one in source.objects.values()] or [sha256_of_text(path) for path in source.paths]
-        elif source:
-            identity = source.identity()
+        identity = addition() if step.data == ADDITION else source_of(step).identity(look=False)
     return sha256(json.dumps(identity).encode()).hexdigest()
 
 
@@ -152,8 +147,6 @@ def checked_messages(column: str, found: Any, role: str, last: str) -> list[Mess
             raise ValueError(f"{where}: the content is empty, or no text")
         if special := next((token for token in CHAT_TOKENS if token in text), None):
             raise ValueError(f"{where}: the content has {special}, which separates messages; remove it")
-        if message["role"] == "system" and number > 1:
-            raise ValueError(f"{where}: a system message comes first")
     if messages[-1]["role"] != last:
         raise ValueError(f"{column}: the last message is of {messages[-1]['role']}, and must be of {last}")
     return [{"role": one["role"], "content": one["content"]} for one in messages]
