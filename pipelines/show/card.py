@@ -45,6 +45,13 @@ def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
 
 
 TARGET_NAMES = {"hellaswag": "HellaSwag", "core": "CORE", "val_loss": "val loss"}
+# By tuning: their labels, and their facts before and now.
+CHANGES = [
+    *((name, f"tune/{name}_before", f"tune/{name}") for name in TUNED_METRICS),
+    *((TARGET_NAMES[name], key, key) for name, key in TARGETS.items()),
+    ("HellaSwag as a chat", TARGETS["hellaswag"], "eval/hellaswag_chat_acc_norm"),
+    ("CORE as a chat", TARGETS["core"], "eval/core_chat"),
+]
 
 
 def reached_target(recipe: Recipe, train: Manifest | None) -> str:
@@ -72,20 +79,13 @@ def table_of_stages(pipeline: "Pipeline", account: Account) -> Table:
 def changes_by_tuning(made: Mapping[str, Manifest]) -> dict[str, list[str]]:
     """ "exact 0.300 → 0.500" and the like for each step of tuning, and for the scores of their model beside those
     of the trained weights."""
-    found: dict[str, list[tuple[str, float | None, float | None]]] = {}
+    before, found = made["evaluate"].facts if "evaluate" in made else {}, dict[str, list[str]]()
     for stage, one in made.items():
-        now = one.facts
-        if stage.startswith("tune."):
-            found[stage] = [(name, now.get(f"tune/{name}_before"), now.get(f"tune/{name}")) for name in TUNED_METRICS]
-        elif stage.startswith("evaluate."):
-            before = made["evaluate"].facts if "evaluate" in made else {}
-            found[stage] = [(TARGET_NAMES[name], before.get(key), now.get(key)) for name, key in TARGETS.items()]
-            for name, chat in (("hellaswag", "eval/hellaswag_chat_acc_norm"), ("core", "eval/core_chat")):
-                found[stage].append((f"{TARGET_NAMES[name]} as a chat", before.get(TARGETS[name]), now.get(chat)))
-    return {
-        stage: [f"{name} {old:.3f} → {new:.3f}" for name, old, new in values if old is not None and new is not None]
-        for stage, values in found.items()
-    }
+        if "." in stage:
+            then = one.facts if stage.startswith("tune.") else before
+            values = [(label, then.get(old), one.facts.get(new)) for label, old, new in CHANGES]
+            found[stage] = [f"{label} {old:.3f} → {new:.3f}" for label, old, new in values if None not in (old, new)]
+    return found
 
 
 def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from pipelines.cloud.control import Status
 from pipelines.cloud.skypilot import TaskStatus
 from pipelines.show.bill import over_budget
 from pipelines.show.console import console, duration, money, printable, say
+from pipelines.stages.follow import describe
 from pipelines.tracking.account import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
@@ -37,9 +38,7 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
         if facts := list(filter(None, [step, speed, *known])):
             out.print("  " + "  ".join(facts))
         if stage and stage.startswith("tune."):
-            now = {name.rpartition("/")[2]: value for name, value in progress.metrics.items()}
-            values = [f"{name} {now[name]:.4f}" for name in ("loss", "reward") if name in now]
-            out.print("  " + "  ".join([f"{shown(stage)}: step {progress.step or 0:,}", *values]))
+            out.print(f"  {shown(stage)}: {describe(progress.step or 0, progress.metrics)}")
         where = f" on {shown(', then '.join(run.places))}" if run.places else ""
         recovered = f", {run.recoveries} recovered by SkyPilot" if run.tasks else ""
         spent = f"${money(summary.usd, summary.unpriced_hours)} so far"

@@ -5,7 +5,6 @@ template. It begins with the artifact of the step before it, the first one with 
 (tune_rank.py) divide each batch (DDP); checkpoints, stops and the bill are those of train.
 """
 
-import importlib.util
 import json
 from dataclasses import replace
 
@@ -72,10 +71,7 @@ def build(work: Work) -> Built:
     wanted = processes_on_this_node(recipe.runtime)
     ranks = next(n for n in range(wanted, 0, -1) if step.at_once % n == 0)
     if ranks < wanted:
-        work.screen.note(
-            f"  {ranks} of {wanted} ranks tune: their number must divide {step.at_once}, "
-            f"tune.{step.name}.batch by its gradient_accumulation_steps"
-        )
+        work.screen.note(f"  {ranks} of {wanted} ranks tune: they must divide the {step.at_once} rows of a pass")
     made = facts_of_ranks(work, replace(rank_spec(work, NodeAddress(), ranks), weights=str(weights), tune=step.name))
     folder = work.folder / TUNED
     work.clock.enter("upload")
@@ -93,19 +89,11 @@ def build(work: Work) -> Built:
 
 def measured(work: Work, step: TuneConfig) -> dict[str, float]:
     """The first and the last value on record of each of TUNED_METRICS."""
-    facts: dict[str, float] = {}
-    for row in series(work.store, work.plan.prefix):
-        for name in TUNED_METRICS:
-            if (value := row.get(f"tune/{step.name}/{name}")) is not None:
-                facts.setdefault(f"tune/{name}_before", value)
-                facts[f"tune/{name}"] = value
+    rows, facts = series(work.store, work.plan.prefix), dict[str, float]()
+    for name in TUNED_METRICS:
+        if values := [row[key] for row in rows if (key := f"tune/{step.name}/{name}") in row]:
+            facts |= {f"tune/{name}_before": values[0], f"tune/{name}": values[-1]}
     return facts
-
-
-def check_package() -> None:
-    """UserError if TRL is not installed."""
-    if not importlib.util.find_spec("trl"):
-        raise UserError("tune: needs the package trl: make install, or pip install -e '.[tune]'; then run again")
 
 
 def checked_rows(recipe: Recipe, store: Store, tokens: ArtifactPlan) -> dict[str, Rows]:

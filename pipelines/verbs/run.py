@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -156,14 +157,15 @@ def refuse_what_ends_late(
     from pipelines.stage import TUNE
     from pipelines.stages.evaluate import check_inputs
     from pipelines.stages.export import check_packages
-    from pipelines.stages.tune import check_package, checked_rows
+    from pipelines.stages.tune import checked_rows
 
     if "export" in todo:
         check_packages(recipe.export.other_formats)
     if not launched and {"train", "evaluate"} <= set(todo):
         check_inputs(recipe, home() / "cache")
     if any(one.startswith(TUNE) for one in todo):
-        check_package()
+        if not find_spec("trl"):
+            raise UserError("tune: needs the package trl: make install, or pip install -e '.[tune]'; then run again")
         checked_rows(recipe, store, plans["tokenize"])
 
 

@@ -66,9 +66,6 @@ def sample(
     def ids_of(text: str) -> list[int]:
         return model.chat.prompt([{"role": "user", "content": text}]) if chat and model.chat else model.ids_of(text)
 
-    def shown(text: str) -> str:
-        return f"{text}\n" if chat else text
-
     for text in asked:
         if (size := len(ids_of(text))) > model.context:
             raise UserError(
@@ -81,7 +78,7 @@ def sample(
     for text, first in product(asked, range(0, number, batch)):
         some = [GeneratedText(text, (seed + i) % (LAST_SEED + 1)) for i in range(first, min(number, first + batch))]
         if at_once:
-            print(printable(heading(len(made), len(asked) * number, some[0]) + shown(text)), end="", flush=True)
+            print(printable(heading(len(made), len(asked) * number, some[0]) + text + "\n" * chat), end="", flush=True)
         for step in model.continue_prompt(ids_of(text), tokens, [one.seed for one in some], sampling):
             for part in step:
                 one = some[part.number]
@@ -95,7 +92,7 @@ def sample(
         print(json.dumps([asdict(one) for one in made]))
     elif not at_once:
         for i, one in enumerate(made):
-            print(printable(heading(i, len(made), one) + shown(one.prompt) + one.text))
+            print(printable(heading(i, len(made), one) + one.prompt + "\n" * chat + one.text))
 
 
 def heading(number: int, of: int, text: GeneratedText) -> str:
