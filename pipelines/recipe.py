@@ -442,5 +442,6 @@ def _apply(values: dict[str, Any], change: str) -> None:
     try:
         values[sections[-1]] = load_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
-        why = f" of a recipe: {error.problem}" if isinstance(error, NotPlain) else ""
+        remedy = "; quote text twice, as 'tokens.source=\"*.txt\"'"
+        why = f" of a recipe: {error.problem}" if isinstance(error, NotPlain) else remedy
         raise UserError(f"--set {cut(change)}: {shown(text)} is not a YAML value{why}") from error

@@ -167,7 +167,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
         # --set itself
         ("train.max_steps", "--set train.max_steps: not of the form section.field=value, such as train.max_steps=50"),
         ("name.x=1", "--set name.x=1: name has no fields"),
-        ("train.max_steps=[1", "--set train.max_steps=[1: '[1' is not a YAML value"),
+        ("train.max_steps=[1", "--set train.max_steps=[1: '[1' is not a YAML value; quote text"),
         # PyYAML takes these for a date and for an integer, and fails in its own way.
         ("tokens.revision=2024-13-45", "'2024-13-45' is not a YAML value"),
     ],
