@@ -63,7 +63,8 @@ def init(
     launches = store.startswith("s3://")
     if not works and launches:
         say("to make a bucket: `aws cloudformation deploy --template-file infra/aws/stack.yaml`, see infra/README.md")
-    say(f"next: skytrain {'launch' if launches else 'run'} smoke")
+    if works:
+        say(f"next: skytrain {'launch' if launches else 'run'} smoke")
     sys.exit(0 if works else 2)
 
 

@@ -127,7 +127,8 @@ def test_init_writes_the_file_checks_the_bucket_and_replaces_no_file_without_a_w
     more = moto_server.environment | {"SKYPILOT_API_SERVER_ENDPOINT": nowhere, "HTTPS_PROXY": nowhere}
     options = ("init", "--store", f"s3://none-{uuid.uuid4().hex[:12]}/runs", "--tracking", "off", "--infra", "aws/us-x")
     done = in_a_process(tmp_path, *options, **more)
-    assert done.returncode == 2 and "the bucket does not exist" in done.stdout and "infra/aws/stack.yaml" in done.stdout
+    assert done.returncode == 2 and "the bucket does not exist" in done.stdout and "next: " not in done.stdout
+    assert "infra/aws/stack.yaml" in done.stdout
     text = (tmp_path / "skytrain.yaml").read_text()
     assert yaml.safe_load(text) == {"store": options[2], "tracking": "off", "infra": "aws/us-x"}
     assert moto_server.secret_key not in done.stdout + text
