@@ -315,8 +315,7 @@ class Recipe(Section):
                 models.add(step.name)
                 if self.model.family == "modern":
                     raise ValueError(f"tune.{step.name}: transformers has no reward model of family modern; remove it")
-            longest = step.max_length or 0
-            if max(longest, step.max_answer * (step.method in REWARDED)) > self.model.block_size:
+            if max(step.max_length or 0, step.max_answer * (step.method in REWARDED)) > self.model.block_size:
                 raise ValueError(
                     f"tune.{step.name}: max_length and max_answer are at most block_size {self.model.block_size}"
                 )

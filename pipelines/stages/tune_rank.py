@@ -71,15 +71,12 @@ class Tuning(TrainerCallback):
         spec, world = self.spec, self.world
         self.tokens = ChatTokens(tokenizer_of(spec.recipe.tokens, self.store, spec.tokens))
         self.step = step = next(one for one in spec.recipe.tune if one.name == spec.tune)
-        on_gpu = world.device.type == "cuda"
-        self.precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "fp32"
         self.rows = load_from_disk(self.folder / ROWS)
         self.held_out = json.loads((self.folder / HELD_OUT).read_text())
         self.examples = step.batch // step.generations if step.method in REWARDED else step.batch  # of a step
         self.steps = len(self.rows) * step.epochs // self.examples
         self.order = order_of(len(self.rows), step.epochs, step.seed)[: self.steps * self.examples]
         self.model, self.tokenizer = model_in(Path(str(spec.weights)), self.tokens, step, step.method == REWARD)
-        self.model.to(world.device)
         self.trainer = self.trainer_of_trl()
         self.model = self.trainer.model  # with adapters, if the step has a lora_rank
         self.trainer.create_optimizer()
@@ -138,7 +135,7 @@ class Tuning(TrainerCallback):
             "save_strategy": "no",
             "disable_tqdm": True,
             "use_cpu": device.type == "cpu",
-            "bf16": self.precision == "bf16",
+            "bf16": device.type == "cuda" and torch.cuda.is_bf16_supported(),
             "gradient_checkpointing": False,
             "ddp_find_unused_parameters": False,
             "seed": step.seed,
@@ -201,7 +198,7 @@ class Tuning(TrainerCallback):
             world_size=self.world.world_size,
             device=torch.cuda.get_device_name() if on_gpu else "cpu",
             engine=f"TRL {trl.__version__}, {self.step.method}",
-            precision=self.precision,
+            precision="bf16" if self.trainer.args.bf16 else "fp32",
             parameters=self.model.num_parameters(),
             micro_batch_size=self.trainer.args.per_device_train_batch_size,
             micro_batch_why=f"{self.steps:,} steps of {self.step.batch}",
