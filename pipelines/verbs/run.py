@@ -1,6 +1,7 @@
 """`skytrain run`: one node of a run, which makes every artifact that is missing."""
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -116,6 +117,11 @@ def run(
         with counted_together(), watching(stop, screen):
             sys.exit(run_worker(node, stage, plans, opened, home(), stop, screen))
     pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
+    if todo and not unless_stopped and not pipeline.mirror.off:  # `launch` has checked it
+        from pipelines.cloud.checks import mlflow_answers
+
+        if (server := mlflow_answers(pipeline.mirror.uri, os.environ)).state == "broken":
+            screen.warn(f"{server.what}: {server.seen}; {server.remedy}; the run goes on without it")
     try:
         with counted_together(), watching(stop, screen):
             if budget and todo:

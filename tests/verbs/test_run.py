@@ -50,6 +50,14 @@ def test_the_first_heartbeat_of_a_job_waits_for_no_heavy_import(tmp_path: Path) 
     assert done.stdout.split() == ["1"], done.stdout + done.stderr
 
 
+def test_a_run_says_at_once_that_mlflow_does_not_answer(tmp_path: Path) -> None:
+    project = Project(tmp_path / "project")
+    nowhere = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "SKYTRAIN_MLFLOW_FLUSH_SECONDS": "0"}
+    project.environment |= nowhere | {"SKYTRAIN_TRACKING": "on"}
+    seen = project.run("run", "tiny.yaml", "--stage", "tokenize").stderr
+    assert seen.index("mlflow: http://127.0.0.1:9: no answer (ConnectionError); start it") < seen.index("tokenize  ")
+
+
 def test_inputs_that_evaluate_cannot_read_are_refused_before_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
