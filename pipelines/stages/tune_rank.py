@@ -16,17 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import trl
 from datasets import load_from_disk
 from peft import LoraConfig
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    TrainerCallback,
-    pipeline,
-    set_seed,
-)
 
 from pipelines.nodes.ranks import RankSpec
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, RewardConfig, TuneConfig
@@ -54,7 +47,7 @@ MEASURED_AT_ONCE = 64  # held-out rows of a rank
 
 
 @dataclass
-class Tuning(TrainerCallback):
+class Tuning(transformers.TrainerCallback):
     """One step of tuning in this process, to which TRL's trainer reports as to a callback."""
 
     spec: RankSpec
@@ -168,7 +161,7 @@ class Tuning(TrainerCallback):
         if reward.step is None:
             return RewardCode(reward) if reward.function else reward_function(reward)
         folder, longest = self.folder / f"{REWARD}-{reward.step}", self.spec.recipe.model.block_size
-        judge = pipeline("text-classification", str(folder), dtype=torch.float32, device=self.world.device)
+        judge = transformers.pipeline("text-classification", str(folder), dtype=torch.float32, device=self.world.device)
         options = {"truncation": True, "max_length": longest, "add_special_tokens": False, "function_to_apply": "none"}
 
         def score(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
@@ -215,7 +208,7 @@ class Tuning(TrainerCallback):
         """Seed every generator of random numbers for the next step, on each rank by another number."""
         self.log.clock.enter("redone" if self.state.step < self.log.reached else "train")
         own = f" {self.world.rank}" if self.world.rank else ""
-        set_seed(random.Random(f"{self.step.seed} {self.state.step}{own}").randrange(2**32))
+        transformers.set_seed(random.Random(f"{self.step.seed} {self.state.step}{own}").randrange(2**32))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait until a save has copied the weights."""
@@ -303,10 +296,11 @@ def model_in(folder: Path, tokens: ChatTokens, step: TuneConfig, scores: bool = 
     row begins as the mean of all others (Hewitt 2021), the second as far beyond <|endoftext|> as that is beyond the
     mean: a head that LoRA leaves as it is could never prefer a mean. With `scores`, a reward model: it has one output,
     which a base model draws from the seed."""
-    set_seed(step.seed)  # of the adapters, too
-    kind, options = (AutoModelForSequenceClassification, {"num_labels": 1}) if scores else (AutoModelForCausalLM, {})
+    transformers.set_seed(step.seed)  # of the adapters, too
+    kind = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
+    options = {"num_labels": 1} if scores else {}
     model = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, **options)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer.chat_template == TEMPLATE:
         return model, tokenizer
     known = len(tokenizer)
