@@ -10,7 +10,6 @@ from pipelines.recipe import Recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.text.mixture import SourcePlan, sources_planned
 from pipelines.tracking.ledger import GC, attempts, working_attempt
-from pipelines.weight_sources import FIXED_IN_A_BRANCH
 from trainer.amounts import val_share, val_tokens, validations
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.optim.rates import peaks
@@ -102,20 +101,20 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
         why = f"attempt {last.attempt} is {last.state}{where}; `skytrain run` continues it"
         return StagePlan(plan.prefix, plan.fingerprint, exists=False, why=why)
     sibling, differs = nearest_sibling(store, plan)
-    other, reasons = how_to_resume(store, plan.label) if plan.stage == "train" else None, list[str]()
-    if sibling:
-        fields = [f"{field}: {shortened(a)}, not {shortened(b)}" for field, (a, b) in differs.items()]
-        more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
-        reasons.append(f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}")
-        other = other or how_to_continue(store, sibling, differs)
-    why = "; ".join([*reasons, *filter(None, [other])])
-    return StagePlan(plan.prefix, plan.fingerprint, False, why or None, other)
+    fields = [f"{field}: {shortened(a)}, not {shortened(b)}" for field, (a, b) in differs.items()]
+    more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
+    reason = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}" if sibling else ""
+    other = how_to_resume(store, plan) or how_to_continue(store, sibling, differs)
+    return StagePlan(plan.prefix, plan.fingerprint, False, "; ".join(filter(None, (reason, other))) or None, other)
 
 
-def how_to_resume(store: Store, label: str) -> str | None:
-    """The recipe that resumes the training with the newest commit of a label; None if that is finished or runs."""
-    entries = (e for e in store.entries(f"train/{label}-") if e.key.endswith(("/COMMIT.json", "/MANIFEST.json")))
-    ours = {e.key: e.modified for e in entries if e.key.split("/")[1].rpartition("-")[0] == label}
+def how_to_resume(store: Store, plan: ArtifactPlan) -> str | None:
+    """The recipe that resumes the training with the newest commit of this label; None if that is finished or runs, or
+    if this one is a branch."""
+    if plan.stage != "train" or "branch_from" in plan.identity["train"]:
+        return None
+    entries = store.entries(f"train/{plan.label}-")  # also of labels that begin with this one
+    ours = {e.key: e.modified for e in entries if e.key.split("/")[1].rpartition("-")[0] == plan.label}
     newest = max((key for key in ours if key.endswith("/COMMIT.json")), key=lambda key: ours[key], default="")
     prefix = newest.partition("/checkpoints/")[0]
     if not prefix or f"{prefix}/MANIFEST.json" in ours or working_attempt(store, prefix):
@@ -124,23 +123,21 @@ def how_to_resume(store: Store, label: str) -> str | None:
     return f"it starts at step 0; the recipe run:{run} resumes {run} at step {step_of(newest)} instead"
 
 
-def how_to_continue(store: Store, sibling: Manifest, differs: Mapping[str, tuple[Any, Any]]) -> str | None:
-    """The option that continues a finished training; None unless this one has more steps and is a possible branch."""
+def how_to_continue(store: Store, sibling: Manifest | None, differs: Mapping[str, tuple[Any, Any]]) -> str | None:
+    """The option that continues a finished training which differs in its number of steps alone, and has fewer."""
     more, less = differs.get("train.max_steps", (0, 0))
-    fixed = {f"train.{field}" for field in FIXED_IN_A_BRANCH}
-    possible = all(field.startswith("train.") and field not in fixed for field in differs)
-    commits = committed_folders(store, sibling.prefix) if more > less and possible else []
-    step = f"train.branch_from=run:{sibling.run}@{step_of(commits[0])}" if commits else ""
-    return f"it starts at step 0; --set {step} continues {sibling.run} instead" if commits else None
+    if sibling is None or len(differs) > 1 or more <= less or not (commits := committed_folders(store, sibling.prefix)):
+        return None
+    source = f"run:{sibling.run}@{step_of(commits[0])}"
+    return f"it starts at step 0; --set train.branch_from={source} continues {sibling.run} instead"
 
 
 def nearest_sibling(store: Store, plan: ArtifactPlan) -> tuple[Manifest | None, dict[str, tuple[Any, Any]]]:
     """The finished artifact of the same stage and label that differs in the fewest fields, and those fields."""
     folder = plan.prefix.partition("/")[0]
     keys = (e.key for e in store.entries(f"{folder}/{plan.label}-") if e.key.endswith("/MANIFEST.json"))
-    found = [m for key in keys if (m := read_manifest(store, key.removesuffix("/MANIFEST.json")))]
-    siblings = [manifest for manifest in found if manifest.label == plan.label]
-    compared = [(m, differences(plan.identity, m.identity)) for m in siblings]
+    found = (read_manifest(store, key.removesuffix("/MANIFEST.json")) for key in keys)
+    compared = [(m, differences(plan.identity, m.identity)) for m in found if m and m.label == plan.label]
     return min(compared, key=lambda pair: len(pair[1]), default=(None, {}))
 
 

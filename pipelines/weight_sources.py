@@ -103,6 +103,10 @@ def pinned(recipe: Recipe, store: Store) -> Recipe:
     """
     train, own = recipe.train, recipe.tokens.tokenizer
     changes: dict[str, Any] = {}
+    for source in filter(None, (train.init_from, train.branch_from)):
+        if (named := RUN_SOURCE.fullmatch(source)) and named["run"] == recipe.name:
+            (run,) = full_names(store, [recipe.name])
+            raise UserError(f"train: {source}: once begun, this run is the newest '{recipe.name}'; write {RUN}{run}")
     if isinstance(own, TokenizerFile) and own.sha256 is None:
         own = own.model_copy(update={"sha256": sha256(tokenizer_file_bytes(own)).hexdigest()})
         changes["tokens"] = recipe.tokens.model_copy(update={"tokenizer": own})

@@ -74,7 +74,11 @@ class Launch:
 
 
 def planned_launch(
-    request: LaunchRequest, recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store, secrets: Mapping[str, str]
+    request: LaunchRequest,
+    recipe: Recipe,
+    plans: dict[str, ArtifactPlan],
+    store: Store,
+    secrets: Mapping[str, str],
 ) -> Launch | None:
     """None if no stage is missing. UserError for a request that no machine can fulfil."""
     check_places(request.infra)

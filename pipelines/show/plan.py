@@ -3,7 +3,7 @@
 from rich.markup import escape
 
 from pipelines.plan import RunPlan
-from pipelines.show.console import columns, console, wrapped
+from pipelines.show.console import console, wrapped
 
 
 def print_plan(plan: RunPlan) -> None:
@@ -45,8 +45,5 @@ def print_plan(plan: RunPlan) -> None:
         begin, state = f"{name:{wide}}  {stage.artifact:{longest}}", f"to do{f': {stage.why}' if stage.why else ''}"
         if stage.exists:
             out.print(f"{escape(begin)}  [green]✓ exists[/]")
-        elif len(begin) + 2 + len(state) <= columns():
-            out.print(escape(f"{begin}  {state}"))
         else:
-            out.print(escape(begin.rstrip()))
-            out.print(wrapped(f"{'':10}{state}", " " * 10))
+            out.print(wrapped(f"{begin}  {state}", " " * 10))

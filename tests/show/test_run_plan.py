@@ -41,8 +41,9 @@ def test_a_longer_training_names_the_way_to_continue_the_finished_one(store: Loc
     longer = plan_of(recipe_with("train.max_steps=300"), store).stages["train"]
     assert longer.other == f"it starts at step 0; --set train.branch_from=run:{RUN}@200 continues {RUN} instead"
     assert (longer.why or "").endswith(longer.other)
-    for other in (["train.max_steps=100"], ["train.max_steps=300", "train.seed=7"]):  # shorter, or no branch of it
-        assert plan_of(recipe_with(*other), store).stages["train"].other is None
+    branch = f"train.branch_from=run:{RUN}@200@sha256:{'0' * 64}"
+    for other in ("train.max_steps=100", "train.seed=7", branch):  # shorter, or no branch of it, or one already
+        assert plan_of(recipe_with("train.max_steps=300", other), store).stages["train"].other is None
 
 
 def test_a_changed_recipe_names_the_unfinished_training_of_its_name(store: LocalStore) -> None:

@@ -58,6 +58,7 @@ def test_weights_that_cannot_be_a_runs_are_refused_in_a_line_before_anything_sta
         "nowhere": ([], "train.init_from: "),
         "openai-community/gpt2": ([], "write openai-community/gpt2@ and the 40 hex digits"),
         "run:nobody": ([], "nobody: no such run"),
+        "run:tiny": ([], f"once begun, this run is the newest 'tiny'; write run:{run}"),  # "the same command" resumes
         f"run:{run}@7": ([], f"step 7 is not a commit of {run}; its commits are at"),
         f"run:{run}": (["--set", "model.n_head=4"], "its n_head is 2, and model.n_head is 4"),
         f"run:{run}@{STEPS}": (["--set", "tokens.tokenizer=own.json"], "has other ids than tokens.tokenizer 'own, sha"),
