@@ -8,6 +8,7 @@ import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
@@ -41,7 +42,11 @@ def count(more: Traffic) -> Traffic:
     """Add to the traffic of the processes that count together. Returns its sum; nothing outside of
     `counted_together`."""
     with suppress(KeyError, OSError), LOCK, open(os.environ[FILE], "r+b", buffering=0) as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)  # until the file is closed
+        for _ in range(1000):  # 1 s: a process that hangs may hold the lock, and no request waits for its end
+            with suppress(BlockingIOError):
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
+                break
+            time.sleep(0.001)
         total = Traffic(*NUMBERS.unpack(file.read())) + more
         os.pwrite(file.fileno(), NUMBERS.pack(*astuple(total)), 0)
         return total

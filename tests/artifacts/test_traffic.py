@@ -38,6 +38,13 @@ for fork in range(20):
     os.wait()
 """
 
+STOPPED = """
+import fcntl, os, signal
+file = open(os.environ["SKYTRAIN_TRAFFIC"], "r+b")
+fcntl.lockf(file, fcntl.LOCK_EX)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
 
 def test_threads_forks_and_processes_count_at_once_in_constant_memory() -> None:
     with counted_together():
@@ -55,6 +62,16 @@ def test_the_bytes_of_processes_that_are_killed_stay_in_the_sum() -> None:
         died = subprocess.run([sys.executable, "-c", KILLED])
         assert died.returncode == -signal.SIGKILL
         assert traffic_here() == Traffic(sent=112, received=1003)
+
+
+def test_a_process_that_hangs_with_the_lock_stops_no_count() -> None:
+    counting = "from pipelines.artifacts.traffic import Traffic, count; assert count(Traffic(sent=7)).sent == 7"
+    with counted_together(), subprocess.Popen([sys.executable, "-c", STOPPED]) as stopped:
+        try:
+            os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+            subprocess.run([sys.executable, "-c", counting], check=True, timeout=60)
+        finally:
+            stopped.kill()
 
 
 def test_a_run_counts_before_its_first_heartbeat_without_an_import_of_numpy() -> None:
