@@ -314,7 +314,7 @@ def model_in(folder: Path, tokens: ChatTokens, step: TuneConfig, scores: bool = 
             mean, eot = layer.weight[:known].mean(0), layer.weight[tokens.encoding.eot_token]
             layer.weight[tokens.start], layer.weight[tokens.end] = mean, 2 * eot - mean
     tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, END
-    if model.generation_config:
+    if getattr(model, "generation_config", None):  # a reward model has none
         model.generation_config.eos_token_id = [tokens.end, tokens.encoding.eot_token]
     model.config.eos_token_id = tokens.end
     return model, tokenizer

@@ -313,6 +313,8 @@ def test_the_chat_tokens_take_free_rows_of_the_embedding_before_it_grows(
     assert len(after) == model.config.vocab_size == then and torch.equal(after[:257], before[:257])
     assert torch.allclose(after[257], before[:257].mean(0)) and torch.equal(after[259:], before[259:])
     assert (theirs.pad_token, theirs.eos_token) == ("<|endoftext|>", "<|im_end|>")
+    judge, _ = tune_rank.model_in(tmp_path, ChatTokens(encoding), step_of(method="reward"), scores=True)
+    assert torch.equal(judge.transformer.wte.weight, after)  # also as the first step
 
 
 @pytest.mark.parametrize("text", ["three\n plus four", " \n\n7", "größer 東京  ", "it's 12"])
