@@ -13,7 +13,7 @@ from pipelines.tracking.ledger import GC, attempts, working_attempt
 from trainer.amounts import val_share, val_tokens, validations
 from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.optim.rates import peaks
-from trainer.store import Store
+from trainer.store import Entry, Store
 
 
 @dataclass(frozen=True)
@@ -100,20 +100,20 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
         where = "".join(f", {name} {count:,}" for name, count in counts.items() if count is not None)
         why = f"attempt {last.attempt} is {last.state}{where}; `skytrain run` continues it"
         return StagePlan(plan.prefix, plan.fingerprint, exists=False, why=why)
-    sibling, differs = nearest_sibling(store, plan)
+    entries = store.entries(f"{plan.prefix.partition('/')[0]}/{plan.label}-")  # also of labels that begin with this one
+    sibling, differs = nearest_sibling(store, plan, entries)
     fields = [f"{field}: {shortened(a)}, not {shortened(b)}" for field, (a, b) in differs.items()]
     more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
     reason = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}" if sibling else ""
-    other = how_to_resume(store, plan) or how_to_continue(store, sibling, differs)
+    other = how_to_resume(store, plan, entries) or how_to_continue(store, sibling, differs)
     return StagePlan(plan.prefix, plan.fingerprint, False, "; ".join(filter(None, (reason, other))) or None, other)
 
 
-def how_to_resume(store: Store, plan: ArtifactPlan) -> str | None:
+def how_to_resume(store: Store, plan: ArtifactPlan, entries: list[Entry]) -> str | None:
     """The recipe that resumes the training with the newest commit of this label; None if that is finished or runs, or
     if this one is a branch."""
     if plan.stage != "train" or "branch_from" in plan.identity["train"]:
         return None
-    entries = store.entries(f"train/{plan.label}-")  # also of labels that begin with this one
     ours = {e.key: e.modified for e in entries if e.key.split("/")[1].rpartition("-")[0] == plan.label}
     newest = max((key for key in ours if key.endswith("/COMMIT.json")), key=lambda key: ours[key], default="")
     prefix = newest.partition("/checkpoints/")[0]
@@ -132,10 +132,9 @@ def how_to_continue(store: Store, sibling: Manifest | None, differs: Mapping[str
     return f"it starts at step 0; --set train.branch_from={source} continues {sibling.run} instead"
 
 
-def nearest_sibling(store: Store, plan: ArtifactPlan) -> tuple[Manifest | None, dict[str, tuple[Any, Any]]]:
+def nearest_sibling(store: Store, plan: ArtifactPlan, entries: list[Entry]) -> tuple[Manifest | None, dict[str, Any]]:
     """The finished artifact of the same stage and label that differs in the fewest fields, and those fields."""
-    folder = plan.prefix.partition("/")[0]
-    keys = (e.key for e in store.entries(f"{folder}/{plan.label}-") if e.key.endswith("/MANIFEST.json"))
+    keys = (e.key for e in entries if e.key.endswith("/MANIFEST.json"))
     found = (read_manifest(store, key.removesuffix("/MANIFEST.json")) for key in keys)
     compared = [(m, differences(plan.identity, m.identity)) for m in found if m and m.label == plan.label]
     return min(compared, key=lambda pair: len(pair[1]), default=(None, {}))
