@@ -10,6 +10,7 @@ import math
 import random
 import re
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,11 +186,10 @@ class Tuning(transformers.TrainerCallback):
 
     def started(self) -> Started:
         """What the pipeline reports about this rank."""
-        on_gpu = self.world.device.type == "cuda"
         return Started(
             step=self.state.step,
             world_size=self.world.world_size,
-            device=torch.cuda.get_device_name() if on_gpu else "cpu",
+            device=torch.cuda.get_device_name() if self.world.device.type == "cuda" else "cpu",
             engine=f"TRL {trl.__version__}, {self.step.method}",
             precision="bf16" if self.trainer.args.bf16 else "fp32",
             parameters=self.model.num_parameters(),
@@ -201,8 +201,9 @@ class Tuning(transformers.TrainerCallback):
         """Bring the schedule to the next step, and collect the pieces again: accelerate copies the weights for several
         ranks on a CPU."""
         self.pieces = self.pieces_of_state()
-        for _step in range(self.state.step):
-            self.trainer.lr_scheduler.step()
+        with warnings.catch_warnings(action="ignore"):  # torch expects a step of the optimizer before the schedule's
+            for _step in range(self.state.step):
+                self.trainer.lr_scheduler.step()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Seed every generator of random numbers for the next step, on each rank by another number."""
@@ -271,9 +272,8 @@ class Tuning(transformers.TrainerCallback):
 
     def write_result(self) -> None:
         """Write the model as a folder for transformers, and its facts last."""
-        dtype = getattr(torch, self.spec.recipe.export.dtype)
         model = self.model.merge_and_unload() if self.step.lora_rank else self.model
-        model.to(dtype).save_pretrained(self.folder / TUNED)
+        model.to(getattr(torch, self.spec.recipe.export.dtype)).save_pretrained(self.folder / TUNED)
         self.tokenizer.backend_tokenizer.no_padding()  # of the last batch that this process encoded
         self.tokenizer.backend_tokenizer.no_truncation()
         self.tokenizer.save_pretrained(self.folder / TUNED, save_jinja_files=False)
