@@ -156,7 +156,10 @@ async def turn(lock: asyncio.Lock, wait_seconds: float) -> AsyncIterator[None]:
 
 
 def make_app(
-    model: TextModel, hosts: set[str] | None, wait_seconds: float = WAIT_SECONDS, seconds: float = GENERATION_SECONDS
+    model: TextModel,
+    hosts: set[str] | None,
+    wait_seconds: float = WAIT_SECONDS,
+    seconds: float = GENERATION_SECONDS,
 ) -> ASGIApp:
     """The application for one model. `hosts`: the Host headers that it answers to; None: any."""
     # The pages of FastAPI's own documentation load scripts from elsewhere.

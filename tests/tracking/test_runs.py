@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 from interfering import Interfering
-from run_records import ELSEWHERE, GONE, PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, recorded
+from run_records import (
+    ELSEWHERE,
+    GONE,
+    PLANS,
+    RECIPE,
+    RUN,
+    TRAIN,
+    attempted,
+    done_run,
+    finished,
+    recorded,
+)
 from servers import S3Account
 from stage_work import NoSignals
 
@@ -26,7 +37,13 @@ from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Machine, Progress
 from pipelines.tracking.releases import Release, write_releases
 from pipelines.tracking.run_record import full_names
-from pipelines.tracking.runs import Run, read_run, store_summary, usable_runs, without_failed_trials
+from pipelines.tracking.runs import (
+    Run,
+    read_run,
+    store_summary,
+    usable_runs,
+    without_failed_trials,
+)
 from pipelines.verbs.report import report
 from pipelines.verbs.status import status
 from trainer.errors import UserError
