@@ -148,10 +148,14 @@ def test_a_question_without_an_answer_ends_in_a_line(tmp_path: Path, code: int, 
     keyboard, terminal = pty.openpty()
     more: Any = {"env": clean_environment(HOME=str(tmp_path)), "stdin": terminal, "text": True}
     pipe = subprocess.PIPE
-    with subprocess.Popen([*COMMAND, "init"], cwd=tmp_path, stdout=pipe, stderr=pipe, **more) as process:
-        assert process.stdout and process.stdout.read(7) == "store ("
-        process.send_signal(signal.SIGINT) if code == 75 else os.write(keyboard, b"\4")  # Ctrl-D
-        _, errors = process.communicate(timeout=60)
+    command = ["env", "--default-signal=INT", *COMMAND, "init"]  # a job in the background ignores it
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, **more) as process:
+        try:
+            assert process.stdout and process.stdout.read(7) == "store ("
+            process.send_signal(signal.SIGINT) if code == 75 else os.write(keyboard, b"\4")  # Ctrl-D
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == code and errors.startswith(line) and errors.count("\n") == 1
 
 
