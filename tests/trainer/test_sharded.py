@@ -199,6 +199,7 @@ def save_large(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(LARGE.hf_config()))
 
 
+REFAULTED = 32 << 20  # bytes of libraries that a loaded machine took back, and that come again meanwhile
 LARGE = ANY_MODEL.validate_python(
     {"family": "llama", "n_layer": 6, "n_head": 16, "n_embd": 1024, "block_size": 32, "vocab_size": 700}
 )
@@ -219,7 +220,7 @@ def check_memory(world: World, folder: Path) -> None:
         before = kilobytes("VmRSS")
         work()
         taken = 1024 * (kilobytes("VmHWM") - before)
-        assert taken < share + layer, f"{taken:,} bytes; a share has {share:,}, a layer {layer:,}"
+        assert taken < share + layer + REFAULTED, f"{taken:,} bytes; a share has {share:,}, a layer {layer:,}"
 
 
 def no_zeros(name: str, p: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
