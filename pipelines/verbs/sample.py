@@ -58,7 +58,7 @@ def sample(
     from trainer.models.decoder import Sampling
 
     model = open_text_model(store_uri(store), home() / "cache", run, at, precision, tuned=chat)
-    sampling = Sampling(temperature, top_k or None, top_p)
+    sampling, ending = Sampling(temperature, top_k or None, top_p), "\n" if chat else ""  # of a prompt
     asked = prompt or [""]
     if chat and not (model.chat and prompt):
         raise UserError(f"--chat: {'needs --prompt' if model.chat else f'{model.run} has no tuned model'}")
@@ -78,7 +78,7 @@ def sample(
     for text, first in product(asked, range(0, number, batch)):
         some = [GeneratedText(text, (seed + i) % (LAST_SEED + 1)) for i in range(first, min(number, first + batch))]
         if at_once:
-            print(printable(heading(len(made), len(asked) * number, some[0]) + text + "\n" * chat), end="", flush=True)
+            print(printable(heading(len(made), len(asked) * number, some[0]) + text + ending), end="", flush=True)
         for step in model.continue_prompt(ids_of(text), tokens, [one.seed for one in some], sampling):
             for part in step:
                 one = some[part.number]
@@ -92,7 +92,7 @@ def sample(
         print(json.dumps([asdict(one) for one in made]))
     elif not at_once:
         for i, one in enumerate(made):
-            print(printable(heading(i, len(made), one) + one.prompt + "\n" * chat + one.text))
+            print(printable(heading(i, len(made), one) + one.prompt + ending + one.text))
 
 
 def heading(number: int, of: int, text: GeneratedText) -> str:
