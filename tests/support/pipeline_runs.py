@@ -184,15 +184,11 @@ class Project:
 
     def rows_logged(self) -> int:
         """Steps of the attempts that still have a work folder."""
-        with suppress(FileNotFoundError):  # a stage that ends removes its folders
-            return sum(log.read_text().count('"train/loss"') for log in self.home.glob("work/**/events.jsonl"))
-        return 0
+        return sum(log.read_text().count('"train/loss"') for log in self.home.glob("work/**/events.jsonl"))
 
     def has_unsaved_state(self) -> bool:
         """Whether a store refused a checkpoint of an attempt that still has a work folder."""
-        with suppress(FileNotFoundError):
-            return any("CheckpointFailed" in log.read_text() for log in self.home.glob("work/**/events.jsonl"))
-        return False
+        return any("CheckpointFailed" in log.read_text() for log in self.home.glob("work/**/events.jsonl"))
 
     def rows_committed(self) -> int:
         """Steps in the committed series of all attempts; a redone step counts twice."""
@@ -206,8 +202,9 @@ class Project:
         deadline = time.monotonic() + limit_s
         while True:
             began = time.monotonic()
-            if condition():
-                return
+            with suppress(FileNotFoundError):  # a stage that ends removes its folders, also below a glob
+                if condition():
+                    return
             if process.poll() is not None:
                 raise AssertionError(f"the command ended too early with {process.returncode}: {process.communicate()}")
             assert time.monotonic() < deadline, f"no success within {limit_s:g} s"
