@@ -1,11 +1,12 @@
 """GB/s of checkpoints and files to and from S3, whose connections are slow: 100 MB/s each, as those of real buckets.
 
-`python -m benchmarks.transfers [--gb GB] [--rounds N] [--connection MB] [--cores N] [--against CHECKOUT]` starts a
-server of its own, in several processes, that speaks as much of S3 as a transfer needs and keeps objects in --place. It
-saves a checkpoint, loads it, uploads a file and downloads it, verified, in rounds. The server takes cores, too: on a
-machine with few, they are the limit, and the client's own seconds of processor time a GB show more; or slower
-connections, of as many as a machine with --cores opens. With --against the code of another checkout and this one take
-turns, each round in new processes, and the ratios are printed. It runs the code of eda2ad97 and later.
+`python -m benchmarks.transfers [--gb GB] [--rounds N] [--connection MB] [--cores N] [--device cuda:0] [--against
+CHECKOUT]` starts a server of its own, in several processes, that speaks as much of S3 as a transfer needs and keeps
+objects in --place. It saves a checkpoint of tensors on --device, loads it, uploads a file and downloads it, verified,
+in rounds. The server takes cores, too: on a machine with few, they are the limit, and the client's own seconds of
+processor time a GB show more; or slower connections, of as many as a machine with --cores opens. With --against the
+code of another checkout and this one take turns, each round in new processes, and the ratios are printed. It runs the
+code of eda2ad97 and later.
 """
 
 import argparse
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connection", type=float, default=100.0, help="MB/s of each")
     parser.add_argument("--cores", type=int, help="open as many connections as a machine with so many cores")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="with its number")
     parser.add_argument("--place", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--against", type=Path, help="a checkout of the code before")
     options = parser.parse_args()
@@ -166,7 +168,7 @@ def main() -> None:
         "AWS_REGION": "us-east-1",
     }
     try:
-        compare(S3Store("b"), place, options.gb, options.rounds)
+        compare(S3Store("b"), place, options.gb, options.rounds, options.device)
     finally:
         for process in processes:
             process.kill()
@@ -190,11 +192,12 @@ def print_ratios(other: Path, arguments: list[str], rounds: int) -> None:
         print(f"{name:9} {statistics.median(each) / statistics.median(speeds[0][name]):.2f} x", flush=True)
 
 
-def compare(store: S3Store, place: Path, gb: float, rounds: int) -> None:
+def compare(store: S3Store, place: Path, gb: float, rounds: int, device: torch.device) -> None:
     """Print the GB/s of each transfer, round by round and their median."""
-    world = World(0, 0, 1, torch.device("cpu"))
+    world = World(0, 0, 1, device)
     weights = torch.randint(0, 255, (int(gb * 1e9),), dtype=torch.uint8).view(torch.bfloat16)
     (file := place / "weights").write_bytes(weights.view(torch.uint8).numpy().data)
+    weights = weights.to(device)
     speeds: dict[str, list[float]] = {"save": [], "load": [], "upload": [], "download": []}
     processor: dict[str, float] = {}
     print(f"{gb:g} GB, {os.cpu_count()} cores, code in {sys.modules['trainer'].__path__[0]}")
