@@ -9,9 +9,9 @@ from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, fi
 from pipelines.recipe import Recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.text.mixture import SourcePlan, sources_planned
-from pipelines.tracking.ledger import GC, attempts, working_attempt
+from pipelines.tracking.ledger import GC, attempts, newest_attempt, working_attempt
 from trainer.amounts import val_share, val_tokens, validations
-from trainer.checkpoint.commits import committed_folders, step_of
+from trainer.checkpoint.commits import committed_folders, newest_commit, step_of
 from trainer.optim.rates import peaks
 from trainer.store import Entry, Store
 
@@ -110,17 +110,20 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
 
 
 def how_to_resume(store: Store, plan: ArtifactPlan, entries: list[Entry]) -> str | None:
-    """The recipe that resumes the training with the newest commit of this label; None if that is finished or runs, or
-    if this one is a branch."""
+    """The recipe that resumes the training with the newest commit of this label; None if that is finished, runs or
+    has failed, or if this one is a branch."""
     if plan.stage != "train" or "branch_from" in plan.identity["train"]:
         return None
-    ours = {e.key: e.modified for e in entries if e.key.split("/")[1].rpartition("-")[0] == plan.label}
-    newest = max((key for key in ours if key.endswith("/COMMIT.json")), key=lambda key: ours[key], default="")
-    prefix = newest.partition("/checkpoints/")[0]
+    ours = {e.key for e in entries if e.key.split("/")[1].rpartition("-")[0] == plan.label}
+    prefixes = {key.partition("/checkpoints/")[0] for key in ours if key.endswith("/COMMIT.json")}
+    commits = {prefix: commit for prefix in prefixes if (commit := newest_commit(store, prefix))}
+    prefix = max(commits, key=lambda prefix: commits[prefix].time, default="")
     if not prefix or f"{prefix}/MANIFEST.json" in ours or working_attempt(store, prefix):
         return None
-    run = prefix.partition("/")[2]
-    return f"it starts at step 0; the recipe run:{run} resumes {run} at step {step_of(newest)} instead"
+    last, run = newest_attempt(store, prefix), prefix.partition("/")[2]
+    if last and last.state == "failed":  # it diverged, for example
+        return None
+    return f"it starts at step 0; the recipe run:{run} resumes {run} at step {commits[prefix].step} instead"
 
 
 def how_to_continue(store: Store, sibling: Manifest | None, differs: Mapping[str, tuple[Any, Any]]) -> str | None:

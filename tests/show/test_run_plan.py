@@ -47,12 +47,14 @@ def test_a_longer_training_names_the_way_to_continue_the_finished_one(store: Loc
 
 
 def test_a_changed_recipe_names_the_unfinished_training_of_its_name(store: LocalStore) -> None:
-    committed(store, 40)
-    committed(store, 50, prefix="train/smoke-big-0123abcd")  # another name
+    committed(store, 40, at=2.0)
+    committed(store, 50, prefix="train/smoke-big-0123abcd", at=3.0)  # another name
+    committed(store, 60, prefix="train/smoke-0123abcd", at=1.0)  # which a copy of the store wrote last
     changed = plan_of(recipe_with("train.seed=7"), store).stages["train"]
     assert changed.why == f"it starts at step 0; the recipe run:{RUN} resumes {RUN} at step 40 instead"
-    attempted(store, "train", state="running", process=this_process())
-    assert plan_of(recipe_with("train.seed=7"), store).stages["train"].other is None
+    for state in ("failed", "running"):
+        attempted(store, "train", state=state, process=this_process())
+        assert plan_of(recipe_with("train.seed=7"), store).stages["train"].other is None
 
 
 def test_the_plan_of_a_text_of_ones_own_has_tokens_in_both_splits_or_says_why_not(

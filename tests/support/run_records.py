@@ -91,10 +91,10 @@ def done_run(store: Store, **facts: dict[str, Any]) -> RunRecord:
     return recorded(store)
 
 
-def committed(store: Store, step: int, attempt: int = 1, prefix: str = TRAIN) -> str:
+def committed(store: Store, step: int, attempt: int = 1, prefix: str = TRAIN, at: float = 0.0) -> str:
     """Store the record of a commit, without its files. Returns the key."""
     key = f"{prefix}/checkpoints/step-{step:08d}-a{attempt:04d}/COMMIT.json"
-    store.put(key, Commit(step, attempt, 1, 0.0, TrainState(step=step), "", ()).encode())
+    store.put(key, Commit(step, attempt, 1, at, TrainState(step=step), "", ()).encode())
     return key
 
 
