@@ -400,13 +400,15 @@ class Guard:
 
 
 class ImpatientProtocol(H11Protocol):
-    """Closes a connection on which no whole request has arrived for ARRIVAL_SECONDS; uvicorn waits for ever.
+    """Closes a connection on which no whole request has arrived for ARRIVAL_SECONDS, for which uvicorn waits for ever,
+    or more than MAX_BYTES during an answer.
 
     h11 reads a request once the one before is answered. httptools reads it at once: if its client leaves then, uvicorn
     goes on with the answer to the first one.
     """
 
     limit: asyncio.TimerHandle | None = None
+    ahead = 0  # bytes of later requests that arrived during an answer, which h11 holds
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -414,14 +416,21 @@ class ImpatientProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self.ahead = self.ahead + len(data) if self._answers else 0
+        if self.ahead > MAX_BYTES:
+            self.transport.close()
         self._limit_arrival()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._limit_arrival()
 
+    @property
+    def _answers(self) -> bool:
+        return bool(self.cycle) and not self.cycle.more_body and not self.cycle.response_complete
+
     def _limit_arrival(self) -> None:
-        if self.cycle and not self.cycle.more_body and not self.cycle.response_complete:
+        if self._answers:
             if self.limit:
                 self.limit.cancel()
             self.limit = None

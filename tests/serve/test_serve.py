@@ -397,6 +397,15 @@ def test_a_client_that_leaves_ends_its_generation(endpoint: Endpoint, stream: bo
     endpoint.until(lambda health: not health["busy"])
 
 
+def test_a_client_that_sends_too_much_during_an_answer_loses_its_connection(endpoint: Endpoint) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port), 30) as client:
+        client.sendall(endpoint.raw(max_tokens=8000, n=4))
+        endpoint.until(lambda health: health["busy"])
+        with contextlib.suppress(ConnectionError):
+            client.sendall(bytes(2 * MAX_BYTES))
+        endpoint.until(lambda health: not health["busy"])
+
+
 def test_the_requests_of_a_connection_are_answered_in_order_while_the_next_one_arrives(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
