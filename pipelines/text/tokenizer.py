@@ -13,6 +13,7 @@ encoded with the ranks below r, it leaves these two. Ordered by rank, the pairs 
 import functools
 import itertools
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,6 +94,9 @@ def check_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
             "and those of `skytrain tokenizer train`; remove it, and use hf"
         )
     recipe.check_vocab_size(encoding.n_vocab)
+    if recipe.model.vocab_size > 1.25 * encoding.n_vocab + 128:  # more than padding
+        message = "model.vocab_size %d: the tokenizer has %d ids, and the other rows learn nothing; use %d"
+        logging.getLogger(__name__).warning(message, recipe.model.vocab_size, encoding.n_vocab, encoding.n_vocab)
 
 
 def keep_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
