@@ -141,10 +141,10 @@ def full_names(store: Store, names: Iterable[str] = ()) -> list[str]:
 
 
 def _full_name(store: Store, runs: list[str], name: str) -> str:
-    found = [name] if name in runs else [run for run in runs if run.startswith(name)]
+    found = [name] if name in runs else [run for run in runs if name and run.startswith(name)]
     of_recipe = [run for run in found if run.rpartition("-")[0] == name]
     if len(found) == 1 or of_recipe:
         return read_records(store, of_recipe)[-1].run if len(of_recipe) > 1 else (of_recipe or found)[-1]
     known = ", ".join((found or runs)[-MOST_NAMES:]) or "none yet; `skytrain run RECIPE` makes one"
     reason = "the beginning of more than one run" if found else "no such run"
-    raise UserError(f"{name}: {reason} in {store.uri}; known runs: {known}")
+    raise UserError(f"{name or 'an empty name'}: {reason} in {store.uri}; known runs: {known}")

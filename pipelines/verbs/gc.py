@@ -26,7 +26,7 @@ def gc(
     count = size = 0
     damaged: list[str] = []
     everything = collect(opened, older_than_days, damaged.append, dry_run)
-    for leftover in remove_run(opened, run, dry_run) if run else everything:
+    for leftover in everything if run is None else remove_run(opened, run, dry_run):
         say(f"{leftover.size:>15,}  {leftover.path or leftover.key}  ({leftover.why})")
         count, size = count + 1, size + leftover.size
     verb = "would be removed" if dry_run else "removed"

@@ -250,5 +250,6 @@ def test_a_run_is_removed_with_all_that_no_other_run_names(store: LocalStore) ->
     left = [entry.key for entry in store.entries("") if not claims.fullmatch(entry.key)]
     assert left == [*(key for key in before if key.startswith(("runs/other", "store.json", tokens)))]
     verb_gc(store.uri)
-    with pytest.raises(UserError, match=f"{RUN}: no such run"):
-        verb_gc(store.uri, run=RUN)
+    for gone in (RUN, ""):
+        with pytest.raises(UserError, match=f"{gone or 'an empty name'}: no such run"):
+            verb_gc(store.uri, run=gone)
