@@ -70,7 +70,6 @@ class Training:
         check_shares(self.model, self.config, world.world_size)
         with Watchdog(self.runtime, log.clock, world.rank) as self.watchdog, checkpointer:
             self.engine = engine = make_engine(self.model, self.config, self.runtime, world)
-            checkpointer.prepare(engine.pieces())  # while the state is fetched
             log.clock.enter("download")
             state = checkpointer.load_latest(engine.pieces(), log)
             if state is None:
@@ -147,6 +146,8 @@ class Training:
                 if self.agreed.save:
                     self.save(proven=self.state.val_step == self.state.step)
                 self.step()
+                if not self.checkpointer.prepared:
+                    self.checkpointer.prepare(self.engine.pieces())
 
     # --- measure
 
