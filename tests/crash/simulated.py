@@ -24,6 +24,7 @@ import pytest
 import torch
 from stage_work import NoSignals
 
+import pipelines.stages.follow  # before a patch of what it imports
 import pipelines.tracking.run_record
 import pipelines.tracking.runs
 import trainer.checkpoint.checkpointer
