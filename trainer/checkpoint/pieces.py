@@ -91,10 +91,10 @@ def share_of(pieces: dict[str, Piece], rank: int, world_size: int) -> list[str]:
 class HostCopy:
     """A copy of the pieces that this rank stores, in host memory that is allocated once.
 
-    A thread pins that memory early: 19 GB took 10 s. On a GPU the copy runs on its own stream,
-    next to forward and backward of the next step; only the next update waits for it, see `before_update`. Neighbouring
-    pieces, such as all pieces of a flat buffer, are copied together: 1,740 copies are more than the driver queues, and
-    launching them took as long as copying.
+    A thread pins that memory beforehand: 19 GB took 10 s. On a GPU the copy runs on its own stream, next to forward and
+    backward of the next step; only the next update waits for it, see `before_update`. Neighbouring pieces, such as
+    all pieces of a flat buffer, are copied together: 1,740 copies are more than the driver queues, and launching them
+    took as long as copying.
     """
 
     def __init__(self, pieces: dict[str, Piece], rank: int, world_size: int) -> None:
