@@ -31,7 +31,7 @@ def gradient(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("keep", [1.25, -0.5, 0.0])
 @pytest.mark.parametrize(("M", "C"), SIZES)
 def test_a_norm_of_a_mixed_stream_and_its_gradients_agree_with_float64(M: int, C: int, keep: float) -> None:
-    x, delta, other, dy, before = (fresh(M, C) for _ in range(5))
+    x, delta, other, dy = (fresh(M, C) for _ in range(4))
     beside = x + delta + other + fresh(M, C)  # so that the sums over all numbers do not cancel
     numbers = torch.tensor([keep, 0.25], device=DEVICE)
     mix = kernels.Mix(numbers, other)
@@ -44,16 +44,33 @@ def test_a_norm_of_a_mixed_stream_and_its_gradients_agree_with_float64(M: int, C
     assert torch.equal(kernels.norm_again(total, statistics, PLAIN), y)
 
     (out * dy.double() + exact * beside.double()).sum().backward()
-    into = kernels.MixGradients(before.clone(), torch.zeros(kernels.norm_partials(C, DEVICE), 2, device=DEVICE))
-    dx, _ = kernels.norm_backward(dy, total, statistics, None, beside, None, mix=mix, into=into)
+    gradients = kernels.MixGradient(numbers[:1], torch.zeros(kernels.norm_partials(C, DEVICE), device=DEVICE))
+    dx, _ = kernels.norm_backward(dy, total, statistics, None, beside, None, mix=gradients)
     near(dx, gradient(stream), 2**-7, 2**-7)
-    near(into.other, before.double() + gradient(mixed), 2**-7, 2**-7)
-    dkeep, dadd = kernels.mix_gradients(numbers[None], into.sums[None])
+    dother, dadd = kernels.mixed_in([dx], numbers[None], other)
+    if not keep:  # the gradient of the norm's input is lost
+        assert not dx.any() and not dother.any()
+        return
+    near(dother, gradient(mixed), 2**-7, 2**-7)
+    dkeep = kernels.keep_gradients(numbers[None], gradients.sums[None], dadd)
     size = float(exact.detach().norm() * (dy.double().norm() + beside.double().norm()))
     of_keep, of_add = gradient(weights).tolist()
     assert float(dadd) == pytest.approx(of_add, rel=0.01, abs=1e-3 * size)
-    assert float(dkeep) == (pytest.approx(of_keep, rel=0.02, abs=1e-3 * size) if keep else 0)
-    assert not keep or min(abs(of_keep), abs(of_add)) > 0.02 * size
+    assert float(dkeep) == pytest.approx(of_keep, rel=0.02, abs=1e-3 * size)
+    assert min(abs(of_keep), abs(of_add)) > 0.02 * size
+
+
+@pytest.mark.parametrize(("M", "C"), SIZES)
+def test_the_gradient_of_what_several_mixes_share_agrees_with_float64(M: int, C: int) -> None:
+    other, *gradients = (fresh(M, C) for _ in range(4))
+    wide = torch.tensor([[1.15, 0.2, 9.0], [0.9, -0.1, 9.0], [-0.5, 0.05, 9.0]], device=DEVICE)
+    numbers = wide[:, :2]
+    dother, dadd = kernels.mixed_in(gradients, numbers, other)
+    of_norms = [given.double() / keep for given, keep in zip(gradients, wide[:, 0].double(), strict=True)]
+    near(dother, sum(add * du for du, add in zip(of_norms, wide[:, 1].double(), strict=True)))
+    exact = torch.stack([(du * other.double()).sum() for du in of_norms])
+    sizes = torch.stack([du.norm() for du in of_norms]) * other.double().norm()
+    assert ((dadd - exact).abs() < 1e-3 * sizes).all()
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

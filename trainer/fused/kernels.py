@@ -7,8 +7,8 @@ micro-batch of M tokens, bf16 activations of width C and V logits a token:
 
     add_norm        8·M·C bytes   residual sum and norm: 2 reads, 2 writes; with a mix 10·M·C
     norm_backward   8·M·C         dy, x and the residual gradient in, dx out; in the same pass column sums for the
-                                  gradients of weight, bias and the next bias; with a mix 14·M·C: what is mixed in,
-                                  and its gradient in place
+                                  gradients of weight, bias and the next bias
+    mixed_in        (2·N+4)·M·C   the gradient of what N mixes share
     gelu            16·M·C        of 4C columns
     column_sums     2·M·C         of the output of a product or of cuDNN: gradients of biases
     cross_entropy   4·M·V         the gradient overwrites the logits; the second read of a row is from the L2 cache
@@ -33,6 +33,7 @@ Row counts may be anything. Widths may be any multiple of 8; multiples of 16 are
 allocates its results, and never waits for the GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,12 +42,14 @@ import triton
 from torch import Tensor
 
 from trainer.fused.triton_kernels import (
+    SMALLEST_KEEP,
     adamw_kernel,
     add_rows_kernel,
     cast8_kernel,
     column_sums_kernel,
     cross_entropy_kernel,
     gelu_kernel,
+    mixed_in_kernel,
     muon_look_ahead_kernel,
     muon_move_kernel,
     muon_squared_kernel,
@@ -101,22 +104,40 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class MixGradients:
-    """The tensors to which `norm_backward` adds for a mix."""
+class MixGradient:
+    """What `norm_backward` needs of a mix."""
 
-    other: Tensor  # (M, C) bf16
-    sums: Tensor  # (P, 2) fp32, P = norm_partials(C, device): of du·u and of du·other, u the norm's input
+    keep: Tensor  # (1,) fp32
+    sums: Tensor  # (P,) fp32, P = norm_partials(C, device): du·u is added, u the norm's input
 
 
-def mix_gradients(numbers: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `keep` and `add`, (N,) fp32, from the `numbers` (N, 2) and the `sums` (N, P, 2) of N mixes.
+def mixed_in(gradients: Sequence[Tensor], numbers: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of `other` (M, C) bf16, which N mixes share, and those of their numbers `add`, (N,) fp32.
+
+    gradients: N of (M, C) bf16, those of the residual streams, keep · du; where `keep` is 0, du is lost. numbers (N, 2)
+    fp32: keep, add. One pass for all, as in the norms' own passes `other` and its gradient moved three times the bytes.
+    """
+    N, n = len(gradients), other.numel()
+    assert numbers.shape == (N, 2) and numbers.stride(1) == 1 and numbers.dtype == torch.float32
+    assert all(gradient.shape == other.shape for gradient in gradients)
+    _check(other, *gradients)
+    block, warps = _mixed_in_shape(other.device)
+    blocks = triton.cdiv(n, block)
+    dother, dots = torch.empty_like(other), numbers.new_empty(blocks, N)
+    mixed_in_kernel[(blocks,)](
+        tuple(gradients), numbers, other, dother, dots, n, numbers.stride(0), N=N, BLOCK=block, num_warps=warps
+    )
+    return dother, dots.sum(0)
+
+
+def keep_gradients(numbers: Tensor, sums: Tensor, of_add: Tensor) -> Tensor:
+    """The gradients of `keep`, (N,) fp32, of N mixes: numbers (N, 2), the `sums` (N, P), the gradients of `add` (N,).
 
     That of `keep` is the sum of du·s, and s = (u - add·other) / keep, so s need not be saved. The rounding of u, which
     this divides by `keep`, shows where keep·s is a small part of u. Below 1/128 the division is damped.
     """
     keep, add = numbers.unbind(1)
-    with_u, with_other = sums.sum(1).unbind(1)
-    return (with_u - add * with_other) * keep / (keep.square() + 2.0**-14), with_other
+    return (sums.sum(1) - add * of_add) * keep / keep.square().clamp(min=SMALLEST_KEEP.value)
 
 
 @dataclass(frozen=True)
@@ -185,7 +206,8 @@ def _norm(
     embedded: Tensor | None = None,
     mix: Mix | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
-    other, numbers = _parts(mix, M, C)
+    numbers, other = (mix.numbers, mix.other) if mix else (None, None)
+    assert mix is None or (mix.other.shape == (M, C) and mix.numbers.shape == (2,))
     _check(x, tokens, delta, delta_bias, other, numbers, norm.weight, norm.bias)
     known, layer_norm = statistics is not None, norm.bias is not None
     total = None if known else x.new_empty(M, C)
@@ -213,16 +235,14 @@ def norm_backward(
     sums: Tensor | None,
     fp8: Fp8Out | None = None,
     normed: bool = False,
-    mix: Mix | None = None,
-    into: MixGradients | None = None,
+    mix: MixGradient | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of x, (M, C) bf16, through its norm, plus `residual`: the gradient that skips the norm.
 
     With `normed`, x is the norm's output (without weights) instead. With `fp8`, the second result is the gradient as
     (M, C) e5m2. Adds the gradient of the weight to sums[0] (P, C) fp32, P = norm_partials(C, device); of a LayerNorm,
     that of the bias to sums[1], and the column sums of the result, which are the gradient of the bias of the projection
-    before, to sums[2]. With a mix, x is mixed, and the result is the gradient of the residual stream in it; adds the
-    others to `into`.
+    before, to sums[2]. With a mix, x is mixed, and the result is the gradient of the residual stream in it.
     """
     (M, C), (mean, rstd) = dy.shape, statistics
     R, programs, warps, stages = _norm_backward_shape(
@@ -231,27 +251,19 @@ def norm_backward(
     P = 0 if sums is None else sums.shape[1]
     assert x.shape == dy.shape and (sums is None) == (weight is None)
     assert sums is None or (sums.shape == (1 if mean is None else 3, P, C) and sums.dtype == torch.float32)
-    other, numbers = _parts(mix, M, C)
-    dother, dots = (into.other, into.sums) if into else (None, None)
-    assert (mix is None) == (dots is None) and (sums is None or programs <= P)
-    assert dots is None or (dots.shape[1:] == (2,) and dots.dtype == torch.float32 and programs <= len(dots))
-    _check(dy, x, mean, rstd, weight, residual, other, dother, numbers, sums, dots)
+    keep, dots = (mix.keep, mix.sums) if mix else (None, None)
+    assert sums is None or programs <= P
+    assert dots is None or (dots.dim() == 1 and dots.dtype == torch.float32 and programs <= len(dots))
+    _check(dy, x, mean, rstd, weight, residual, keep, sums, dots)
     dx, dx8, scale, amax = torch.empty_like(dy), None, None, None
     if fp8:
         dx8, scale, amax = torch.empty_like(dy, dtype=torch.float8_e5m2), fp8.scale, fp8.amax
     norm_backward_kernel[(programs,)](
-        dy, x, mean, rstd, weight, residual, other, dother, numbers, dx, dx8, scale, amax, sums, dots,
+        dy, x, mean, rstd, weight, residual, keep, dx, dx8, scale, amax, sums, dots,
         M, C, P, triton.cdiv(M, R),
         NORMED=normed, R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return dx, dx8
-
-
-def _parts(mix: Mix | None, M: int, C: int) -> tuple[Tensor | None, Tensor | None]:
-    if mix is None:
-        return None, None
-    assert mix.other.shape == (M, C) and mix.numbers.shape == (2,) and mix.numbers.dtype == torch.float32
-    return mix.other, mix.numbers
 
 
 def gelu(h: Tensor) -> Tensor:
@@ -503,6 +515,11 @@ def _norm_backward_shape(
 def norm_warps(C: int, columns: int) -> int:
     """The number of warps for which each thread has this number of `columns` of a row."""
     return max(1, triton.next_power_of_2(C) // (32 * columns))
+
+
+def _mixed_in_shape(device: torch.device) -> tuple[int, int]:
+    """Elements a program, warps."""
+    return (4096, 8) if device.type == "cuda" else (65536, 4)
 
 
 def _gelu_shape(device: torch.device) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.fused import kernels, rotary
 from trainer.fused.flat import FlatState
-from trainer.fused.kernels import Mix, MixGradients
+from trainer.fused.kernels import Mix, MixGradient
 from trainer.fused.products import Normed, Operand, Products, ResidualGrad
 from trainer.fused.rotary_step import RotaryStep
 from trainer.fused.step import Norm, Saved
@@ -38,20 +38,22 @@ class ModernStep(RotaryStep[Operand]):
         # A row for each block's first norm, and one for the head's: the numbers of a Mix; 32 bytes keep each aligned.
         self.mixes = torch.zeros(L + 1, 8, device=self.device)[:, :2]
         self.mixes[:, 0] = 1
-        self.mix_sums = torch.zeros(L + 1, kernels.norm_partials(C, self.device), 2, device=self.device)
+        self.mix_sums = torch.zeros(L + 1, kernels.norm_partials(C, self.device), device=self.device)
+        self.of_add = torch.zeros(L + 1, device=self.device)  # the gradients of the mixes' second numbers
         self.last = 2 * L  # the index of the head's norm
         self.after_middle = 2 * (L // 2 + 1) if config.backout else None  # of the norm after the block of `middle`
         self.tokens: Tensor  # (M,), of the micro-batch
-        # What is mixed in, (M, C): the residual stream before all blocks and after the middle one; and their gradients,
-        # without what comes through the blocks.
+        # What is mixed in, (M, C): the residual stream before all blocks and after the middle one; the gradients of the
+        # streams that the first is mixed into, the last block's first; and the gradient of the other by its mix.
         self.start: Tensor | None = None
         self.middle: Tensor | None = None
-        self.dstart: Tensor | None = None
+        self.dstreams: list[Tensor] = []
         self.dmiddle: Tensor | None = None
 
     def _zero(self) -> None:
         super()._zero()
         self.mix_sums.zero_()
+        self.of_add.zero_()
         for name in (*self.tables.values(), "smear_gate", "smear_lambda"):
             if name in self.state.gradients:
                 self.state.gradients[name].zero_()
@@ -84,13 +86,9 @@ class ModernStep(RotaryStep[Operand]):
         other = self.middle if norm.index == self.last else self.start if norm.index % 2 == 0 else None
         return None if other is None else Mix(self.mixes[norm.index // 2], other)
 
-    def mix_gradients(self, norm: Norm) -> MixGradients | None:
-        if norm.index == self.last:
-            like = self.state.weights["wte.weight"]
-            shape = len(self.tokens), self.config.n_embd
-            self.dstart, self.dmiddle = (like.new_zeros(shape) if on else None for on in self._mixing)
-        of_other = self.dmiddle if norm.index == self.last else self.dstart if norm.index % 2 == 0 else None
-        return None if of_other is None else MixGradients(of_other, self.mix_sums[norm.index // 2])
+    def mix_gradient(self, norm: Norm) -> MixGradient | None:
+        row = norm.index // 2
+        return None if self.mix(norm) is None else MixGradient(self.mixes[row, :1], self.mix_sums[row])
 
     def _join(
         self, p: Products[Operand], norm: Norm, x: Tensor, delta: Tensor | None
@@ -109,25 +107,36 @@ class ModernStep(RotaryStep[Operand]):
         normed: Normed[Operand],
         residual: Tensor | None,
     ) -> ResidualGrad[Operand]:
-        if norm.index == self.after_middle:  # the middle's gradient is added before the writer reads the sum
+        # The middle's gradient is added before the writer reads the sum.
+        reached = norm.index == self.after_middle
+        to = replace(norm, writer=None) if reached else norm
+        grad = super()._norm_backward(p, to, dy, x, normed, residual)
+        if norm.index == self.last and self.middle is not None:
+            self.dmiddle, of_add = kernels.mixed_in([grad.dx], self.mixes[-1:], self.middle)
+            self.of_add[-1:] += of_add
+        elif norm.index % 2 == 0 and self.start is not None:
+            self.dstreams.append(grad.dx)
+        if reached:
             assert norm.writer is not None and self.dmiddle is not None
-            dx = super()._norm_backward(p, replace(norm, writer=None), dy, x, normed, residual).dx
-            dx += self.dmiddle
+            dx = grad.dx + self.dmiddle
             return ResidualGrad(dx, p.output_grad(norm.writer, dx))
-        return super()._norm_backward(p, norm, dy, x, normed, residual)
+        return grad
 
     def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: tuple[Tensor, Tensor | None], B: int) -> None:
-        if self.dstart is not None:
-            dx += self.dstart
-        self.start = self.middle = self.dstart = self.dmiddle = None
+        if self.start is not None:
+            dstart, of_add = kernels.mixed_in(self.dstreams[::-1], self.mixes[:-1], self.start)
+            self.of_add[:-1] += of_add
+            dx = dx + dstart
+        self.start = self.middle = self.dmiddle = None
+        self.dstreams.clear()
         if self.config.smear:
             dx = self._smear_backward(saved[0], dx, B)
         super()._embed_backward(tokens, dx, saved, B)
 
     def _complete_rest(self) -> None:
         if any(self._mixing):
-            keep, add = kernels.mix_gradients(self.mixes, self.mix_sums)
-            found = {"resid_lambdas": keep[:-1], "x0_lambdas": add[:-1], "backout_lambda": -add[-1:]}
+            keep = kernels.keep_gradients(self.mixes, self.mix_sums, self.of_add)
+            found = {"resid_lambdas": keep[:-1], "x0_lambdas": self.of_add[:-1], "backout_lambda": -self.of_add[-1:]}
             for name in found.keys() & self.state.gradients.keys():
                 self.state.gradients[name].copy_(found[name])
         super()._complete_rest()

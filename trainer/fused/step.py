@@ -31,7 +31,7 @@ from torch import Tensor
 from trainer.fused import kernels
 from trainer.fused.attention import Attention, SavedAttention
 from trainer.fused.flat import FlatState
-from trainer.fused.kernels import Activation, Fp8Out, Mix, MixGradients, NormWeights
+from trainer.fused.kernels import Activation, Fp8Out, Mix, MixGradient, NormWeights
 from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
 from trainer.models.model_config import ModelConfig
 
@@ -155,8 +155,8 @@ class FusedStep(Generic[Operand]):
         """What is mixed into the residual stream before a norm."""
         return None
 
-    def mix_gradients(self, norm: Norm) -> MixGradients | None:
-        """Where the gradients of a mix go; the head's norm, the first in the backward pass, begins them."""
+    def mix_gradient(self, norm: Norm) -> MixGradient | None:
+        """What the backward pass of a norm needs of its mix."""
         return None
 
     def mlp(self, p: Products[Operand], block: Block, y: Operand) -> tuple[Operand, SavedMlp[Operand]]:
@@ -296,9 +296,8 @@ class FusedStep(Generic[Operand]):
         """From the gradient `dy` (M, C) of a norm's output to that of its input, plus `residual` (M, C)."""
 
         def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor | None]:
-            mix, into = self.mix(norm), self.mix_gradients(norm)
-            weight, sums = norm.weights.weight, norm.sums
-            return kernels.norm_backward(dy, x, normed.statistics, weight, residual, sums, out, mix=mix, into=into)
+            weight, mix = norm.weights.weight, self.mix_gradient(norm)
+            return kernels.norm_backward(dy, x, normed.statistics, weight, residual, norm.sums, out, mix=mix)
 
         return p.norm_backward(norm.writer, kernel)
 

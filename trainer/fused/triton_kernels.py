@@ -17,6 +17,8 @@ ROOT = tl.constexpr(0.7978845608028654)
 CUBE = tl.constexpr(0.035677408136300125)
 # Smaller than any logit, and finite: the difference of two of them is 0, not NaN.
 LOWEST = tl.constexpr(-1.0e30)
+# The square of a mix's `keep` below which a division by it is damped.
+SMALLEST_KEEP = tl.constexpr(2.0**-14)
 
 # ── shared arithmetic ────────────────────────────────────────────────────────────────────────────────
 
@@ -204,14 +206,14 @@ def norm_kernel(
 
 @triton.jit
 def norm_backward_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, other_ptr, dother_ptr, mix_ptr, dx_ptr, dx8_ptr,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, keep_ptr, dx_ptr, dx8_ptr,
     scale_ptr, amax_ptr, sums_ptr, dots_ptr,
     M, C, P, groups,
     NORMED: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes groups of R rows far apart, the last first. Its column sums stay in registers to the end. A
-    LayerNorm with mean_ptr, else an RMSNorm. NORMED: x is the norm's output without its weight. With mix_ptr, the
-    gradient goes on to both parts of x, and its products with x and with `other` are added up in dots_ptr."""
+    LayerNorm with mean_ptr, else an RMSNorm. NORMED: x is the norm's output without its weight. With keep_ptr, the
+    gradient goes on to `keep` of the residual stream, and its products with x are added up in dots_ptr."""
     cols = tl.arange(0, BC)
     used = cols < C
     if weight_ptr is not None:
@@ -220,10 +222,9 @@ def norm_backward_kernel(
     if mean_ptr is not None:
         dbias = tl.zeros([BC], tl.float32)
         dx_sum = tl.zeros([BC], tl.float32)
-    if mix_ptr is not None:
-        keep, add = tl.load(mix_ptr), tl.load(mix_ptr + 1)
+    if keep_ptr is not None:
+        keep = tl.load(keep_ptr)
         with_x = tl.zeros([BC], tl.float32)
-        with_other = tl.zeros([BC], tl.float32)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
         largest = tl.zeros([BC], tl.float32)
@@ -236,9 +237,6 @@ def norm_backward_kernel(
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
-        if mix_ptr is not None:
-            other = tl.load(other_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            dother = tl.load(dother_ptr + at, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)[:, None]
         if mean_ptr is not None:
             x -= tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
@@ -255,10 +253,8 @@ def norm_backward_kernel(
             dx = rstd * (g - normal * (tl.sum(g * normal, 1) / C)[:, None])
         if residual_ptr is not None:
             dx += residual.to(tl.float32)
-        if mix_ptr is not None:
-            tl.store(dother_ptr + at, _bf16(dother + add * dx), mask=mask)
+        if keep_ptr is not None:
             with_x += tl.sum(dx * x, 0)
-            with_other += tl.sum(dx * other, 0)
             dx *= keep
         rounded = _bf16(dx)
         tl.store(dx_ptr + at, rounded, mask=mask)
@@ -276,10 +272,28 @@ def norm_backward_kernel(
         if mean_ptr is not None:
             _add_into(sums_ptr + P * C, dbias, used)
             _add_into(sums_ptr + 2 * P * C, dx_sum, used)
-    if mix_ptr is not None:
-        dots_ptr += 2 * tl.program_id(0)
+    if keep_ptr is not None:
+        dots_ptr += tl.program_id(0)
         tl.store(dots_ptr, tl.load(dots_ptr) + tl.sum(with_x, 0))
-        tl.store(dots_ptr + 1, tl.load(dots_ptr + 1) + tl.sum(with_other, 0))
+
+
+@triton.jit
+def mixed_in_kernel(
+    gradients, numbers_ptr, other_ptr, dother_ptr, dots_ptr, n, stride, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of the gradient of `other`, which N mixes share, and of its products with the N gradients."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    other = tl.load(other_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(N):
+        keep, add = tl.load(numbers_ptr + i * stride), tl.load(numbers_ptr + i * stride + 1)
+        gradient = tl.load(gradients[i] + at, mask=mask, other=0.0).to(tl.float32) * (
+            keep / tl.maximum(keep * keep, SMALLEST_KEEP)
+        )
+        total += add * gradient
+        tl.store(dots_ptr + tl.program_id(0) * N + i, tl.sum(gradient * other, 0))
+    tl.store(dother_ptr + at, _bf16(total), mask=mask)
 
 
 # ── activations ──────────────────────────────────────────────────────────────────────────────────────────────────
