@@ -151,8 +151,9 @@ def run(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     measured = {steps_within(at * options.batch, config.train): at for at in options.at}
     losses, seconds, last = {}, [], options.speed or config.train.max_steps
     for step in range(last):
-        began, sequences = time.perf_counter(), sequences_of(step, config.model, config.train, 0, 1)
-        batches = text.micro_batches(sequences, options.B, world.device)
+        began = time.perf_counter()
+        sequences, upcoming = (sequences_of(at, config.model, config.train, 0, 1) for at in (step, step + 1))
+        batches = text.micro_batches(sequences, options.B, world.device, upcoming)
         loss = trained.step(step, batches, micro_batch_count(len(sequences), options.B))
         if cuda:
             torch.cuda.synchronize()

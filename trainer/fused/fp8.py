@@ -88,10 +88,11 @@ class Scales:
     def of(self, kind: Kind, layer: Linear) -> TensorScale:
         return self._tensors[kind, layer.name]
 
-    def set(self, tensor: TensorScale, scale: Tensor | float) -> None:
-        """Set the scale of a tensor whose magnitude is known, without its history."""
-        self.scale[tensor.column] = scale
-        self.inverse[tensor.column, 0] = 1 / scale
+    def set(self, tensor: TensorScale, scale: float) -> None:
+        """Set the scale of a tensor whose magnitude is known, without its history. (Assigned by index, a number is
+        copied from the host's memory, and the host waits for the GPU.)"""
+        tensor.out.scale.fill_(scale)
+        tensor.inverse.fill_(1 / scale)
 
     def set_from_amax(self, tensor: TensorScale) -> None:
         """Set the scale of a tensor from the magnitude that was just measured."""
@@ -156,6 +157,7 @@ class Fp8Products(Products[Fp8Operand]):
         self.bf16 = Bf16Products(world.device, recompute=True)
         self.scales = Scales(layers, world.device)
         self.weights: dict[str, Fp8Operand] = {}  # by layer, made once an update
+        self.unused = torch.zeros(1, device=world.device)  # of the largest magnitudes of weights, which have no history
         self.number = 0
         self.checkpointed = torch.zeros_like(self.scales.history)
         self.calibrated = False  # the history has magnitudes to scale by
@@ -315,10 +317,10 @@ class Fp8Products(Products[Fp8Operand]):
         """A weight scaled by its own largest magnitude: made once an update."""
         if layer.name not in self.weights:
             tensor = self.scales.of("weight", layer)
-            largest = torch.linalg.vector_norm(layer.weight, torch.inf, dtype=torch.float32)
-            self.scales.set(tensor, LARGEST[E4M3] / largest.clamp(min=1e-12))
-            out = Fp8Out(tensor.out.scale, torch.zeros_like(largest).view(1))  # weights have no history
-            x8, x8t = kernels.cast8(layer.weight, out, transposed=True)
+            largest = torch.linalg.vector_norm(layer.weight, torch.inf, dtype=torch.float32).view(1)
+            torch.mul(largest.clamp_(min=1e-12), 1 / LARGEST[E4M3], out=tensor.inverse)
+            torch.reciprocal(tensor.inverse, out=tensor.out.scale)
+            x8, x8t = kernels.cast8(layer.weight, Fp8Out(tensor.out.scale, self.unused), transposed=True)
             self.weights[layer.name] = Fp8Operand(x8, x8t, tensor.inverse)
         return self.weights[layer.name]
 
