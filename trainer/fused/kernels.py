@@ -568,4 +568,4 @@ def _cast8_shape(transposed: bool, device: torch.device) -> tuple[int, int, int,
 
 def _transpose8_shape(device: torch.device) -> tuple[int, int, int]:
     """Rows and columns of a tile, warps."""
-    return (128, 128, 8) if device.type == "cuda" else (256, 256, 4)
+    return (64, 128, 4) if device.type == "cuda" else (256, 256, 4)
