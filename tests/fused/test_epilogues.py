@@ -30,7 +30,7 @@ def test_relu2_of_a_product_and_its_gradient_agree_with_float64(
 @pytest.mark.parametrize(("M", "K", "N"), [(80, 48, 80), (16, 80, 48), (304, 208, 528)])
 def test_relu2_in_fp8_and_its_gradient_are_rounded_once(M: int, K: int, N: int) -> None:
     x, w, dy, back = (fresh(*shape) for shape in ((M, K), (N, K), (M, K), (N, K)))
-    x, w, dy, back = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn), dy.to(torch.float8_e5m2), back.to(w.dtype)
+    x, w, back, dy = *(t.to(torch.float8_e4m3fn) for t in (x, w, back)), dy.to(torch.float8_e5m2)
     inverses = torch.full((1,), 0.5, device=DEVICE), torch.full((1,), 0.25, device=DEVICE)
 
     def check(results: tuple[torch.Tensor, torch.Tensor], exact: torch.Tensor, relative: float) -> None:
