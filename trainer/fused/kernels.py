@@ -519,7 +519,7 @@ def norm_warps(C: int, columns: int) -> int:
 
 def _mixed_in_shape(device: torch.device) -> tuple[int, int]:
     """Elements a program, warps."""
-    return (4096, 8) if device.type == "cuda" else (65536, 4)
+    return (512, 1) if device.type == "cuda" else (65536, 4)
 
 
 def _gelu_shape(device: torch.device) -> tuple[int, int]:
@@ -556,7 +556,7 @@ def _cross_entropy_shape(fp8: bool, device: torch.device) -> tuple[int, int, int
     """Rows a program, columns of a tile, neighbouring columns a thread, warps."""
     if device.type != "cuda":
         return 128, 128, 8, 4
-    return (1, 4096, 16, 8) if fp8 else (1, 8192, 8, 32)
+    return (1, 2048, 16, 8) if fp8 else (1, 8192, 8, 32)
 
 
 def _cast8_shape(transposed: bool, device: torch.device) -> tuple[int, int, int, int]:
