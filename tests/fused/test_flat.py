@@ -285,7 +285,9 @@ def ranks(shared_folder: Path, request: pytest.FixtureRequest) -> Callable[..., 
         pytest.skip("needs three GPUs")
 
     def run(folder: Path) -> None:
-        context: Any = multiprocessing.get_context("spawn" if kind == "cuda" else "fork")  # a fork imports nothing
+        # A fork imports nothing, and cannot use CUDA that another test began.
+        spawned = kind == "cuda" or torch.cuda.is_initialized()
+        context: Any = multiprocessing.get_context("spawn" if spawned else "fork")
         processes = [context.Process(target=do_jobs, args=(rank, folder, kind)) for rank in range(3)]
         for process in processes:
             process.start()
