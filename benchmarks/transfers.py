@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
         part = int((re.findall(r"partNumber=(\d+)", self.path) or ["1"])[0])
         file, length = self.file(), int(self.headers["content-length"])
         started, done = time.monotonic(), 0
-        with open(file, "r+b" if file.exists() else "w+b") as target:
+        with open(os.open(file, os.O_RDWR | os.O_CREAT), "r+b") as target:  # parts of a file arrive side by side
             while done < length:
                 block = self.rfile.read1(min(BLOCK, length - done))
                 os.pwrite(target.fileno(), block, (part - 1) * PART_BYTES + done)
