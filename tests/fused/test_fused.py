@@ -430,6 +430,19 @@ def test_recomputing_the_activation_in_fp8_changes_no_bit(
     assert torch.equal(*found)
 
 
+def test_a_micro_batch_that_ran_out_of_memory_changes_no_later_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engines(family="modern", n_layer=3, **OPTIONS)
+    tokens = torch.randint(0, 140, (2, 17))
+    batch, found = (tokens[:, :-1], tokens[:, 1:]), []
+    for _ in range(2):
+        engine.accumulate(iter([batch]), 1, len(tokens), 1)
+        found.append(torch.cat([gradient.flatten() for gradient in engine.state.gradients.values()]))
+        with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
+            patch.setattr(engine.step, "_embed_backward", out_of_memory)
+            engine.accumulate(iter([batch]), 1, len(tokens))
+    assert torch.allclose(found[0], found[1], atol=1e-6)  # on a GPU, atomic additions change the last bits
+
+
 def out_of_memory(*_: object) -> None:
     raise torch.cuda.OutOfMemoryError
 

@@ -2,7 +2,8 @@
 
 Nothing of the value embeddings is saved but the token ids: the backward pass gathers the rows again and makes the gates
 again from the first numbers of the norm. The weights of the residual stream, and backout, change the sum before a norm.
-So they ride on the norms' kernels, and a block saves nothing for them. Smear, and backout's part in the middle of the
+So they ride on the norms' kernels, and a block saves nothing for them; the backward pass keeps the gradients of the
+residual streams, from which the embedding's is summed at its end. Smear, and backout's part in the middle of the
 model, come once in a micro-batch, in PyTorch.
 """
 
@@ -64,6 +65,7 @@ class ModernStep(RotaryStep[Operand]):
         self, p: Products[Operand], tokens: Tensor, B: int
     ) -> tuple[Tensor, Normed[Operand], tuple[Tensor, Tensor | None]]:
         self.tokens, config, w, norm = tokens, self.config, self.state.weights, self.norms[0]
+        self.dstreams.clear()  # of a micro-batch that ran out of memory
         if not (any(self._mixing) or config.smear):
             return super()._embed(p, tokens, B)
         self.state.ready(self.embeddings)
