@@ -153,7 +153,7 @@ def results() -> Iterator[str]:
         saves = (f"{known.value(f'save_share_{size}'):.2%} of the time" for size in ("124m", "1558m"))
         yield "checkpoints at the interval of `auto` cost", *saves
         yield (
-            "killed and started again, it trains after (1558M: the trainer alone)",
+            "killed and started again, it trains after (1558M: from the new command)",
             *(f"{known.value(f'resume_{size}'):.0f} s" for size in ("124m", "1558m")),
         )
 
