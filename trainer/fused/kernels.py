@@ -553,7 +553,7 @@ def _column_grid(
 
 
 def _cross_entropy_shape(fp8: bool, device: torch.device) -> tuple[int, int, int, int]:
-    """Rows a program, columns of a tile, neighbouring columns a thread, warps."""
+    """Rows a program, columns of a tile, neighbours that share a maximum, warps."""
     if device.type != "cuda":
         return 128, 128, 8, 4
     return (1, 2048, 16, 8) if fp8 else (1, 8192, 8, 32)
