@@ -66,7 +66,7 @@ class ModernStep(RotaryStep[Operand]):
     ) -> tuple[Tensor, Normed[Operand], tuple[Tensor, Tensor | None]]:
         self.tokens, config, w, norm = tokens, self.config, self.state.weights, self.norms[0]
         self.dstreams.clear()  # of a micro-batch that ran out of memory
-        if not (any(self._mixing) or config.smear):
+        if not (self._mixing or config.smear):
             return super()._embed(p, tokens, B)
         self.state.ready(self.embeddings)
         self.state.ready(0)
@@ -80,9 +80,9 @@ class ModernStep(RotaryStep[Operand]):
         return *self._join(p, norm, start, None), (embedded, rstd)
 
     @property
-    def _mixing(self) -> tuple[bool, bool]:
-        """Whether the embedding is mixed into the residual stream, and the middle block's output."""
-        return self.config.residual_lambdas, self.config.backout
+    def _mixing(self) -> bool:
+        """Whether the embedding, or the middle block's output, is mixed into the residual stream."""
+        return self.config.residual_lambdas or self.config.backout
 
     def mix(self, norm: Norm) -> Mix | None:
         other = self.middle if norm.index == self.last else self.start if norm.index % 2 == 0 else None
@@ -111,8 +111,7 @@ class ModernStep(RotaryStep[Operand]):
     ) -> ResidualGrad[Operand]:
         # The middle's gradient is added before the writer reads the sum.
         reached = norm.index == self.after_middle
-        to = replace(norm, writer=None) if reached else norm
-        grad = super()._norm_backward(p, to, dy, x, normed, residual)
+        grad = super()._norm_backward(p, replace(norm, writer=None) if reached else norm, dy, x, normed, residual)
         if norm.index == self.last and self.middle is not None:
             self.dmiddle, of_add = kernels.mixed_in([grad.dx], self.mixes[-1:], self.middle)
             self.of_add[-1:] += of_add
@@ -136,7 +135,7 @@ class ModernStep(RotaryStep[Operand]):
         super()._embed_backward(tokens, dx, saved, B)
 
     def _complete_rest(self) -> None:
-        if any(self._mixing):
+        if self._mixing:
             keep = kernels.keep_gradients(self.mixes, self.mix_sums, self.of_add)
             found = {"resid_lambdas": keep[:-1], "x0_lambdas": self.of_add[:-1], "backout_lambda": -self.of_add[-1:]}
             for name in found.keys() & self.state.gradients.keys():
