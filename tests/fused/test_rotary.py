@@ -65,12 +65,29 @@ def test_the_gradient_of_what_several_mixes_share_agrees_with_float64(M: int, C:
     other, *gradients = (fresh(M, C) for _ in range(4))
     wide = torch.tensor([[1.15, 0.2, 9.0], [0.9, -0.1, 9.0], [-0.5, 0.05, 9.0]], device=DEVICE)
     numbers = wide[:, :2]
-    dother, dadd = kernels.mixed_in(gradients, numbers, other)
+    residual = fresh(M, C)
+    dother, dadd = kernels.mixed_in(gradients, numbers, other, residual)
     of_norms = [given.double() / keep for given, keep in zip(gradients, wide[:, 0].double(), strict=True)]
-    near(dother, sum(add * du for du, add in zip(of_norms, wide[:, 1].double(), strict=True)))
+    near(dother, residual.double() + sum(add * du for du, add in zip(of_norms, wide[:, 1].double(), strict=True)))
     exact = torch.stack([(du * other.double()).sum() for du in of_norms])
     sizes = torch.stack([du.norm() for du in of_norms]) * other.double().norm()
     assert ((dadd - exact).abs() < 1e-3 * sizes).all()
+
+
+@pytest.mark.parametrize(("B", "T", "C", "G"), [(3, 67, 48, 12), (2, 1, 8, 8), (1, 130, 136, 24)])
+def test_smear_and_its_gradients_agree_with_float64(B: int, T: int, C: int, G: int) -> None:
+    x, dy = fresh(B * T, C), fresh(B * T, C)
+    weight, strength = torch.randn(G, device=DEVICE), torch.tensor([0.7], device=DEVICE)
+    plain, of_weight, of_strength = leaf(x), leaf(weight), leaf(strength)
+    before = F.pad(plain.view(B, T, C)[:, :-1], (0, 0, 1, 0)).reshape(B * T, C)
+    gates = torch.sigmoid(plain[:, :G] @ of_weight)[:, None]
+    exact = plain + of_strength * gates * before
+    exact.backward(dy.double())
+    near(rotary.smear(x, weight, strength, T), exact.detach())
+    dx, dweight, dstrength = rotary.smear_backward(dy, x, weight, strength, T)
+    near(dx, gradient(plain))
+    near(dweight, gradient(of_weight), 1e-4, 1e-3)
+    near(dstrength, gradient(of_strength), 1e-4, 1e-3)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

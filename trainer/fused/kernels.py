@@ -111,8 +111,11 @@ class MixGradient:
     sums: Tensor  # (P,) fp32, P = norm_partials(C, device): du·u is added, u the norm's input
 
 
-def mixed_in(gradients: Sequence[Tensor], numbers: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of `other` (M, C) bf16, which N mixes share, and those of their numbers `add`, (N,) fp32.
+def mixed_in(
+    gradients: Sequence[Tensor], numbers: Tensor, other: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of `other` (M, C) bf16, which N mixes share, plus `residual`; and those of their numbers `add`, (N,)
+    fp32.
 
     gradients: N of (M, C) bf16, those of the residual streams, keep · du; where `keep` is 0, du is lost. numbers (N, 2)
     fp32: keep, add. One pass for all, as in the norms' own passes `other` and its gradient moved three times the bytes.
@@ -120,12 +123,22 @@ def mixed_in(gradients: Sequence[Tensor], numbers: Tensor, other: Tensor) -> tup
     N, n = len(gradients), other.numel()
     assert numbers.shape == (N, 2) and numbers.stride(1) == 1 and numbers.dtype == torch.float32
     assert all(gradient.shape == other.shape for gradient in gradients)
-    _check(other, *gradients)
+    _check(other, residual, *gradients)
     block, warps = _mixed_in_shape(other.device)
     blocks = triton.cdiv(n, block)
     dother, dots = torch.empty_like(other), numbers.new_empty(blocks, N)
     mixed_in_kernel[(blocks,)](
-        tuple(gradients), numbers, other, dother, dots, n, numbers.stride(0), N=N, BLOCK=block, num_warps=warps
+        tuple(gradients),
+        numbers,
+        other,
+        residual,
+        dother,
+        dots,
+        n,
+        numbers.stride(0),
+        N=N,
+        BLOCK=block,
+        num_warps=warps,
     )
     return dother, dots.sum(0)
 

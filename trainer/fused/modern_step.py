@@ -3,8 +3,8 @@
 Nothing of the value embeddings is saved but the token ids: the backward pass gathers the rows again and makes the gates
 again from the first numbers of the norm. The weights of the residual stream, and backout, change the sum before a norm.
 So they ride on the norms' kernels, and a block saves nothing for them; the backward pass keeps the gradients of the
-residual streams, from which the embedding's is summed at its end. Smear, and backout's part in the middle of the
-model, come once in a micro-batch, in PyTorch.
+residual streams, from which the embedding's is summed at its end. Backout's part in the middle of the model comes once
+in a micro-batch, in PyTorch.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from trainer.fused.kernels import Mix, MixGradient
 from trainer.fused.products import Normed, Operand, Products, ResidualGrad
 from trainer.fused.rotary_step import RotaryStep
 from trainer.fused.step import Norm, Saved
-from trainer.models.modern import SMEAR_WIDTH, SOFTCAP, ModernConfig
+from trainer.models.modern import SOFTCAP, ModernConfig
 
 
 class ModernStep(RotaryStep[Operand]):
@@ -75,7 +75,7 @@ class ModernStep(RotaryStep[Operand]):
         if config.backout:
             self.mixes[-1, 1] = -w["backout_lambda"][0]
         embedded, _, _, rstd = kernels.embed_norm(tokens, w["wte.weight"], None, norm.weights, norm_first=True)
-        start = self._smear(embedded, B) if config.smear else embedded
+        start = rotary.smear(embedded, *self._smear_weights(), len(tokens) // B) if config.smear else embedded
         self.start = start if config.residual_lambdas else None
         return *self._join(p, norm, start, None), (embedded, rstd)
 
@@ -125,13 +125,14 @@ class ModernStep(RotaryStep[Operand]):
 
     def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: tuple[Tensor, Tensor | None], B: int) -> None:
         if self.start is not None:
-            dstart, of_add = kernels.mixed_in(self.dstreams[::-1], self.mixes[:-1], self.start)
+            dx, of_add = kernels.mixed_in(self.dstreams[::-1], self.mixes[:-1], self.start, dx)
             self.of_add[:-1] += of_add
-            dx = dx + dstart
         self.start = self.middle = self.dmiddle = None
         self.dstreams.clear()
         if self.config.smear:
-            dx = self._smear_backward(saved[0], dx, B)
+            dx, *found = rotary.smear_backward(dx, saved[0], *self._smear_weights(), len(tokens) // B)
+            for name, gradient in zip(("smear_gate", "smear_lambda"), found, strict=True):
+                self.state.gradients[name] += gradient
         super()._embed_backward(tokens, dx, saved, B)
 
     def _complete_rest(self) -> None:
@@ -142,33 +143,8 @@ class ModernStep(RotaryStep[Operand]):
                 self.state.gradients[name].copy_(found[name])
         super()._complete_rest()
 
-    def _gates(self, x: Tensor, B: int) -> Tensor:
-        """The part of the token before that each token gets, without smear's weight: (M,) fp32 of its embedding."""
-        gates = torch.sigmoid(x[:, :SMEAR_WIDTH].float() @ self.state.weights["smear_gate"].float())
-        gates.view(B, -1)[:, 0] = 0
-        return gates
-
-    def _smear(self, x: Tensor, B: int) -> Tensor:
-        """Embeddings (M, C), each with a part of the one before it in its sequence."""
-        scale = (self._gates(x, B) * self.state.weights["smear_lambda"]).to(x.dtype)
-        smeared = x.clone()
-        smeared[1:].addcmul_(x[:-1], scale[1:, None])
-        return smeared
-
-    def _smear_backward(self, x: Tensor, grad: Tensor, B: int) -> Tensor:
-        """The gradient of `_smear`'s input x from that of its output."""
-        weights, gradients, gates = self.state.weights, self.state.gradients, self._gates(x, B)
-        scale = gates * weights["smear_lambda"]
-        dx = grad.clone()
-        dx[:-1].addcmul_(grad[1:], scale[1:, None].to(x.dtype))
-        dscale = torch.zeros_like(gates)
-        dscale[1:] = (grad[1:] * x[:-1]).sum(1, dtype=torch.float32)
-        gradients["smear_lambda"] += dscale @ gates
-        dlogit = dscale * scale * (1 - gates)
-        front = dx[:, :SMEAR_WIDTH]
-        gradients["smear_gate"] += dlogit @ x[:, :SMEAR_WIDTH].float()
-        front += dlogit[:, None] * weights["smear_gate"]
-        return dx
+    def _smear_weights(self) -> tuple[Tensor, Tensor]:
+        return self.state.weights["smear_gate"], self.state.weights["smear_lambda"]
 
     # --- value embeddings
 

@@ -1,10 +1,12 @@
-"""Launchers of the kernels of rotary positions, value embeddings and SwiGLU; see also `trainer/fused/kernels.py`.
+"""Launchers of the kernels of rotary positions, value embeddings, smear and SwiGLU; see also
+`trainer/fused/kernels.py`.
 
 Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inner width I:
 
     rotate          4·M·(C + K) bytes   queries and keys (K columns) in place, with their norm
     rotate_back     6·M·(C + K)         their gradient in place; in fp8 5·M·(C + K) + 3·M·K, with the values' cast
     add_values      6·M·K               embedded values added to K columns in place; values_backward 6·M·K
+    smear           4·M·C               each embedding and the one before it; smear_backward 6·M·C
     swiglu          6·M·I               forward; 12·M·I backward, which makes the activation again
 
 The launch shapes are those that were fastest on an H200 at widths of 768 and 1536, with heads of 64 and 128. If
@@ -20,6 +22,8 @@ from trainer.fused.kernels import Fp8Out, _check
 from trainer.fused.rotary_triton import (
     add_values_kernel,
     rotary_kernel,
+    smear_backward_kernel,
+    smear_kernel,
     swiglu_kernel,
     values_backward_kernel,
 )
@@ -118,6 +122,40 @@ def _values(
     return qkv[:, -K:], {**blocks, "WIDTH": G, "HEAD": D}
 
 
+def smear(x: Tensor, weight: Tensor, strength: Tensor, T: int) -> Tensor:
+    """x + strength · sigmoid(front · weight) · the row before, none at the start of a sequence: nanochat's smear.
+
+    x (M, C) bf16, sequences of T rows. front: the first G numbers of x; weight (G,) and strength (1,) fp32.
+    """
+    out = torch.empty_like(x)
+    R, _, warps = _smear_shape(x)
+    smear_kernel[(triton.cdiv(len(x), R),)](
+        x, weight, strength, out, len(x), T, x.shape[1], R=R, **_smear_blocks(x, weight, strength), num_warps=warps
+    )
+    return out
+
+
+def smear_backward(grad: Tensor, x: Tensor, weight: Tensor, strength: Tensor, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradient (M, C) of `smear`'s result to those of x (bf16), of the weight and of the strength (fp32)."""
+    assert grad.shape == x.shape
+    dx, (R, programs, warps) = torch.empty_like(x), _smear_shape(x)
+    groups = triton.cdiv(len(x), R)
+    sums = weight.new_empty(min(programs, groups), len(weight) + 1)
+    smear_backward_kernel[(len(sums),)](
+        x, weight, strength, grad, dx, sums, len(x), T, x.shape[1], groups,
+        R=R, **_smear_blocks(x, weight, strength, grad), num_warps=warps,
+    )  # fmt: skip
+    total = sums.sum(0)
+    return dx, total[:-1], total[-1:]
+
+
+def _smear_blocks(x: Tensor, weight: Tensor, strength: Tensor, *more: Tensor) -> dict[str, int]:
+    assert weight.dtype == strength.dtype == torch.float32 and strength.shape == (1,)
+    _check(x, weight, strength, *more)
+    G = len(weight)
+    return {"BC": triton.next_power_of_2(x.shape[1]), "G": triton.next_power_of_2(G), "WIDTH": G}
+
+
 def swiglu(pre: Tensor) -> Tensor:
     """silu(gate) · up of pre (M, 2I) = [gate, up], (M, I) bf16 (Shazeer 2020)."""
     act = pre.new_empty(len(pre), pre.shape[1] // 2)
@@ -153,6 +191,11 @@ def _rotary_shape(heads: int, fp8: bool, device: torch.device) -> tuple[int, int
 def _values_shape(device: torch.device) -> tuple[int, int, int]:
     """Rows that a program handles at a time, programs of the backward pass, warps."""
     return (2, 2112, 2) if device.type == "cuda" else (64, 2, 4)
+
+
+def _smear_shape(x: Tensor) -> tuple[int, int, int]:
+    """Rows that a program handles at a time, programs of the backward pass, warps."""
+    return (max(1, 4096 // triton.next_power_of_2(x.shape[1])), 528, 4) if x.is_cuda else (64, 2, 4)
 
 
 def _swiglu_shape(device: torch.device) -> tuple[int, int, int]:

@@ -1,5 +1,5 @@
-"""The kernels of rotary positions, value embeddings and SwiGLU, in Triton; `trainer/fused/rotary.py` launches them.
-They follow `trainer/fused/triton_kernels.py`: the last rows first, whole rows in registers, sums in float32."""
+"""The kernels of rotary positions, value embeddings, smear and SwiGLU, in Triton, which `trainer/fused/rotary.py`
+launches. They follow `trainer/fused/triton_kernels.py`: the last rows first, whole rows in registers, sums in fp32."""
 
 import triton
 import triton.language as tl
@@ -131,6 +131,65 @@ def values_backward_kernel(
     used = (head < heads)[:, None] & (front_col < WIDTH)[None, :]
     partial = sums_ptr + tl.program_id(0) * heads * WIDTH + head[:, None] * WIDTH + front_col[None, :]
     tl.store(partial, dweight, mask=used)
+
+
+# ── smear ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _smear_gate(x_ptr, weight_ptr, rows, M, T, C, G: tl.constexpr, WIDTH: tl.constexpr):
+    """The first numbers of rows (R, G), and the gates (R,): 0 at the start of a sequence."""
+    col = tl.arange(0, G)
+    mask = (rows < M)[:, None] & (col < WIDTH)[None, :]
+    front = tl.load(x_ptr + rows[:, None] * C + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + col, mask=col < WIDTH, other=0.0).to(tl.float32)
+    gate = 1.0 / (1.0 + tl.exp(-tl.sum(front * weight[None, :], 1)))
+    return front, tl.where((rows < M) & (rows % T > 0), gate, 0.0)
+
+
+@triton.jit
+def smear_kernel(
+    x_ptr, weight_ptr, strength_ptr, out_ptr, M, T, C,
+    R: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """R rows: x + strength · gate · the row before."""
+    rows, cols = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64), tl.arange(0, BC)
+    mask = (rows < M)[:, None] & (cols < C)[None, :]
+    _, gate = _smear_gate(x_ptr, weight_ptr, rows, M, T, C, G, WIDTH)
+    at = rows[:, None] * C + cols[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    before = tl.load(x_ptr + at - C, mask=mask & (rows > 0)[:, None], other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, _bf16(x + (tl.load(strength_ptr) * gate)[:, None] * before), mask=mask)
+
+
+@triton.jit
+def smear_backward_kernel(
+    x_ptr, weight_ptr, strength_ptr, grad_ptr, dx_ptr, sums_ptr, M, T, C, groups,
+    R: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Groups of R rows: the gradient of x, and partial sums of those of the gate's weight and of the strength."""
+    cols, front_col = tl.arange(0, BC), tl.arange(0, G)
+    strength = tl.load(strength_ptr)
+    weight = tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    dweight, dstrength = tl.zeros([G], tl.float32), tl.zeros([R], tl.float32)
+    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
+        rows = (group * R + tl.arange(0, R)).to(tl.int64)
+        mask = (rows < M)[:, None] & (cols < C)[None, :]
+        front, gate = _smear_gate(x_ptr, weight_ptr, rows, M, T, C, G, WIDTH)
+        _, after = _smear_gate(x_ptr, weight_ptr, rows + 1, M, T, C, G, WIDTH)
+        at = rows[:, None] * C + cols[None, :]
+        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        following = tl.load(grad_ptr + at + C, mask=mask & (rows < M - 1)[:, None], other=0.0).to(tl.float32)
+        before = tl.load(x_ptr + at - C, mask=mask & (rows > 0)[:, None], other=0.0).to(tl.float32)
+        dscale = tl.sum(grad * before, 1)
+        dstrength += dscale * gate
+        dlogit = dscale * strength * gate * (1.0 - gate)
+        dweight += tl.sum(dlogit[:, None] * front, 0)
+        dx = grad + (strength * after)[:, None] * following + dlogit[:, None] * weight[None, :]
+        tl.store(dx_ptr + at, _bf16(dx), mask=mask)
+    sums_ptr += tl.program_id(0) * (WIDTH + 1)
+    tl.store(sums_ptr + front_col, dweight, mask=front_col < WIDTH)
+    tl.store(sums_ptr + WIDTH, tl.sum(dstrength, 0))
 
 
 # ── activations ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -282,13 +282,17 @@ def norm_backward_kernel(
 
 @triton.jit
 def mixed_in_kernel(
-    gradients, numbers_ptr, other_ptr, dother_ptr, dots_ptr, n, stride, N: tl.constexpr, BLOCK: tl.constexpr,
+    gradients, numbers_ptr, other_ptr, residual_ptr, dother_ptr, dots_ptr, n, stride,
+    N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of the gradient of `other`, which N mixes share, and of its products with the N gradients."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     other = tl.load(other_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    if residual_ptr is not None:
+        total = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(N):
         keep, add = tl.load(numbers_ptr + i * stride), tl.load(numbers_ptr + i * stride + 1)
         gradient = tl.load(gradients[i] + at, mask=mask, other=0.0).to(tl.float32) * (
