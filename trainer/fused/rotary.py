@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from trainer.fused.kernels import Fp8Out, _check
+from trainer.fused.kernels import Fp8Out, _check, norm_warps
 from trainer.fused.rotary_triton import (
     add_values_kernel,
     rotary_kernel,
@@ -195,7 +195,7 @@ def _values_shape(device: torch.device) -> tuple[int, int, int]:
 
 def _smear_shape(x: Tensor) -> tuple[int, int, int]:
     """Rows that a program handles at a time, programs of the backward pass, warps."""
-    return (max(1, 4096 // triton.next_power_of_2(x.shape[1])), 528, 4) if x.is_cuda else (64, 2, 4)
+    return (1, 2112, norm_warps(x.shape[1], 32)) if x.is_cuda else (64, 2, 4)
 
 
 def _swiglu_shape(device: torch.device) -> tuple[int, int, int]:
