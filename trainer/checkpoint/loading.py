@@ -28,7 +28,8 @@ from trainer.record import MOST_COUNT
 from trainer.store import Store, Take, side_by_side
 
 # Of a thread's buffer; and of the ranges of a file's first chunk, which come side by side, because all else waits.
-RANGE_BYTES = 1 << 20
+# Smaller buffers take more turns of Python's lock, larger ones longer to pin.
+RANGE_BYTES = 2 << 20
 MOST_DIMENSIONS = 8  # of a tensor: the product of a million huge numbers would take minutes
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -297,28 +298,32 @@ def run_jobs(
         with lock:
             return None if failed.is_set() else next(left, None)
 
-    def work() -> None:
+    def work(buffer: Tensor) -> None:
         if on_gpu:
             torch.cuda.set_device(device)  # a new thread starts on device 0
-        buffer = torch.empty(min(largest, RANGE_BYTES), dtype=torch.uint8, pin_memory=on_gpu)
         stream = torch.cuda.Stream(device) if on_gpu else None
+        copied = torch.cuda.Event(blocking=True) if on_gpu else None
         try:
             with torch.cuda.stream(stream):  # None: no effect
                 while job := next_job():
-                    do_job(job, source, sinks, buffer, stream)
+                    do_job(job, source, sinks, buffer, copied)
         except BaseException:
             failed.set()
             raise
 
-    with ThreadPoolExecutor(readers, thread_name_prefix="load") as pool:
-        for future in [pool.submit(work) for _ in range(min(readers, len(jobs)))]:
+    readers = min(readers, len(jobs))
+    # All pinned at once: the driver pins for one thread at a time.
+    buffers = torch.empty(readers, min(largest, RANGE_BYTES), dtype=torch.uint8, pin_memory=on_gpu and bool(jobs))
+    with ThreadPoolExecutor(max(1, readers), thread_name_prefix="load") as pool:
+        for future in [pool.submit(work, buffer) for buffer in buffers]:
             future.result()
 
 
 def do_job(
-    job: Job, source: Source, sinks: Mapping[str, Sink], buffer: Tensor, stream: "torch.cuda.Stream | None"
+    job: Job, source: Source, sinks: Mapping[str, Sink], buffer: Tensor, copied: "torch.cuda.Event | None"
 ) -> None:
-    """Get a chunk through the buffer, and copy its bytes into the pieces."""
+    """Get a chunk through the buffer, and copy its bytes into the pieces. On a GPU in the current stream: the event
+    sleeps until a part is there, where a stream's own wait keeps a core busy."""
     start, end = job.chunk.start, job.chunk.end
     inside = [
         Span(max(0, span.start - start), min(span.end, end) - start, span.name, span.at + max(0, start - span.start))
@@ -330,7 +335,8 @@ def do_job(
         for span in spans.get(at // len(buffer), ()):
             first, last = max(span.start, at), min(span.end, at + len(part))
             sinks[span.name].put(span.at + first - span.start, buffer[first - at : last - at])
-        if stream:
-            stream.synchronize()  # the next part takes its place
+        if copied:
+            copied.record()
+            copied.synchronize()  # the next part takes its place
 
     source.fetch(job.chunk, buffer.numpy().data, take)
