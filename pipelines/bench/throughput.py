@@ -4,8 +4,8 @@ The MFU is that of the nearest step in measurements.yaml, which `skytrain bench`
 same family or else GPT-2, of the nearest size, on the same GPU or else an H200 or H100. A speed is `measured` if
 exactly this step on these GPUs was, `estimated` from another one on this kind of GPU, and `assumed` from one on another
 kind.
-Bench takes seconds, and a run of minutes is slower because the GPUs get warm: all speeds but those of the user's own
-runs are RUN_SHARE of bench's, measured on H100s in bf16.
+Bench takes seconds, and a run of minutes is slower because the GPUs get warm: a run has RUN_SHARE of bench's speed,
+measured on H100s in bf16, unless the step itself was measured over minutes. The user's own runs are taken as they are.
 
 For comparison, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB in 94 min, 60% MFU;
 1558M on 8 x H100 in 24 h, 50%; the latter on 16 x H100 in 12 h, so without loss between two nodes over InfiniBand. So
@@ -45,17 +45,24 @@ class Throughput:
     source: str
 
 
-def nearest_step(model: ModelConfig, engine: str, gpu: str) -> tuple[Speed, float]:
-    """The measured step on one GPU that is most like another one, and its MFU."""
+def nearest_step(model: ModelConfig, engine: str, gpu: str, gpus: int = 1) -> tuple[Speed, float]:
+    """The measured step that is most like one on `gpus` GPUs, of those on no more than so many, and its MFU."""
     engine = engine.replace("sharded", "compiled")  # assumed: its blocks are compiled alike
 
     def distance(speed: Speed) -> tuple[object, ...]:
         size, there = FIGURES.sizes[speed.size], gpu_of(speed.gpus)
         apart = abs(math.log(size.parameters / model.parameters))
-        return size.family != model.family, size.family != "gpt2", apart, there != gpu, there != "H200"
+        alike = size.family != model.family, size.family != "gpt2", apart, there != gpu, there != "H200"
+        return *alike, -gpu_count(speed.gpus)
 
-    best = min((s for s in FIGURES.speeds if s.plan and s.step == engine and s.gpus[-2:] == ":1"), key=distance)
+    few_enough = (s for s in FIGURES.speeds if s.plan and s.step == engine and gpu_count(s.gpus) <= gpus)
+    best = min(few_enough, key=distance)
     return best, best.mfu or 0.0
+
+
+def run_share(step: Speed) -> float:
+    """The share of a measured step's speed that a run of minutes has."""
+    return 1.0 if step.sustained else RUN_SHARE
 
 
 def speed_on(recipe: Recipe, accelerators: str, nodes: int = 1, between: float = TCP_BYTES_PER_SECOND) -> Throughput:
@@ -70,12 +77,12 @@ def speed_on(recipe: Recipe, accelerators: str, nodes: int = 1, between: float =
     for measured in () if runtime.deterministic or runtime.recompute else same:
         size = FIGURES.sizes[measured.size]
         if size.family == model.family and abs(size.parameters / model.parameters - 1) < 0.01:
-            return Throughput(RUN_SHARE * measured.tokens_per_second, "measured", "docs/measurements.md")
-    step, mfu = nearest_step(model, engine, gpu_of(accelerators))
+            return Throughput(run_share(measured) * measured.tokens_per_second, "measured", "docs/measurements.md")
+    step, mfu = nearest_step(model, engine, gpu_of(accelerators), gpus)
     if engine == "sharded" and recipe.train.precision == "fp8":  # assumed: torchao's gains what the fused engine's does
         exact, fp8 = (nearest_step(model, name, "H200")[1] for name in ("fused", "fused fp8"))
         mfu *= fp8 / exact
-    mfu *= PER_DOUBLING ** math.log2(gpus) * RUN_SHARE
+    mfu *= PER_DOUBLING ** math.log2(gpus / gpu_count(step.gpus)) * run_share(step)
     # Elsewhere than in the fused engine (0.975) the forward pass again, a third of the FLOPs: computed, not measured.
     mfu /= 1.3 if runtime.recompute is True and not engine.startswith("fused") else 1.0
     sent, network = network_bytes(recipe, engine, accelerators, nodes)
