@@ -128,18 +128,9 @@ def mixed_in(
     blocks = triton.cdiv(n, block)
     dother, dots = torch.empty_like(other), numbers.new_empty(blocks, N)
     mixed_in_kernel[(blocks,)](
-        tuple(gradients),
-        numbers,
-        other,
-        residual,
-        dother,
-        dots,
-        n,
-        numbers.stride(0),
-        N=N,
-        BLOCK=block,
-        num_warps=warps,
-    )
+        tuple(gradients), numbers, other, residual, dother, dots, n, numbers.stride(0),
+        N=N, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
     return dother, dots.sum(0)
 
 
