@@ -56,7 +56,7 @@ class Speed(Setup):
     mfu: float | None = None
     memory_gib: float | None = None  # peak allocated
     plan: bool = False  # the planner uses it
-    sustained: bool = False  # over minutes, so on GPUs as warm as a run's
+    sustained: bool = False  # for a minute and more, so on GPUs as warm as a run's
     main: bool = False  # a row of README's table
 
     @property

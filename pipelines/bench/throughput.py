@@ -5,7 +5,7 @@ same family or else GPT-2, of the nearest size, on the same GPU or else an H200 
 exactly this step on these GPUs was, `estimated` from another one on this kind of GPU, and `assumed` from one on another
 kind.
 Bench takes seconds, and a run of minutes is slower because the GPUs get warm: a run has RUN_SHARE of bench's speed,
-measured on H100s in bf16, unless the step itself was measured over minutes. The user's own runs are taken as they are.
+measured on H100s in bf16, unless the step was measured for a minute and more. The user's own runs are taken as is.
 
 For comparison, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB in 94 min, 60% MFU;
 1558M on 8 x H100 in 24 h, 50%; the latter on 16 x H100 in 12 h, so without loss between two nodes over InfiniBand. So

@@ -114,11 +114,11 @@ class MixGradient:
 def mixed_in(
     gradients: Sequence[Tensor], numbers: Tensor, other: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of `other` (M, C) bf16, which N mixes share, plus `residual`; and those of their numbers `add`, (N,)
-    fp32.
+    """The gradient of `other` (M, C) bf16, which N mixes share, and those of their numbers `add`, (N,) fp32.
 
-    gradients: N of (M, C) bf16, those of the residual streams, keep · du; where `keep` is 0, du is lost. numbers (N, 2)
-    fp32: keep, add. One pass for all, as in the norms' own passes `other` and its gradient moved three times the bytes.
+    residual (M, C) bf16: another gradient of `other`, to which this one is added. gradients: N of (M, C) bf16, those of
+    the residual streams, keep · du; where `keep` is 0, du is lost. numbers (N, 2) fp32: keep, add. One pass for all, as
+    in the norms' own passes `other` and its gradient moved three times the bytes.
     """
     N, n = len(gradients), other.numel()
     assert numbers.shape == (N, 2) and numbers.stride(1) == 1 and numbers.dtype == torch.float32

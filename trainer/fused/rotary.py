@@ -9,9 +9,9 @@ Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inn
     smear           4·M·C               each embedding and the one before it; smear_backward 6·M·C
     swiglu          6·M·I               forward; 12·M·I backward, which makes the activation again
 
-The launch shapes are those that were fastest on an H200 at widths of 768 and 1536, with heads of 64 and 128. If
-rotate_back stored the transposed bytes, too, it would gain nothing: 0.34 to 0.40 ms on an H100, at best, against 0.24
-to 0.26 and 0.12 for a transpose after it; by TMA 0.40 and more.
+The launch shapes are those that were fastest on an H200, smear's on an H100, at widths of 768 and 1536, with heads of
+64 and 128. If rotate_back stored the transposed bytes, too, it would gain nothing: 0.34 to 0.40 ms on an H100, at best,
+against 0.24 to 0.26 and 0.12 for a transpose after it; by TMA 0.40 and more.
 """
 
 import torch
