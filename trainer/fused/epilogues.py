@@ -1,25 +1,29 @@
-"""Products of the MLP with ReLU² in their epilogue, which cuBLASLt has not: in Triton, launched here.
+"""Products of the MLP with ReLU² in their epilogue, which cuBLASLt has not: in Triton and Gluon, launched here.
 
 At M = 65536 and C = 768 the first product writes 403 MB; ReLU² as a pass of its own moves 806 MB more, its derivative
-1208 MB, in fp8 with both casts 1409 MB. In the epilogue the derivative reads 403 MB, and the others cost nothing.
-Milliseconds, product and pass | in one kernel, at M = 65536, C = 768 and at 32768, 1536; on a hot H100 in bf16: forward
-0.654 | 0.495 and 1.144 | 0.972, backward 0.777 | 0.645 and 1.170 | 1.134; on a hot H200 in fp8: forward 0.500 | 0.437
-and 0.677 | 0.655, backward 0.612 | 0.490 and 0.827 | 0.700. Of a whole step of modern-124m in bf16 that is 3.4%.
+1208 MB, in fp8 with both casts 1409 MB. In the epilogue the derivative reads the result of ReLU², whose root is the
+input where that has a gradient, and the others cost nothing. Milliseconds on a hot H100, at M = 65536, C = 768 and at
+32768, 1536: in bf16, product and pass | one kernel, forward 0.654 | 0.495 and 1.144 | 0.972, backward 0.777 | 0.556
+and 1.170 | 0.995 (cuBLASLt's product alone 0.498 and 0.934); in fp8 forward 0.352 and 0.565, which was 0.484 and 0.696
+with its input in bf16 for the backward pass, and backward 0.501 and 0.723.
 
 Not used, as they were slower: rotary positions in the epilogue of the projections (0.542 and 0.925 against 0.436 and
-0.707 for product and pass); here tiles of 128 x 128, two a multiprocessor (0.490 and 0.726 backward, 0.616 and 0.938
-forward), quarters of a tile for halves (0.564, 0.765), and `other` prefetched into the L2 cache (0.514, 0.76).
+0.707 for product and pass); here tiles of 128 x 128, two a multiprocessor, and quarters of a tile for halves. In Triton
+the backward product in bf16 took 0.69 and 1.13, since its epilogue waits for `act`; in Gluon the forward one in bf16
+and both in fp8 gained nothing.
 
-Programs, one a multiprocessor, walk over the tiles in groups that share operands in the L2 cache; loads and stores go
-by TMA. Elsewhere than on sm_90, where tiles of this size spill or were not measured, each pass is a kernel of its own.
+Programs, one a multiprocessor, walk over the tiles in groups that share operands in the L2 cache. Elsewhere than on
+sm_90, where tiles of this size spill or were not measured, each pass is a kernel of its own.
 """
 
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainer.fused import gemm
+from trainer.fused.gluon_kernels import SWIZZLED, relu2_input_grad_kernel
 from trainer.fused.kernels import Fp8Out
 from trainer.fused.triton_kernels import relu2_kernel, relu2_product_kernel
 
@@ -38,36 +42,47 @@ def relu2_linear(x: Tensor, w: Tensor) -> Tensor:
     if not fit(x, w):
         return _pass(gemm.linear(x, w))
     act = x.new_empty(len(x), len(w))
-    _launch(x, w, act, None, False)
+    _launch(x, w, act)
     return act
 
 
 def relu2_input_grad(dy: Tensor, w: Tensor, act: Tensor) -> Tensor:
     """(dy (M, N) @ w (N, K)) · 2·√act -> (M, K), bf16; act (M, K): of `relu2_linear`."""
-    if not fit(dy, w):
+    if not (dy.is_cuda and fit(dy, w)):
         return _pass(act, gemm.input_grad(dy, w))
-    dpre = torch.empty_like(act)
-    _launch(dy, w, dpre, act, True)
+    (M, K), N, dpre = dy.shape, w.shape[1], torch.empty_like(act)
+    assert len(w) == K and act.shape == (M, N)
+    assert all(t.is_contiguous() and t.device == dy.device for t in (dy, w, act))
+
+    def described(matrix: Tensor, *tile: int) -> gluon.TensorDescriptor:
+        return gluon.TensorDescriptor.from_tensor(matrix, list(tile), SWIZZLED)
+
+    tiles = described(dy, 64, 64), described(w, 64, 256), described(act, 64, 64)
+    relu2_input_grad_kernel[(_programs(M, N, dy.device),)](*tiles, act, dpre, M, N, K, num_warps=4)
     return dpre
 
 
-def relu2_linear8(x: Tensor, w: Tensor, inverses: gemm.Inverses, fp8: Fp8Out) -> tuple[Tensor, Tensor, Tensor]:
-    """pre = x (M, K) e4m3 @ w (N, K)ᵀ e4m3, times both `inverses`, (1,) fp32 -> (M, N) bf16. Also returns relu(pre)²,
-    of the product before pre was rounded: (M, N) e4m3, and the same bytes as (N, M)."""
-    pre = x.new_empty(len(x), len(w), dtype=torch.bfloat16)
-    act8, act8t = x.new_empty(pre.shape), x.new_empty(pre.shape[::-1])
-    _launch(x, w, act8, pre, False, act8t, *inverses, fp8.scale, fp8.amax)
-    return pre, act8, act8t
+def relu2_linear8(
+    x: Tensor, w: Tensor, inverses: gemm.Inverses, fp8: Fp8Out, transposed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """relu(x (M, K) e4m3 @ w (N, K)ᵀ e4m3, times both `inverses`, (1,) fp32)², rounded once -> (M, N) e4m3, and the
+    same bytes as (N, M) if they are asked for."""
+    act8 = x.new_empty(len(x), len(w))
+    act8t = x.new_empty(act8.shape[::-1]) if transposed else None
+    _launch(x, w, act8, act8t, None, *inverses, None, fp8.scale, fp8.amax)
+    return act8, act8t
 
 
 def relu2_input_grad8(
-    dy: Tensor, w_t: Tensor, inverses: gemm.Inverses, pre: Tensor, fp8: Fp8Out
+    dy: Tensor, w_t: Tensor, inverses: gemm.Inverses, act8: Tensor, act_inverse: Tensor, fp8: Fp8Out
 ) -> tuple[Tensor, Tensor]:
-    """(dy (M, N) e5m2 @ w_t (K, N)ᵀ e4m3, times both `inverses`, (1,) fp32) · 2·relu(pre (M, K) bf16), rounded once:
-    (M, K) e5m2, and the same bytes as (K, M). The tensor cores keep the sum, over the width of the model."""
-    dpre8 = torch.empty_like(pre, dtype=torch.float8_e5m2)
-    dpre8t = dpre8.new_empty(pre.shape[::-1])
-    _launch(dy, w_t, dpre8, pre, True, dpre8t, *inverses, fp8.scale, fp8.amax)
+    """(dy (M, N) e5m2 @ w_t (K, N)ᵀ e4m3, times both `inverses`, (1,) fp32) · 2·√(act8 (M, K) · act_inverse), rounded
+    once: (M, K) e5m2, and the same bytes as (K, M). The tensor cores keep the sum, over the width of the model.
+
+    act8 of `relu2_linear8` has 4 bits, its root 5, and e5m2 keeps 3 of the result."""
+    dpre8 = torch.empty_like(act8, dtype=torch.float8_e5m2)
+    dpre8t = dpre8.new_empty(act8.shape[::-1])
+    _launch(dy, w_t, dpre8, dpre8t, act8, *inverses, act_inverse, fp8.scale, fp8.amax)
     return dpre8, dpre8t
 
 
@@ -79,20 +94,24 @@ def _pass(x: Tensor, gradient: Tensor | None = None) -> Tensor:
 
 
 def _launch(
-    a: Tensor, b: Tensor, out: Tensor, other: Tensor | None, backward: bool, out_t: Tensor | None = None, *more: Tensor
+    a: Tensor, b: Tensor, out: Tensor, out_t: Tensor | None = None, act: Tensor | None = None, *scales: Tensor | None
 ) -> None:
-    (M, K), N, device = a.shape, out.shape[1], a.device
-    turned = bool(more) or not backward
-    assert b.shape == ((N, K) if turned else (K, N)) and (other is None or other.shape == out.shape)
-    assert all(t is None or (t.is_contiguous() and t.device == device) for t in (a, b, out, other, out_t, *more))
+    (M, K), N, device = a.shape, len(b), a.device
+    assert b.shape == (N, K) and out.shape == (M, N) and (act is None or act.shape == out.shape)
+    assert all(t is None or (t.is_contiguous() and t.device == device) for t in (a, b, out, out_t, act, *scales))
     BM, BN, BK, warps, stages = 128, 256, 128 // a.itemsize, 8, 3
-    programs = torch.cuda.get_device_properties(device).multi_processor_count if a.is_cuda else 1
 
     def described(matrix: Tensor | None, *tile: int) -> TensorDescriptor | None:
         return None if matrix is None else TensorDescriptor.from_tensor(matrix, list(tile))
 
-    relu2_product_kernel[(min(programs, triton.cdiv(M, BM) * triton.cdiv(N, BN)),)](
-        described(a, BM, BK), described(b, BN, BK) if turned else described(b, BK, BN), described(out, BM, BN // 2),
-        described(other, BM, BN // 2), described(out_t, BN // 2, BM), *(more or [None] * 4), M, N, K,
-        BACKWARD=backward, BM=BM, BN=BN, BK=BK, GROUP=8, num_warps=warps, num_stages=stages,
+    relu2_product_kernel[(_programs(M, N, device),)](
+        described(a, BM, BK), described(b, BN, BK), described(out, BM, BN // 2), described(out_t, BN // 2, BM),
+        described(act, BM, BN // 2), *(scales or [None] * 5), M, N, K,
+        BM=BM, BN=BN, BK=BK, GROUP=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+def _programs(M: int, N: int, device: torch.device) -> int:
+    """One a multiprocessor, at most one a tile of 128 x 256."""
+    most = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return min(most, triton.cdiv(M, 128) * triton.cdiv(N, 256))

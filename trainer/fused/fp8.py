@@ -15,7 +15,8 @@ forward pass cuBLAS may add up in fewer bits.
 
 A block saves 27·C bytes a token (x and the sum after attention 2 each, both norms 1 each, qkv 6, attention 2 + 1, the
 MLP 8 before its activation and 4 after it). `recompute` leaves out the last 4; the backward pass makes them again, bit
-for bit.
+for bit. Of ReLU² the output is saved instead of the input, in 4 bytes for 8: its root is the input where that has a
+gradient.
 
 The learning rate's warm-up runs in bf16: there the magnitudes change faster than their history. It recomputes all that
 `Bf16Products` can, so that it takes no more memory than the fp8 steps after it. Then the first micro-batch runs twice:
@@ -226,7 +227,10 @@ class Fp8Products(Products[Fp8Operand]):
         return Fp8Operand(None, x.transposed, x.inverse)
 
     def activated(self, layer: Linear, kept: Tensor, activation: Activation) -> Fp8Operand:
-        return self.saved(self._cast(self.scales.of("input", layer), kept, activation))
+        tensor = self.scales.of("input", layer)
+        if kept.dtype == E4M3:
+            return self.saved(Fp8Operand(kept, None, tensor.inverse))
+        return self.saved(self._cast(tensor, kept, activation))
 
     # --- products
 
@@ -238,14 +242,15 @@ class Fp8Products(Products[Fp8Operand]):
         self, layer: Linear, x: Fp8Operand, reader: Linear, activation: Activation
     ) -> tuple[Tensor, Fp8Operand]:
         w, tensor = self._weight(layer), self.scales.of("input", reader)
-        if activation == "relu2" and not self.recompute_activation and epilogues.fit(x.plain, w.plain):
+        if activation == "relu2" and epilogues.fit(x.plain, w.plain):
             assert layer.bias is None
 
-            def kernel(out: Fp8Out) -> tuple[Tensor, Tensor, Tensor]:
-                return epilogues.relu2_linear8(x.plain, w.plain, (x.inverse, w.inverse), out)
+            def kernel(out: Fp8Out) -> tuple[Tensor, Tensor | None]:
+                inverses = x.inverse, w.inverse
+                return epilogues.relu2_linear8(x.plain, w.plain, inverses, out, not self.recompute_activation)
 
-            pre, act8, act8t = self._rounded(tensor, kernel, 1)
-            return pre, Fp8Operand(act8, act8t, tensor.inverse)
+            act8, act8t = self._rounded(tensor, kernel, 0)
+            return act8, Fp8Operand(act8, act8t, tensor.inverse)
         pre = self.linear(layer, x, layer.bias)
         return pre, self._cast(tensor, pre, activation, transposed=not self.recompute_activation)
 
@@ -263,11 +268,13 @@ class Fp8Products(Products[Fp8Operand]):
         sums: Tensor | None = None,
     ) -> Fp8Operand:
         w, tensor = self._weight(layer), self.scales.of("gradient", writer)
-        if activation == "relu2" and epilogues.fit(dy.plain, w.transposed):
+        if kept.dtype == E4M3:
             assert sums is None
+            act_inverse = self.scales.of("input", layer).inverse
 
             def kernel(out: Fp8Out) -> tuple[Tensor, Tensor]:
-                return epilogues.relu2_input_grad8(dy.plain, w.transposed, (dy.inverse, w.inverse), kept, out)
+                inverses = dy.inverse, w.inverse
+                return epilogues.relu2_input_grad8(dy.plain, w.transposed, inverses, kept, act_inverse, out)
 
             dpre8, dpre8t = self._rounded(tensor, kernel, 0)
             return Fp8Operand(dpre8, dpre8t, tensor.inverse)

@@ -126,7 +126,7 @@ class Products(ABC, Generic[Operand]):
         self, layer: Linear, x: Operand, reader: Linear, activation: Activation
     ) -> tuple[Tensor, Operand]:
         """The activation of x (M, K) @ weightᵀ + the layer's bias, as the input of `reader`; before it the tensor
-        (M, N) in bf16 that the backward pass needs."""
+        (M, N) that the backward pass needs."""
 
     @abstractmethod
     def input_grad(self, layer: Linear, dy: Operand) -> Tensor:

@@ -332,19 +332,20 @@ def relu2_kernel(x_ptr, gradient_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def relu2_product_kernel(
-    a, b, out, other, out_t, a_inverse_ptr, b_inverse_ptr, scale_ptr, amax_ptr, M, N, K,
-    BACKWARD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    a, b, out, out_t, act, a_inverse_ptr, b_inverse_ptr, act_inverse_ptr, scale_ptr, amax_ptr, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of relu(a (M, K) @ b (N, K)ᵀ)². BACKWARD: (a @ b (K, N)) · 2·√other, with `other` the result of that.
+    """Tiles of relu(a (M, K) @ b (N, K)ᵀ)². With `act`, the result of that in e4m3: (a @ bᵀ) · 2·√act, in e5m2.
 
-    With scale_ptr operands and results are fp8, b is always (N, K), out_t is the result as (N, M), and `other` is the
-    bf16 product before the activation: stored, BACKWARD loaded.
+    With scale_ptr operands and results are fp8; out_t, if it is asked for, is the result as (N, M).
     """
     rows, cols = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    inverse, scale = 1.0, 1.0
+    inverse, act_inverse, scale = 1.0, 1.0, 1.0
     if scale_ptr is not None:
         inverse = tl.load(a_inverse_ptr) * tl.load(b_inverse_ptr)
         scale = tl.load(scale_ptr)
+    if act is not None:
+        act_inverse = tl.load(act_inverse_ptr)
     largest = tl.zeros((BM,), tl.float32)
     for tile in tl.range(tl.program_id(0), rows * cols, tl.num_programs(0), flatten=True):
         first = tile // (GROUP * cols) * GROUP
@@ -352,8 +353,7 @@ def relu2_product_kernel(
         m, n = (first + tile % size) * BM, tile % (GROUP * cols) // size * BN
         total = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
-            left = a.load([m, k])
-            right = b.load([k, n]) if BACKWARD and scale_ptr is None else b.load([n, k]).T
+            left, right = a.load([m, k]), b.load([n, k]).T
             if INTERPRETED:
                 left, right = left.to(tl.float32), right.to(tl.float32)
             total = tl.dot(left, right, total)
@@ -361,32 +361,27 @@ def relu2_product_kernel(
             total *= inverse
         # In halves, so that their memory and that of three stages of loads fit.
         one, two = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1)))
-        largest = _finish(one, largest, out, other, out_t, scale_ptr, scale, m, n, BACKWARD)
-        largest = _finish(two, largest, out, other, out_t, scale_ptr, scale, m, n + BN // 2, BACKWARD)
+        largest = _finish(one, largest, out, out_t, act, act_inverse, scale_ptr, scale, m, n)
+        largest = _finish(two, largest, out, out_t, act, act_inverse, scale_ptr, scale, m, n + BN // 2)
     if scale_ptr is not None:
         tl.atomic_max(amax_ptr, tl.max(largest, 0))
 
 
 @triton.jit
-def _finish(x, largest, out, other, out_t, scale_ptr, scale, m, n, BACKWARD: tl.constexpr):
+def _finish(x, largest, out, out_t, act, act_inverse, scale_ptr, scale, m, n):
     """The epilogue of a part of a tile, from row m and column n on. Returns each row's largest magnitude so far."""
+    if act is None:
+        x = tl.maximum(x, 0.0)
+        x *= x
+    else:
+        x *= 2.0 * tl.sqrt(act.load([m, n]).to(tl.float32) * act_inverse)
     if scale_ptr is None:
-        if BACKWARD:
-            x *= 2.0 * tl.sqrt(other.load([m, n]).to(tl.float32))
-        else:
-            x = tl.maximum(x, 0.0)
-            x *= x
         out.store([m, n], _bf16(x))
     else:
-        if BACKWARD:
-            x *= 2.0 * tl.maximum(other.load([m, n]).to(tl.float32), 0.0)
-        else:
-            other.store([m, n], _bf16(x))
-            x = tl.maximum(x, 0.0)
-            x *= x
-        x8 = _fp8(x * scale, BACKWARD)
+        x8 = _fp8(x * scale, act is not None)
         out.store([m, n], x8)
-        out_t.store([n, m], tl.trans(x8))
+        if out_t is not None:
+            out_t.store([n, m], tl.trans(x8))
         largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
     return largest
 

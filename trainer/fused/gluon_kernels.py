@@ -1,0 +1,193 @@
+"""The product whose epilogue reads as much as it writes, in Gluon, which gives the warps of a program their own roles.
+
+One warpgroup starts the copies of operands into a ring in shared memory, and two multiply a half of the tile each. So
+tiles follow each other without a pause: while one half of a tile is finished, the tensor cores have the other's
+products. It compiles for sm_90 alone, and Triton's interpreter does not run it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Half a tile is ROWS x BN, whose sums take 128 registers a thread; it is finished in four parts of COLS columns. K goes
+# in steps of 128 bytes, the width of TMA's swizzle.
+ROWS, BN, BK, COLS = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64), gl.constexpr(64)
+STAGES = gl.constexpr(4)  # of 48 KiB
+SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+GROUP = gl.constexpr(8)  # tiles below each other that share operands in the L2 cache
+# Registers, lanes and warps of 64 x 64 numbers: 8 in a row for a thread, 32 for four lanes, so that the memory moves
+# whole sectors. The first shares columns 2 and 8, from the layout of the sums on, and the second 4 and 16: Triton
+# exchanges one pair between lanes, and takes the way through shared memory for two.
+SHARED_ROWS = {"warp_bases": [[16, 0], [32, 0]], "block_bases": [], "shape": [64, 64]}
+HALFWAY = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        **SHARED_ROWS,
+    )
+)
+WIDE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        **SHARED_ROWS,
+    )
+)
+
+
+@gluon.jit
+def relu2_input_grad_kernel(dy, w, act, act_ptr, out_ptr, M, N, K):
+    """Tiles of (dy (M, K) @ w (K, N)) · 2·√act, act and the result (M, N), all bf16.
+
+    A copy brings the left half of a tile's act, for which shared memory has room; the threads load the right half.
+    """
+    dy_tiles = gl.allocate_shared_memory(dy.dtype, [2 * STAGES, ROWS, BK], dy.layout)
+    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BK, BN], w.layout)
+    tiles = dy_tiles, w_tiles
+    acts = gl.allocate_shared_memory(act.dtype, [4, ROWS, COLS], act.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    act_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    act_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    for half in gl.static_range(2):
+        mbarrier.init(act_full.index(half), count=1)
+        mbarrier.init(act_empty.index(half), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (gl.constexpr(0), tiles, full, empty, acts, act_full, act_empty, act_ptr, out_ptr, M, N, K)),
+            (_multiply, (gl.constexpr(1), tiles, full, empty, acts, act_full, act_empty, act_ptr, out_ptr, M, N, K)),
+            (_copy, (dy, w, act, tiles, full, empty, acts, act_full, act_empty, M, N, K)),
+        ],
+        worker_num_warps=[4, 4],
+        worker_num_regs=[240, 24],
+    )
+
+
+@gluon.jit
+def _turns(M, N):
+    """How many tiles a program does."""
+    return gl.cdiv(gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, BN) - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def _place(turn, M, N):
+    """The first row and column of a program's tile."""
+    tile = gl.program_id(0) + turn * gl.num_programs(0)
+    rows, cols = gl.cdiv(M, 2 * ROWS), gl.cdiv(N, BN)
+    first = tile // (GROUP * cols) * GROUP
+    size = gl.minimum(rows - first, GROUP)
+    return (first + tile % size) * 2 * ROWS, tile % (GROUP * cols) // size * BN
+
+
+@gluon.jit
+def _copy(dy, w, act, tiles, full, empty, acts, act_full, act_empty, M, N, K):
+    dy_tiles, w_tiles = tiles
+    step = 0
+    # The step of a tile at which its act is asked for: by then the tile before it is finished, and no copy waits.
+    late = gl.minimum(STAGES, gl.cdiv(K, BK) - 1) * BK
+    for turn in range(_turns(M, N)):
+        m, n = _place(turn, M, N)
+        for k in range(0, K, BK):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            ready = full.index(stage)
+            mbarrier.expect(ready, 2 * dy.block_type.nbytes + w.block_type.nbytes)
+            tma.async_copy_global_to_shared(dy, [m, k], ready, dy_tiles.index(2 * stage))
+            tma.async_copy_global_to_shared(w, [k, n], ready, w_tiles.index(stage))
+            tma.async_copy_global_to_shared(dy, [m + ROWS, k], ready, dy_tiles.index(2 * stage + 1))
+            step += 1
+            if k == late:
+                for half in gl.static_range(2):
+                    row, ready = m + half * ROWS, act_full.index(half)
+                    mbarrier.wait(act_empty.index(half), (turn & 1) ^ 1)
+                    mbarrier.expect(ready, 2 * act.block_type.nbytes)
+                    tma.async_copy_global_to_shared(act, [row, n], ready, acts.index(2 * half))
+                    tma.async_copy_global_to_shared(act, [row, n + COLS], ready, acts.index(2 * half + 1))
+
+
+@gluon.jit
+def _multiply(HALF: gl.constexpr, tiles, full, empty, acts, act_full, act_empty, act_ptr, out_ptr, M, N, K):
+    """The upper half of each tile, or with HALF = 1 the lower one."""
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    step = 0
+    for turn in range(_turns(M, N)):
+        m, n = _place(turn, M, N)
+        m += HALF * ROWS
+        total = gl.zeros((ROWS, BN), gl.float32, sums)
+        for k in range(0, K - BK, BK):
+            total = _add_product(total, step, k > 0, HALF, tiles, full, empty)
+            step += 1
+        # Asked for before the last step, they arrive during it. Before the loop, ptxas would let it wait for them.
+        act2, act3 = _load(act_ptr, m, n + 2 * COLS, M, N), _load(act_ptr, m, n + 3 * COLS, M, N)
+        total = _add_product(total, step, K > BK, HALF, tiles, full, empty)
+        total = warpgroup_mma_wait(0, deps=[total])
+        mbarrier.arrive(empty.index(step % STAGES))
+        step += 1
+        left, right = _halves(total)
+        x0, x1 = _halves(left)
+        x2, x3 = _halves(right)
+        mbarrier.wait(act_full.index(HALF), turn & 1)
+        x0 *= _slope(acts.index(2 * HALF).load(x0.type.layout))
+        x1 *= _slope(acts.index(2 * HALF + 1).load(x1.type.layout))
+        mbarrier.arrive(act_empty.index(HALF))
+        _store(out_ptr, x0, m, n, M, N)
+        _store(out_ptr, x1, m, n + COLS, M, N)
+        x2 *= _slope(gl.convert_layout(gl.convert_layout(act2, HALFWAY), x2.type.layout))
+        _store(out_ptr, x2, m, n + 2 * COLS, M, N)
+        x3 *= _slope(gl.convert_layout(gl.convert_layout(act3, HALFWAY), x3.type.layout))
+        _store(out_ptr, x3, m, n + 3 * COLS, M, N)
+
+
+@gluon.jit
+def _add_product(total, step, more, HALF: gl.constexpr, tiles, full, empty):
+    """Start the products of a step, and release the stage of the step before it; without `more` the tile has none."""
+    dy_tiles, w_tiles = tiles
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    dy, w = dy_tiles.index(2 * stage + HALF), w_tiles.index(stage)
+    total = warpgroup_mma(dy, w, total, use_acc=more, is_async=True)
+    total = warpgroup_mma_wait(1, deps=[total])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=more)
+    return total
+
+
+@gluon.jit
+def _halves(x):
+    """The left and the right half of the columns."""
+    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def _slope(act):
+    return 2.0 * gl.sqrt(act.to(gl.float32))
+
+
+@gluon.jit
+def _located(m, n, M, N):
+    """The places of ROWS x COLS numbers from row m and column n on, and which of them exist."""
+    rows = m + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    cols = n + gl.arange(0, COLS, gl.SliceLayout(0, WIDE))
+    return rows.to(gl.int64)[:, None] * N + cols[None, :], (rows < M)[:, None] & (cols < N)[None, :]
+
+
+@gluon.jit
+def _load(act_ptr, m, n, M, N):
+    at, inside = _located(m, n, M, N)
+    return gl.load(act_ptr + at, mask=inside, other=0.0)
+
+
+@gluon.jit
+def _store(out_ptr, x, m, n, M, N):
+    at, inside = _located(m, n, M, N)
+    x = gl.convert_layout(gl.convert_layout(x.to(gl.bfloat16), HALFWAY), WIDE)
+    gl.store(out_ptr + at, x, mask=inside)
