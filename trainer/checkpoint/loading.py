@@ -85,10 +85,13 @@ def load_files(
     def fill() -> None:
         contents = [next(one[file] for one in found if file in one) for file in range(len(files))]
         spans = spans_of(pieces, contents, sinks)
-        run_jobs(jobs_of(files, spans), source, sinks, store.connections, world.device)
+        run_jobs(jobs_of(files, spans), source, sinks, buffers.result(), world.device)
 
-    found, damage = agreed(world, read_headers)
-    damage = damage or agreed(world, fill)[1]
+    readers = min(store.connections, sum(len(receipt.chunks) for receipt in files))
+    with ThreadPoolExecutor(1) as pool:
+        buffers = pool.submit(buffers_of, readers, world.device)  # beside the headers
+        found, damage = agreed(world, read_headers)
+        damage = damage or agreed(world, fill)[1]
     for name, piece in pieces.items():
         if damage:
             piece.live.zero_()
@@ -284,12 +287,19 @@ def by_chunk(spans: Sequence[Span], length: int) -> dict[int, list[Span]]:
     return found
 
 
+def buffers_of(readers: int, device: torch.device) -> Tensor:
+    """A buffer for each reader. Pinned at once: the driver pins for one thread at a time."""
+    on_gpu = device.type == "cuda" and readers > 0
+    if on_gpu:
+        torch.cuda.set_device(device)  # a new thread starts on device 0
+    return torch.empty(readers, RANGE_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+
+
 def run_jobs(
-    jobs: Sequence[Job], source: Source, sinks: Mapping[str, Sink], readers: int, device: torch.device
+    jobs: Sequence[Job], source: Source, sinks: Mapping[str, Sink], buffers: Tensor, device: torch.device
 ) -> None:
-    """Do all jobs in some threads, each with a buffer of its own. Raises the error of one that fails."""
-    left, lock, failed = iter(jobs), threading.Lock(), threading.Event()
-    largest = max((job.chunk.end - job.chunk.start for job in jobs), default=0)
+    """Do all jobs in some threads, one for each buffer. Raises the error of one that fails."""
+    left, lock, failed, started = iter(jobs), threading.Lock(), threading.Event(), threading.Event()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(device)  # the threads copy on streams of their own
@@ -299,6 +309,7 @@ def run_jobs(
             return None if failed.is_set() else next(left, None)
 
     def work(buffer: Tensor) -> None:
+        started.wait()
         if on_gpu:
             torch.cuda.set_device(device)  # a new thread starts on device 0
         stream = torch.cuda.Stream(device) if on_gpu else None
@@ -311,11 +322,12 @@ def run_jobs(
             failed.set()
             raise
 
-    readers = min(readers, len(jobs))
-    # All pinned at once: the driver pins for one thread at a time.
-    buffers = torch.empty(readers, min(largest, RANGE_BYTES), dtype=torch.uint8, pin_memory=on_gpu and bool(jobs))
-    with ThreadPoolExecutor(max(1, readers), thread_name_prefix="load") as pool:
-        for future in [pool.submit(work, buffer) for buffer in buffers]:
+    with ThreadPoolExecutor(max(1, len(jobs)), thread_name_prefix="load") as pool:
+        try:
+            futures = [pool.submit(work, buffer) for buffer in buffers[: len(jobs)]]
+        finally:
+            started.set()  # all at once: beside threads that work, the start of each one waits for Python's lock
+        for future in futures:
             future.result()
 
 
