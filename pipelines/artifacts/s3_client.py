@@ -12,7 +12,7 @@ from pipelines.artifacts.s3_answers import refuse_odd_answer
 from pipelines.artifacts.traffic import count_answer, count_request
 from trainer.errors import UserError
 
-# One connection to S3 gives about 100 MB/s, so those of a node fill a link of 50 Gbit/s. A transfer holds a part in
+# One connection to S3 gives about 100 MB/s, so those of a node fill a link of 50 Gbit/s. An upload holds a part in
 # memory for each.
 CONNECTIONS_OF_NODE = 64
 # The settings of a bucket that is not on AWS, as variables SKYTRAIN_S3_<name> and as boto3 calls them.

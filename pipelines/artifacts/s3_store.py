@@ -18,9 +18,8 @@ import os
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
@@ -188,29 +187,27 @@ class S3Store:
     def download(self, key: str, path: Path) -> str:
         first = bytearray(FIRST_BYTES)
         count, size = self._read(self._where(key), 0, memoryview(first))
-
-        digest, starts = hashlib.sha256(first[:count]), range(count, size, PART_BYTES)
-        coming = deque[tuple[bytearray, Future[memoryview]]]()
+        digest, own = hashlib.sha256(first[:count]), threading.local()
         with replacing(Path(path)) as file, ThreadPoolExecutor(self.connections) as pool:
 
-            def part(start: int, buffer: bytearray) -> memoryview:
-                """Fetch a part into its buffer and the file. Returns what is in the buffer."""
-                arrived = memoryview(buffer)[: size - start]
-                if self.read_into(key, start, arrived) != len(arrived):
+            def part(start: int) -> int:
+                """Fetch a part into the file, through the buffer of its thread. Returns its end."""
+                own.buffer = getattr(own, "buffer", None) or bytearray(FIRST_BYTES)
+                length = min(PART_BYTES, size - start)
+
+                def write(at: int, arrived: memoryview) -> None:
+                    write_at(file.fileno(), arrived, start + at)
+
+                if self.read_into(key, start, memoryview(own.buffer), length, write) != length:
                     raise StoreUnavailable(f"{self._uri_of(key)}: changed while it was read; run again")
-                write_at(file.fileno(), arrived, start)
-                return arrived
+                return start + length
 
             write_at(file.fileno(), memoryview(first)[:count], 0)
-            for start in starts:
-                if len(coming) < self.connections:
-                    buffer = bytearray(PART_BYTES)
-                else:
-                    buffer, arriving = coming.popleft()
-                    digest.update(arriving.result())
-                coming.append((buffer, pool.submit(part, start, buffer)))
-            for _, arriving in coming:
-                digest.update(arriving.result())
+            for end in pool.map(part, range(count, size, PART_BYTES)):
+                # Hashed from the cache of the file system, beside the parts that arrive.
+                while count < end and (read := os.preadv(file.fileno(), [memoryview(first)[: end - count]], count)):
+                    digest.update(memoryview(first)[:read])
+                    count += read
         return digest.hexdigest()
 
     def entries(self, prefix: str) -> list[Entry]:
