@@ -1,12 +1,13 @@
 """GB/s of checkpoints and files to and from S3, whose connections are slow: 100 MB/s each, as those of real buckets.
 
-`python -m benchmarks.transfers [--gb GB] [--rounds N] [--connection MB] [--cores N] [--device cuda:0] [--against
-CHECKOUT]` starts a server of its own, in several processes, that speaks as much of S3 as a transfer needs and keeps
-objects in --place. It saves a checkpoint of tensors on --device, loads it, uploads a file and downloads it, verified,
-in rounds. The server takes cores, too: on a machine with few, they are the limit, and the client's own seconds of
-processor time a GB show more; or slower connections, of as many as a machine with --cores opens. With --against the
-code of another checkout and this one take turns, each round in new processes, and the ratios are printed. It runs the
-code of eda2ad97 and later.
+`python -m benchmarks.transfers [--gb GB] [--rounds N] [--connection MB] [--cores N] [--device cuda] [--ranks N]
+[--against CHECKOUT]` starts a server of its own, in several processes, that speaks as much of S3 as a transfer needs
+and keeps objects in --place. It saves a checkpoint of tensors on --device, loads it, uploads a file and downloads it,
+verified, in rounds. With --ranks so many processes, each with its share of the node's connections and on a GPU of its
+own, do so at once, with --gb each; the figures are those of all together. The server takes cores, too: on a machine
+with few, they are the limit, and the client's own seconds of processor time a GB show more; or slower connections, of
+as many as a machine with --cores opens. With --against the code of another checkout and this one take turns, each round
+in new processes, and the ratios are printed. It runs the code of eda2ad97 and later.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -145,14 +146,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connection", type=float, default=100.0, help="MB/s of each")
     parser.add_argument("--cores", type=int, help="open as many connections as a machine with so many cores")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="with its number")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=1, help="processes at once")
     parser.add_argument("--place", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--against", type=Path, help="a checkout of the code before")
     options = parser.parse_args()
     if options.against:
         return print_ratios(options.against.resolve(), sys.argv[1:], options.rounds)
-    if options.cores:
-        os.cpu_count = lambda: options.cores
     place = Path(tempfile.mkdtemp(dir=options.place))
     objects = place / "objects"
     objects.mkdir()
@@ -166,9 +166,17 @@ def main() -> None:
         "AWS_ACCESS_KEY_ID": "k",
         "AWS_SECRET_ACCESS_KEY": "s",
         "AWS_REGION": "us-east-1",
+        "LOCAL_WORLD_SIZE": str(options.ranks),
     }
+    spawned = get_context("spawn")
+    together = spawned.Barrier(options.ranks, timeout=600), spawned.Array("d", options.ranks)
+    ranks = [spawned.Process(target=compare, args=(rank, options, place, *together)) for rank in range(options.ranks)]
     try:
-        compare(S3Store("b"), place, options.gb, options.rounds, options.device)
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        sys.exit(max(abs(rank.exitcode or 0) for rank in ranks))
     finally:
         for process in processes:
             process.kill()
@@ -192,35 +200,44 @@ def print_ratios(other: Path, arguments: list[str], rounds: int) -> None:
         print(f"{name:9} {statistics.median(each) / statistics.median(speeds[0][name]):.2f} x", flush=True)
 
 
-def compare(store: S3Store, place: Path, gb: float, rounds: int, device: torch.device) -> None:
-    """Print the GB/s of each transfer, round by round and their median."""
-    world = World(0, 0, 1, device)
+def compare(number: int, options: argparse.Namespace, place: Path, barrier: Any, seconds: Any) -> None:
+    """Take the part of a rank; rank 0 prints the GB/s of each transfer, round by round and their median."""
+    if options.cores:
+        os.cpu_count = lambda: options.cores
+    device = torch.device(f"cuda:{number}" if options.device == "cuda" else "cpu")
+    store, world, gb = S3Store("b", f"rank{number}"), World(0, 0, 1, device), options.gb
+    place = place / str(number)
+    place.mkdir()
     weights = torch.randint(0, 255, (int(gb * 1e9),), dtype=torch.uint8).view(torch.bfloat16)
     (file := place / "weights").write_bytes(weights.view(torch.uint8).numpy().data)
     weights = weights.to(device)
     speeds: dict[str, list[float]] = {"save": [], "load": [], "upload": [], "download": []}
     processor: dict[str, float] = {}
-    print(f"{gb:g} GB, {os.cpu_count()} cores, code in {sys.modules['trainer'].__path__[0]}")
 
     def time_of(name: str, work: Callable[[], T]) -> T:
-        result, seconds, processor[name] = timed(work)
-        speeds[name].append(gb / seconds)
+        barrier.wait()
+        result, seconds[number], processor[name] = timed(work)
+        barrier.wait()
+        speeds[name].append(gb * options.ranks / max(seconds))
         return result
 
-    for number in range(rounds):
+    for step in range(1, options.rounds + 1):
         pieces = {"model.w": Piece.whole(weights)}
-        with Checkpointer(store, "run", world, attempt=number + 1, keep_last=1) as checkpointer:
+        with Checkpointer(store, "run", world, attempt=step, keep_last=1) as checkpointer:
             log = EventLog(place / "events.jsonl", PhaseClock())
             checkpointer.prepare(pieces)
-            checkpointer.save(TrainState(step=number + 1), pieces, log)
+            checkpointer.save(TrainState(step=step), pieces, log)
             time_of("save", partial(checkpointer.finish, log))
             loaded = {"model.w": Piece.whole(torch.zeros_like(weights))}
             time_of("load", partial(checkpointer.load_latest, loaded, log))
             assert torch.equal(loaded["model.w"].live.view(torch.uint8), weights.view(torch.uint8))
-        stored = time_of("upload", partial(upload, store, "artifact", number + 1, file))
+        stored = time_of("upload", partial(upload, store, "artifact", step, file))
         key = f"artifact/{stored.key}"
         time_of("download", partial(download_verified, store, key, stored, place / "copy"))
         store.delete(key)
+    if number:
+        return
+    print(f"{options.ranks} x {gb:g} GB, {os.cpu_count()} cores, code in {sys.modules['trainer'].__path__[0]}")
     for name, each in speeds.items():
         rounded = ", ".join(f"{one:.3f}" for one in each)
         cost = f"{processor[name] / gb:.2f} s of processor time a GB"
