@@ -338,8 +338,14 @@ def filled(buffer: memoryview, answer: Mapping[str, Any], size: int | None = Non
 
     body = answer["Body"]._raw_stream
     wanted = min(size or len(buffer), answer["ContentLength"])  # a server may ignore the range
-    with body._error_catcher():
-        done = read_through(body._fp.readinto, wanted, buffer, take)
+
+    def read(part: memoryview) -> int:
+        with (
+            body._error_catcher()
+        ):  # around the reads alone: an error of `take`, as of a full disk, is not the server's
+            return int(body._fp.readinto(part))
+
+    done = read_through(read, wanted, buffer, take)
     if done < wanted:
         raise IncompleteReadError(actual_bytes=done, expected_bytes=wanted)
     if answer["ContentLength"] > wanted:

@@ -17,11 +17,12 @@ from faulty_proxy import Fault, FaultyProxy
 from hypothesis import given
 from hypothesis import strategies as st
 from servers import S3Account, free_ports
+from small_disk import small_disk
 
 import trainer.store
 from pipelines.artifacts.manifest import File, verify
 from pipelines.artifacts.s3_store import S3Store, open_store
-from trainer.errors import Interrupted, NotAFile, StoreUnavailable, UserError
+from trainer.errors import DiskFull, Interrupted, NotAFile, StoreUnavailable, UserError
 from trainer.store import PART_BYTES, LocalStore, Store, checked_key, share_of_node
 
 BIG = 40 * 2**20 + 12_345  # three parts, the last one ragged
@@ -183,6 +184,13 @@ class TestEveryStore:
                 with pytest.raises(ValueError, match="not a key"):
                     operation(key)
         assert store.entries("") == []
+
+    def test_a_download_onto_a_full_disk_says_so_at_once(self, store: Store, tmp_path: Path) -> None:
+        store.put("run/a", os.urandom(3 << 20))
+        with small_disk(tmp_path / "disk", "2m") as disk:
+            with pytest.raises(DiskFull, match="disk: no space left on the disk"):
+                store.download("run/a", disk / "a")
+            assert not os.listdir(disk)
 
 
 class TestLocalStore:

@@ -411,7 +411,8 @@ def test_recomputing_the_activation_in_fp8_changes_no_bit(
 ) -> None:
     config, weights = a_model(2, 2, 32, 16, 140, family=family)
     tokens = torch.randint(0, 140, (2, 17))
-    kernel, found, counts = getattr(kernels, again), [], []
+    kernel, found = getattr(kernels, again), []
+    counts: list[int] = []
 
     def counted(*arguments: Any, **options: Any) -> Any:
         counts[-1] += 1
