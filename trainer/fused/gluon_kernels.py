@@ -21,22 +21,22 @@ ROWS, BN, BK, COLS = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64), gl.c
 STAGES = gl.constexpr(4)  # of 48 KiB
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 GROUP = gl.constexpr(8)  # tiles below each other that share operands in the L2 cache
-# Registers, lanes and warps of 64 x 64 numbers: 8 in a row for a thread, 32 for four lanes, so that the memory moves
-# whole sectors. The first shares columns 2 and 8, from the layout of the sums on, and the second 4 and 16: Triton
-# exchanges one pair between lanes, and takes the way through shared memory for two.
-SHARED_ROWS = {"warp_bases": [[16, 0], [32, 0]], "block_bases": [], "shape": [64, 64]}
+# Registers, lanes and warps of ROWS x COLS numbers. WIDE has 8 in a row for a thread and 32 for four lanes, so that the
+# memory moves whole sectors. From the layout of the sums to HALFWAY, registers and lanes exchange columns 2 and 8, from
+# there to WIDE 4 and 16: Triton exchanges one pair by shuffles, but two through shared memory.
+SAME = {"warp_bases": [[16, 0], [32, 0]], "block_bases": [], "shape": [64, 64]}
 HALFWAY = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
         lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-        **SHARED_ROWS,
+        **SAME,
     )
 )
 WIDE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        **SHARED_ROWS,
+        **SAME,
     )
 )
 
@@ -127,7 +127,7 @@ def _multiply(HALF: gl.constexpr, tiles, full, empty, acts, act_full, act_empty,
         for k in range(0, K - BK, BK):
             total = _add_product(total, step, k > 0, HALF, tiles, full, empty)
             step += 1
-        # Asked for before the last step, they arrive during it. Before the loop, ptxas would let it wait for them.
+        # Asked for before the last step, they arrive during it. Before the loop, ptxas makes the loop wait for them.
         act2, act3 = _load(act_ptr, m, n + 2 * COLS, M, N), _load(act_ptr, m, n + 3 * COLS, M, N)
         total = _add_product(total, step, K > BK, HALF, tiles, full, empty)
         total = warpgroup_mma_wait(0, deps=[total])
