@@ -49,7 +49,8 @@ from trainer.store import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FIRST_BYTES = 1 << 20  # of a download: their answer tells the size of the object, for which the other parts wait
+# Of a download: their answer tells the size of the object, for which the other parts wait. And of a thread's buffer.
+FIRST_BYTES = 1 << 20
 LINE_SECONDS = 30.0  # between two lines about an outage
 PART_ATTEMPTS = 5  # then the whole transfer begins again, until the time limit
 CONTENT_TYPES = {".json": "application/json", ".jsonl": "application/x-ndjson", ".md": "text/markdown; charset=utf-8"}
@@ -340,12 +341,14 @@ def filled(buffer: memoryview, answer: Mapping[str, Any], size: int | None = Non
     wanted = min(size or len(buffer), answer["ContentLength"])  # a server may ignore the range
 
     def read(part: memoryview) -> int:
-        with (
-            body._error_catcher()
-        ):  # around the reads alone: an error of `take`, as of a full disk, is not the server's
+        with body._error_catcher():  # not around `take`, whose errors, such as a full disk, are not the server's
             return int(body._fp.readinto(part))
 
-    done = read_through(read, wanted, buffer, take)
+    try:
+        done = read_through(read, wanted, buffer, take)
+    except BaseException:
+        body.close()
+        raise
     if done < wanted:
         raise IncompleteReadError(actual_bytes=done, expected_bytes=wanted)
     if answer["ContentLength"] > wanted:
