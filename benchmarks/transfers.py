@@ -23,6 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,17 +170,19 @@ def main() -> None:
         "LOCAL_WORLD_SIZE": str(options.ranks),
     }
     spawned = get_context("spawn")
-    together = spawned.Barrier(options.ranks, timeout=600), spawned.Array("d", options.ranks)
+    together = spawned.Barrier(options.ranks), spawned.Array("d", options.ranks)
     ranks = [spawned.Process(target=compare, args=(rank, options, place, *together)) for rank in range(options.ranks)]
     try:
         for rank in ranks:
             rank.start()
-        for rank in ranks:
-            rank.join()
-        sys.exit(max(abs(rank.exitcode or 0) for rank in ranks))
+        while (left := [rank.sentinel for rank in ranks if rank.is_alive()]) and not any(
+            rank.exitcode for rank in ranks
+        ):
+            wait(left)
+        sys.exit(int(any(rank.exitcode for rank in ranks)))
     finally:
-        for process in processes:
-            process.kill()
+        for one in [*processes, *ranks]:
+            one.kill()
         shutil.rmtree(place)
 
 
@@ -226,6 +229,7 @@ def compare(number: int, options: argparse.Namespace, place: Path, barrier: Any,
         with Checkpointer(store, "run", world, attempt=step, keep_last=1) as checkpointer:
             log = EventLog(place / "events.jsonl", PhaseClock())
             checkpointer.prepare(pieces)
+            barrier.wait()  # a save goes on by itself
             checkpointer.save(TrainState(step=step), pieces, log)
             time_of("save", partial(checkpointer.finish, log))
             loaded = {"model.w": Piece.whole(torch.zeros_like(weights))}
