@@ -171,6 +171,7 @@ def test_a_field_that_this_version_does_not_know_is_ignored_anywhere_in_a_record
             assert read(json.dumps(body).encode()) == plain
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_value_of_another_type_anywhere_in_a_record_is_damage_and_never_a_fault(name: str) -> None:
     read, values = RECORDS[name]

@@ -248,6 +248,7 @@ def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: Loc
     assert Run(store, made).account.total.usd == pytest.approx(15.0 + 20.0)  # until the release
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"run": "x"}', b"[" * 100_000])
 def test_running_its_recipe_mends_a_damaged_record_as_its_message_says(store: LocalStore, body: bytes) -> None:
     made = recorded(store)

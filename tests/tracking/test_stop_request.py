@@ -16,6 +16,7 @@ from trainer.store import LocalStore
 BEAT = Heartbeat("a-1", "train", 1, "running", 0.0, 1.0, 1.0)
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[" * 100_000, b'{"format": 2}', b'{"time": 1.5, "by": 7, "reason": "x"}']
 )

@@ -25,6 +25,7 @@ from trainer.store import LocalStore
 FOLDER = "run/checkpoints/step-00000003-a0001"
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_damaged_commit_is_detected() -> None:
     health = Health(losses=(4.5, 4.25))
     state = TrainState(step=3, val_loss=1.25, health=health, rollbacks=((1, 2),))
@@ -116,6 +117,7 @@ def test_a_redone_step_counts_with_the_later_attempts_values(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize(
     "damaged",
     [
