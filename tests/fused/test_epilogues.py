@@ -19,7 +19,15 @@ from trainer.fused import epilogues, gemm, kernels  # noqa: E402
 
 
 @pytest.mark.parametrize("fit", [True, False])
-@pytest.mark.parametrize(("M", "K", "N"), [(77, 40, 72), (1, 72, 40), (300, 200, 520)])
+@pytest.mark.parametrize(
+    ("M", "K", "N"),
+    [
+        *((77, 40, 72), (1, 72, 40), (300, 200, 520)),
+        pytest.param(
+            20_013, 72, 520, marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU: many tiles a program")
+        ),
+    ],
+)
 def test_relu2_of_a_product_and_its_gradient_agree_with_float64(
     M: int, K: int, N: int, fit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

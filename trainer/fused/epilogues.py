@@ -9,8 +9,8 @@ with its input in bf16 for the backward pass, and backward 0.501 and 0.723.
 
 Not used, as they were slower: rotary positions in the epilogue of the projections (0.542 and 0.925 against 0.436 and
 0.707 for product and pass); here tiles of 128 x 128, two a multiprocessor, and quarters of a tile for halves. In Triton
-the backward product in bf16 took 0.69 and 1.13, since its epilogue waits for `act`; in Gluon the forward one in bf16
-and both in fp8 gained nothing.
+the backward product in bf16 took 0.65 to 0.70 and 1.13, since its epilogue waits for `act`; in Gluon the forward one
+in bf16 and both in fp8 gained nothing.
 
 Programs, one a multiprocessor, walk over the tiles in groups that share operands in the L2 cache. Elsewhere than on
 sm_90, where tiles of this size spill or were not measured, each pass is a kernel of its own.

@@ -16,12 +16,12 @@ forward pass cuBLAS may add up in fewer bits.
 A block saves 27·C bytes a token (x and the sum after attention 2 each, both norms 1 each, qkv 6, attention 2 + 1, the
 MLP 8 before its activation and 4 after it). `recompute` leaves out the last 4; the backward pass makes them again, bit
 for bit. Of ReLU² the output is saved instead of the input, in 4 bytes for 8: its root is the input where that has a
-gradient.
+gradient, but 0 below about 1/500 of the largest input, whose square underflows.
 
 The learning rate's warm-up runs in bf16: there the magnitudes change faster than their history. It recomputes all that
-`Bf16Products` can, so that it takes no more memory than the fp8 steps after it. Then the first micro-batch runs twice:
-the first time measures all magnitudes. The history is part of the checkpoint, so that a resumed run scales as an
-uninterrupted one.
+`Bf16Products` can, so that it takes hardly more memory than the fp8 steps after it. Then the first micro-batch runs
+twice: the first time measures all magnitudes. The history is part of the checkpoint, so that a resumed run scales as
+an uninterrupted one.
 """
 
 from collections.abc import Callable, Collection
