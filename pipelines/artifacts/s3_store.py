@@ -186,9 +186,9 @@ class S3Store:
         return self._until_answered(f"put {self._uri_of(key)}", attempt)
 
     def download(self, key: str, path: Path) -> str:
-        first = bytearray(FIRST_BYTES)
-        count, size = self._read(self._where(key), 0, memoryview(first))
-        digest, own = hashlib.sha256(first[:count]), threading.local()
+        buffer = memoryview(bytearray(FIRST_BYTES))
+        count, size = self._read(self._where(key), 0, buffer)
+        digest, own = hashlib.sha256(buffer[:count]), threading.local()
         with replacing(Path(path)) as file, ThreadPoolExecutor(self.connections) as pool:
 
             def part(start: int) -> int:
@@ -203,11 +203,11 @@ class S3Store:
                     raise StoreUnavailable(f"{self._uri_of(key)}: changed while it was read; run again")
                 return start + length
 
-            write_at(file.fileno(), memoryview(first)[:count], 0)
+            write_at(file.fileno(), buffer[:count], 0)
             for end in pool.map(part, range(count, size, PART_BYTES)):
                 # Hashed from the cache of the file system, beside the parts that arrive.
-                while count < end and (read := os.preadv(file.fileno(), [memoryview(first)[: end - count]], count)):
-                    digest.update(memoryview(first)[:read])
+                while count < end and (read := os.preadv(file.fileno(), [buffer[: end - count]], count)):
+                    digest.update(buffer[:read])
                     count += read
         return digest.hexdigest()
 

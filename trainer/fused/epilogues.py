@@ -19,11 +19,12 @@ sm_90, where tiles of this size spill or were not measured, each pass is a kerne
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trainer.fused import gemm
-from trainer.fused.gluon_kernels import SWIZZLED, relu2_input_grad_kernel
+from trainer.fused import gemm, gluon_kernels
+from trainer.fused.gluon_kernels import relu2_input_grad_kernel
 from trainer.fused.kernels import Fp8Out
 from trainer.fused.triton_kernels import relu2_kernel, relu2_product_kernel
 
@@ -54,10 +55,11 @@ def relu2_input_grad(dy: Tensor, w: Tensor, act: Tensor) -> Tensor:
     assert len(w) == K and act.shape == (M, N)
     assert all(t.is_contiguous() and t.device == dy.device for t in (dy, w, act))
 
-    def described(matrix: Tensor, *tile: int) -> gluon.TensorDescriptor:
-        return gluon.TensorDescriptor.from_tensor(matrix, list(tile), SWIZZLED)
+    def described(matrix: Tensor, *tile: gl.constexpr) -> gluon.TensorDescriptor:
+        return gluon.TensorDescriptor.from_tensor(matrix, [length.value for length in tile], gluon_kernels.SWIZZLED)
 
-    tiles = described(dy, 64, 64), described(w, 64, 256), described(act, 64, 64)
+    ROWS, BN, BK, COLS = gluon_kernels.ROWS, gluon_kernels.BN, gluon_kernels.BK, gluon_kernels.COLS
+    tiles = described(dy, ROWS, BK), described(w, BK, BN), described(act, ROWS, COLS)
     relu2_input_grad_kernel[(_programs(M, N, dy.device),)](*tiles, act, dpre, M, N, K, num_warps=4)
     return dpre
 

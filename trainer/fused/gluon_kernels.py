@@ -1,8 +1,9 @@
-"""The product whose epilogue reads as much as it writes, in Gluon, which gives the warps of a program their own roles.
+"""The backward product of an MLP with ReLU² in bf16, which multiplies by the slope in its epilogue: in Gluon.
 
-One warpgroup starts the copies of operands into a ring in shared memory, and two multiply a half of the tile each. So
-tiles follow each other without a pause: while one half of a tile is finished, the tensor cores have the other's
-products. It compiles for sm_90 alone, and Triton's interpreter does not run it.
+That epilogue reads as much as it writes, and in Triton the tensor cores wait for it. Gluon gives the warps of a program
+roles of their own: one warpgroup starts the copies of operands into a ring in shared memory, and two multiply half a
+tile each, so that one can finish its half while the tensor cores have the other's products. It compiles for sm_90
+alone, and Triton's interpreter does not run it. `trainer/fused/epilogues.py` launches it and has its times.
 """
 
 from triton.experimental import gluon
