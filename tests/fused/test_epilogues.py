@@ -1,6 +1,6 @@
 """Products with an epilogue agree with the same arithmetic in float64, on odd sizes.
 
-They run on a GPU if there is one, else in Triton's interpreter; it does not know Gluon, whose kernel is only compiled.
+They run on a GPU if there is one, or in Triton's interpreter. It does not know Gluon: such kernels are compiled only.
 """
 
 import os
@@ -15,7 +15,8 @@ from kernel_checks import DEVICE, ROUNDED, fresh, near
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 
-from trainer.fused import epilogues, gemm, kernels  # noqa: E402
+from trainer.fused import epilogues, gemm, kernels, rotary  # noqa: E402
+from trainer.models.rotary import waves  # noqa: E402
 
 
 @pytest.mark.parametrize("fit", [True, False])
@@ -72,18 +73,60 @@ def test_fp8_products_whose_columns_tma_cannot_write_do_not_fit() -> None:
     assert [epilogues.fit(fresh(M, 48).to(w.dtype), w) for M in (80, 77)] == [True, False]
 
 
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("heads", "kv", "D", "B", "T", "C"), [(3, 1, 64, 3, 32, 80), (4, 2, 128, 2, 200, 48)])
+def test_positions_of_a_product_agree_with_float64(
+    heads: int, kv: int, D: int, B: int, T: int, C: int, dtype: torch.dtype, norm: bool
+) -> None:
+    x, w = fresh(B * T, C).to(dtype), fresh((heads + 2 * kv) * D, C).to(dtype)
+    cos, sin = (t.view(T, D // 2).to(DEVICE) for t in waves(torch.arange(T), D, 10_000.0))
+    inverses = torch.full((1,), 0.5, device=DEVICE), torch.full((1,), 0.25, device=DEVICE)
+    turn = rotary.Turn(cos, sin, heads + kv, norm, 1e-5)
+    qkv, rstd = epilogues.rotary_linear(x, w, turn, None if dtype == torch.bfloat16 else inverses)
+
+    product = x.double() @ w.double().T / (1 if dtype == torch.bfloat16 else 8)
+    turning, values = product.split([(heads + kv) * D, kv * D], 1)
+    a, b = turning.view(B, T, heads + kv, D).chunk(2, -1)
+    c, s = cos.double()[:, None], sin.double()[:, None]
+    out = torch.cat((a * c - b * s, b * c + a * s), -1)
+    exact_rstd = (out.square().mean(-1) + 1e-5).rsqrt().view(B * T, -1)
+    if norm:
+        out = F.rms_norm(out, (D,), None, 1e-5)
+        near(rstd, exact_rstd, 1e-2)
+    near(qkv, torch.cat((out.reshape(B * T, -1), values), 1), 2**-6, 2e-2)
+
+
 COMPILING = """
-import subprocess, triton
+import subprocess, sys, triton
 from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from trainer.fused import gluon_kernels
 
-tile = "tensordesc<bf16[{}, {}],{!r}>".format
-operands = {name: tile(64, width, gluon_kernels.SWIZZLED) for name, width in (("dy", 64), ("w", 256), ("act", 64))}
-pointers, sizes = dict.fromkeys(("act_ptr", "out_ptr"), "*bf16"), dict.fromkeys("MNK", "i32")
-aligned = {(number,): [["tt.divisibility", 16]] for number in range(3, 8)}
-source = GluonASTSource(gluon_kernels.relu2_input_grad_kernel, operands | pointers | sizes, {}, aligned)
+def tile(dtype, rows, cols):
+    return f"tensordesc<{dtype}[{rows}, {cols}],{gluon_kernels.SWIZZLED[8 if '8' in dtype else 16]!r}>"
+
+name, half, dtype, width = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+inverses = ("x_inverse_ptr", "w_inverse_ptr")
+types = {
+    **{"dy": tile("bf16", 64, 64), "act": tile("bf16", 64, 64), "act_ptr": "*bf16", "out_ptr": "*bf16"},
+    **{"x": tile(dtype, 64, width), "out": tile("bf16", 64, 64), "epsilon": "fp32"},
+    **dict.fromkeys(("M", "N", "K", "T", "turning"), "i32"),
+    **dict.fromkeys(("cos_ptr", "sin_ptr", "rstd_ptr", *(inverses if width == 128 else ())), "*fp32"),
+    "w": tile(dtype, 256, width) if half else tile("bf16", 64, 256),
+}
+constants = {"HALF": half, "NORM": True, **(dict.fromkeys(inverses) if width == 64 else {})}
+function = getattr(gluon_kernels, name)
+signature = {one: types.get(one, "constexpr") for one in function.arg_names}
+places = {one: (place,) for place, one in enumerate(signature)}
+aligned = [one for one, kind in signature.items() if kind[0] == "*" or one in ("M", "N", "K", "T")]
+source = GluonASTSource(
+    function,
+    signature,
+    {places[one]: value for one, value in constants.items() if signature.get(one) == "constexpr"},
+    {places[one]: [["tt.divisibility", 16]] for one in aligned},
+)
 kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 Path("kernel.cubin").write_bytes(kernel.asm["cubin"])
 tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -92,10 +135,17 @@ print("SHARED", kernel.metadata.shared)
 """
 
 
-def test_gluons_kernel_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "relu2_input_grad_kernel 0 bf16 64",
+        *("rotary_linear_kernel 32 bf16 64", "rotary_linear_kernel 64 fp8e4nv 128"),
+    ],
+)
+def test_gluons_kernels_compile_for_hopper_without_spills(kernel: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", COMPILING]
+    command = [sys.executable, "-c", COMPILING, *kernel.split()]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert " STACK:0 " in done.stdout and " LOCAL:0 " in done.stdout

@@ -125,7 +125,7 @@ def test_rotary_positions_and_their_gradient_agree_with_float64(
     whole = torch.cat((out.transpose(1, 2).reshape(B * T, -1), exact[:, (heads + kv) * D :]), 1)
 
     after, back = qkv.clone(), dy.clone()
-    rstd = rotary.rotate(after, cos, sense * sin, heads + kv, norm, EPSILON)
+    rstd = rotary.rotate(after, rotary.Turn(cos, sense * sin, heads + kv, norm, EPSILON))
     near(after, whole.detach())
     whole.backward(dy.double())
     rotary.rotate_back(back, after, cos, sense * sin, rstd, norm)

@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer.fused import epilogues, gemm, kernels
 from trainer.fused.kernels import Activation
 from trainer.fused.products import Linear, NormBackwardKernel, Normed, NormKernel, Products, ResidualGrad, head_chunks
+from trainer.fused.rotary import Turn
 
 
 class Bf16Products(Products[Tensor]):
@@ -46,6 +47,9 @@ class Bf16Products(Products[Tensor]):
 
     def linear(self, layer: Linear, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return gemm.linear(x, layer.weight, bias)
+
+    def linear_turned(self, layer: Linear, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        return epilogues.rotary_linear(x, layer.weight, turn)
 
     def linear_activated(
         self, layer: Linear, x: Tensor, reader: Linear, activation: Activation

@@ -1,4 +1,4 @@
-"""Products of the MLP with ReLU² in their epilogue, which cuBLASLt has not: in Triton and Gluon, launched here.
+"""Products with ReLU² or rotary positions in the epilogue, which cuBLASLt has not; launched here, in Triton and Gluon.
 
 At M = 65536 and C = 768 the first product writes 403 MB; ReLU² as a pass of its own moves 806 MB more, its derivative
 1208 MB, in fp8 with both casts 1409 MB. In the epilogue the derivative reads the result of ReLU², whose root is the
@@ -7,10 +7,14 @@ input where that has a gradient, and the others cost nothing. Milliseconds on a 
 and 1.170 | 0.995 (cuBLASLt's product alone 0.498 and 0.934); in fp8 forward 0.352 and 0.565, which was 0.484 and 0.696
 with its input in bf16 for the backward pass, and backward 0.501 and 0.723.
 
-Not used, as they were slower: rotary positions in the epilogue of the projections (0.542 and 0.925 against 0.436 and
-0.707 for product and pass); here tiles of 128 x 128, two a multiprocessor, and quarters of a tile for halves. In Triton
-the backward product in bf16 took 0.65 to 0.70 and 1.13, since its epilogue waits for `act`; in Gluon the forward one
-in bf16 and both in fp8 gained nothing.
+Rotary positions as a pass of their own read and write queries and keys, 403 MB. Product and pass | one kernel, on a hot
+H100 with heads of 64: 0.476 | 0.419 in bf16, 0.346 | 0.263 in fp8; at 32768, 1536 with heads of 128 0.501 | 0.436 in
+fp8. The products alone take 0.323, 0.192 and 0.331.
+
+Not used, as they were slower: here tiles of 128 x 128, two a multiprocessor, and quarters of a tile for halves. In
+Triton ReLU²'s backward product in bf16 took 0.65 to 0.70 and 1.13, since its epilogue waits for `act`, and that of the
+positions 0.542 and 0.925; in Gluon ReLU²'s forward product in bf16 and both in fp8 gained nothing. For the positions, a
+tile of 128 x 128 for each warpgroup in turn (0.438), and stores from registers (0.446).
 
 Programs, one a multiprocessor, walk over the tiles in groups that share operands in the L2 cache. Elsewhere than on
 sm_90, where tiles of this size spill or were not measured, each pass is a kernel of its own.
@@ -24,8 +28,9 @@ from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainer.fused import gemm, gluon_kernels
-from trainer.fused.gluon_kernels import relu2_input_grad_kernel
+from trainer.fused.gluon_kernels import relu2_input_grad_kernel, rotary_linear_kernel
 from trainer.fused.kernels import Fp8Out
+from trainer.fused.rotary import Turn, rotate
 from trainer.fused.triton_kernels import relu2_kernel, relu2_product_kernel
 
 
@@ -54,14 +59,27 @@ def relu2_input_grad(dy: Tensor, w: Tensor, act: Tensor) -> Tensor:
     (M, K), N, dpre = dy.shape, w.shape[1], torch.empty_like(act)
     assert len(w) == K and act.shape == (M, N)
     assert all(t.is_contiguous() and t.device == dy.device for t in (dy, w, act))
-
-    def described(matrix: Tensor, *tile: gl.constexpr) -> gluon.TensorDescriptor:
-        return gluon.TensorDescriptor.from_tensor(matrix, [length.value for length in tile], gluon_kernels.SWIZZLED)
-
-    ROWS, BN, BK, COLS = gluon_kernels.ROWS, gluon_kernels.BN, gluon_kernels.BK, gluon_kernels.COLS
-    tiles = described(dy, ROWS, BK), described(w, BK, BN), described(act, ROWS, COLS)
+    ROWS, BN, BK = gluon_kernels.ROWS, gluon_kernels.BN, gluon_kernels.BK
+    tiles = _described(dy, ROWS), _described(w, BK, BN), _described(act, ROWS)
     relu2_input_grad_kernel[(_programs(M, N, dy.device),)](*tiles, act, dpre, M, N, K, num_warps=4)
     return dpre
+
+
+def rotary_linear(x: Tensor, w: Tensor, turn: Turn, inverses: gemm.Inverses | None = None) -> tuple[Tensor, Tensor]:
+    """x (M, K) @ w (N, K)ᵀ, in bf16, or in e4m3 times both `inverses`, (1,) fp32 -> (M, N) bf16, with `rotary.rotate`
+    of the first heads; and the result of that."""
+    cos, sin, heads, norm, epsilon = turn
+    (M, K), N, (T, half) = x.shape, len(w), cos.shape
+    if not (x.is_cuda and fit(x, w) and half in (32, 64)):
+        qkv = gemm.linear(x, w) if inverses is None else gemm.linear8(x, w, *inverses)
+        return qkv, rotate(qkv, turn)
+    out, rstd = x.new_empty(M, N, dtype=torch.bfloat16), cos.new_empty(M, heads)
+    tiles = _described(x, gluon_kernels.ROWS), _described(w, gluon_kernels.BN), _described(out, gluon_kernels.ROWS)
+    rotary_linear_kernel[(_programs(M, N, x.device),)](
+        *tiles, cos, sin, rstd, *(inverses or (None, None)), M, N, K, T, heads, epsilon,
+        HALF=half, NORM=norm, num_warps=4,
+    )  # fmt: skip
+    return out, rstd
 
 
 def relu2_linear8(
@@ -86,6 +104,13 @@ def relu2_input_grad8(
     dpre8t = dpre8.new_empty(act8.shape[::-1])
     _launch(dy, w_t, dpre8, dpre8t, act8, *inverses, act_inverse, fp8.scale, fp8.amax)
     return dpre8, dpre8t
+
+
+def _described(matrix: Tensor, rows: gl.constexpr, cols: gl.constexpr | None = None) -> gluon.TensorDescriptor:
+    """A matrix for TMA, in tiles of `rows` x `cols`, by default as wide as TMA's swizzle."""
+    layout = gluon_kernels.SWIZZLED[8 * matrix.itemsize]
+    width = cols.value if cols is not None else 128 // matrix.itemsize
+    return gluon.TensorDescriptor.from_tensor(matrix, [rows.value, width], layout)
 
 
 def _pass(x: Tensor, gradient: Tensor | None = None) -> Tensor:

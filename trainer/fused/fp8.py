@@ -37,6 +37,7 @@ from trainer.fused import epilogues, gemm, kernels
 from trainer.fused.bf16 import Bf16Products
 from trainer.fused.kernels import Activation, Fp8Out
 from trainer.fused.products import Linear, NormBackwardKernel, Normed, NormKernel, Products, ResidualGrad, head_chunks
+from trainer.fused.rotary import Turn
 from trainer.parallel import World
 
 HISTORY = 16  # micro-batches
@@ -237,6 +238,10 @@ class Fp8Products(Products[Fp8Operand]):
     def linear(self, layer: Linear, x: Fp8Operand, bias: Tensor | None = None) -> Tensor:
         w = self._weight(layer)
         return gemm.linear8(x.plain, w.plain, x.inverse, w.inverse, bias)
+
+    def linear_turned(self, layer: Linear, x: Fp8Operand, turn: Turn) -> tuple[Tensor, Tensor]:
+        w = self._weight(layer)
+        return epilogues.rotary_linear(x.plain, w.plain, turn, (x.inverse, w.inverse))
 
     def linear_activated(
         self, layer: Linear, x: Fp8Operand, reader: Linear, activation: Activation

@@ -31,9 +31,9 @@ class Gpt2Step(FusedStep[Operand]):
         for sums in (self.q_sums, self.up_sums, self.state.gradients["wpe.weight"]):
             sums.zero_()
 
-    def place_backward(self, p: Products[Operand], i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> Operand:
+    def project_backward(self, p: Products[Operand], i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> Operand:
         kernels.column_sums(dqkv[:, : self.config.n_embd], self.q_sums[i])  # see `_attention_bias`
-        return super().place_backward(p, i, dqkv, saved, B)
+        return super().project_backward(p, i, dqkv, saved, B)
 
     def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: tuple[Tensor, Tensor | None], B: int) -> None:
         super()._embed_backward(tokens, dx, saved, B)

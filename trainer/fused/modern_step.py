@@ -148,10 +148,13 @@ class ModernStep(RotaryStep[Operand]):
 
     # --- value embeddings
 
-    def place(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand], B: int) -> Tensor | None:
+    def project(
+        self, p: Products[Operand], i: int, x: Tensor, norm: Normed[Operand], B: int
+    ) -> tuple[Tensor, Tensor | None]:
+        qkv, rstd = super().project(p, i, x, norm, B)
         if i in self.tables:
             rotary.add_values(qkv, *self._embedded(i, x, norm))
-        return super().place(i, qkv, x, norm, B)
+        return qkv, rstd
 
     def values_backward(self, i: int, dqkv: Tensor, saved: Saved[Operand], dinput: Tensor) -> None:
         if i in self.tables:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainer.checkpoint.pieces import Piece
 from trainer.fused.kernels import Activation, Fp8Out
+from trainer.fused.rotary import Turn
 
 LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products reach full speed from about 8,192 rows on
 
@@ -120,6 +121,10 @@ class Products(ABC, Generic[Operand]):
     @abstractmethod
     def linear(self, layer: Linear, x: Operand, bias: Tensor | None = None) -> Tensor:
         """x (M, K) @ weightᵀ + bias (N,) -> (M, N) in bf16."""
+
+    @abstractmethod
+    def linear_turned(self, layer: Linear, x: Operand, turn: Turn) -> tuple[Tensor, Tensor]:
+        """The same without a bias, with `rotary.rotate` of the first heads; and the result of that."""
 
     @abstractmethod
     def linear_activated(

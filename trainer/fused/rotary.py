@@ -3,7 +3,8 @@
 
 Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inner width I:
 
-    rotate          4·M·(C + K) bytes   queries and keys (K columns) in place, with their norm
+    rotate          4·M·(C + K) bytes   queries and keys (K columns) in place, with their norm; on sm_90, and for heads
+                                        of 64 and 128, in the product's epilogue (`epilogues.rotary_linear`)
     rotate_back     6·M·(C + K)         their gradient in place; in fp8 5·M·(C + K) + 3·M·K, with the values' cast
     add_values      6·M·K               embedded values added to K columns in place; values_backward 6·M·K
     smear           4·M·C               each embedding and the one before it; smear_backward 6·M·C
@@ -13,6 +14,8 @@ The launch shapes are those that were fastest on an H200, smear's on an H100, at
 64 and 128. If rotate_back stored the transposed bytes, too, it would gain nothing: 0.34 to 0.40 ms on an H100, at best,
 against 0.24 to 0.26 and 0.12 for a transpose after it; by TMA 0.40 and more.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,14 +32,24 @@ from trainer.fused.rotary_triton import (
 )
 
 
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, norm: bool, epsilon: float) -> Tensor:
-    """Turn the first `heads` heads of packed projections (M, N) bf16, in place; with `norm` each is then RMS-normed.
+class Turn(NamedTuple):
+    """What `rotate` does to a row: its first `heads` heads turn, and with `norm` each is then RMS-normed.
 
     cos and sin (T, D/2) fp32: those of a sequence's positions, for heads of width D, whose pairs are (i, i + D/2).
-    Returns 1 / the root mean squares (M, heads) fp32, not written without `norm`.
     """
-    rstd = qkv.new_empty(len(qkv), heads, dtype=torch.float32)
-    _rotate(qkv, cos, sin, rstd, None, norm, epsilon)
+
+    cos: Tensor
+    sin: Tensor
+    heads: int
+    norm: bool
+    epsilon: float
+
+
+def rotate(qkv: Tensor, turn: Turn) -> Tensor:
+    """Turn packed projections (M, N) bf16, in place. Returns 1 / the root mean squares (M, heads) fp32, not written
+    without a norm."""
+    rstd = qkv.new_empty(len(qkv), turn.heads, dtype=torch.float32)
+    _rotate(qkv, turn.cos, turn.sin, rstd, None, turn.norm, turn.epsilon)
     return rstd
 
 

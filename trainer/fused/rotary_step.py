@@ -2,8 +2,8 @@
 llama's SwiGLU.
 
 Queries, keys and values are one product, as are the gate and the other half of SwiGLU: their weights lie side by side
-in the flat buffers. Rotary positions and the norm of queries and keys work on the packed projections in place, and the
-backward pass undoes them from the result. A block saves 12·C bf16 numbers a token, and 14·C with an inner width of
+in the flat buffers. Rotary positions and the norm of queries and keys ride on that product, and the backward pass
+undoes them from the result. A block saves 12·C bf16 numbers a token, and 14·C with an inner width of
 8/3·C and a gate: the MLP on one side of its activation. SwiGLU keeps its input, and the backward pass makes the output
 again in the pass that makes the gradient.
 """
@@ -48,11 +48,14 @@ class RotaryStep(FusedStep[Operand]):
             self.waves[T] = cos.reshape(T, -1).contiguous(), (self.SENSE * sin).reshape(T, -1).contiguous()
         return self.waves[T]
 
-    def place(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand], B: int) -> Tensor | None:
-        cos, sin = self._waves(len(x) // B)
-        return rotary.rotate(qkv, cos, sin, self.turning, self.norms_heads, self.epsilon)
+    def project(
+        self, p: Products[Operand], i: int, x: Tensor, norm: Normed[Operand], B: int
+    ) -> tuple[Tensor, Tensor | None]:
+        assert norm.y is not None
+        turn = rotary.Turn(*self._waves(len(x) // B), self.turning, self.norms_heads, self.epsilon)
+        return p.linear_turned(self.blocks[i].qkv, norm.y, turn)
 
-    def place_backward(self, p: Products[Operand], i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> Operand:
+    def project_backward(self, p: Products[Operand], i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> Operand:
         cos, sin = self._waves(len(dqkv) // B)
 
         def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor | None]:

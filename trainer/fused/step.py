@@ -138,18 +138,22 @@ class FusedStep(Generic[Operand]):
         """Of every norm."""
         return 1e-5
 
-    def place(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand], B: int) -> Tensor | None:
-        """Give block `i`'s queries and keys their positions, in place; `norm` is that of the block's input x. Returns
-        what the backward pass needs."""
-        return None
+    def project(
+        self, p: Products[Operand], i: int, x: Tensor, norm: Normed[Operand], B: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Block `i`'s queries, keys and values, with their positions, from the norm of its input x; and what the
+        backward pass needs."""
+        qkv = self.blocks[i].qkv
+        assert norm.y is not None
+        return p.linear(qkv, norm.y, qkv.bias), None
 
-    def place_backward(self, p: Products[Operand], i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> Operand:
-        """From the gradient of the result of `place` to that of its input, the output gradient of the product. May
-        change the columns of queries and keys in dqkv."""
+    def project_backward(self, p: Products[Operand], i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> Operand:
+        """From the gradient of the result of `project` to the output gradient of its product. May change the columns of
+        queries and keys in dqkv."""
         return p.output_grad(self.blocks[i].qkv, dqkv)
 
     def values_backward(self, i: int, dqkv: Tensor, saved: Saved[Operand], dinput: Tensor) -> None:
-        """Add the gradients of what `place` added to the values: of its parameters and, in place, the norm's output."""
+        """Add the gradients of what `project` added to the values: of its parameters, and in place of the norm."""
 
     def mix(self, norm: Norm) -> Mix | None:
         """What is mixed into the residual stream before a norm."""
@@ -223,9 +227,7 @@ class FusedStep(Generic[Operand]):
     ) -> tuple[Tensor, Normed[Operand], Saved[Operand]]:
         """Block `i` from its input and that input's norm; returns the output, its norm, and the tensors to save."""
         block, norm1 = self.blocks[i], norm
-        assert norm1.y is not None
-        qkv = p.linear(block.qkv, norm1.y, block.qkv.bias)
-        rstd = self.place(i, qkv, x, norm1, B)
+        qkv, rstd = self.project(p, i, x, norm1, B)
         output, attention = self.attention_of[i].forward(qkv, B)
         attended = p.input(block.out, output)
         delta = p.linear(block.out, attended)
@@ -272,7 +274,7 @@ class FusedStep(Generic[Operand]):
         p.weight_grad(block.out, grad.dy, s.attended, add)
         dinput = p.input_grad(block.out, grad.dy)
         packed = self.attention_of[i].backward(dinput, s.qkv, B, s.attention)
-        dqkv = self.place_backward(p, i, packed, s, B)
+        dqkv = self.project_backward(p, i, packed, s, B)
         p.weight_grad(block.qkv, dqkv, self._normed(p, block.norm_1, s.x, s.norm1), add)
         dinput = p.input_grad(block.qkv, dqkv)
         self.values_backward(i, packed, s, dinput)
