@@ -235,8 +235,8 @@ def _multiply_and_turn(
 
 
 @gluon.jit
-def _finish_head(x, cos, sin, m, n, PART: gl.constexpr, finish, M, NORM: gl.constexpr):
-    """Turn and norm a head, if it is one of those that turn, and store it through shared memory from PART on."""
+def _finish_head(x, cos, sin, m, n, SLOT: gl.constexpr, finish, M, NORM: gl.constexpr):
+    """Turn and norm a head, if it is one of those that turn, and store it through shared memory, from SLOT on."""
     out, parts, cos_ptr, sin_ptr, rstd_ptr, x_inverse_ptr, w_inverse_ptr, T, turning, epsilon = finish
     head = n // x.shape[1]
     a, b = _halves(x)
@@ -252,12 +252,12 @@ def _finish_head(x, cos, sin, m, n, PART: gl.constexpr, finish, M, NORM: gl.cons
             second *= rstd[:, None]
         a, b = first, second
     if x.shape[1] == 2 * COLS:
-        _copy_out(out, parts.index(PART), a, m, n)
-        _copy_out(out, parts.index(PART + 1), b, m, n + COLS)
+        _copy_out(out, parts.index(SLOT), a, m, n)
+        _copy_out(out, parts.index(SLOT + 1), b, m, n + COLS)
     else:
         whole = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), x.shape)
         whole = gl.convert_layout(whole, x.type.layout, assert_trivial=True)
-        _copy_out(out, parts.index(PART), whole, m, n)
+        _copy_out(out, parts.index(SLOT), whole, m, n)
 
 
 @gluon.jit
