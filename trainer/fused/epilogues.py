@@ -9,7 +9,7 @@ with its input in bf16 for the backward pass, and backward 0.501 and 0.723.
 
 Rotary positions as a pass of their own read and write queries and keys, 403 MB. Product and pass | one kernel, on a hot
 H100 with heads of 64: 0.476 | 0.419 in bf16, 0.346 | 0.263 in fp8; at 32768, 1536 with heads of 128 0.501 | 0.436 in
-fp8. The products alone take 0.323, 0.192 and 0.331.
+fp8. The products alone take 0.323, 0.192 and 0.331. In bf16 with heads of 128 the kernel is tested, but was not timed.
 
 Not used, as they were slower: here tiles of 128 x 128, two a multiprocessor, and quarters of a tile for halves. In
 Triton ReLU²'s backward product in bf16 took 0.65 to 0.70 and 1.13, since its epilogue waits for `act`, and that of the
@@ -70,6 +70,8 @@ def rotary_linear(x: Tensor, w: Tensor, turn: Turn, inverses: gemm.Inverses | No
     of the first heads; and the result of that."""
     cos, sin, heads, norm, epsilon = turn
     (M, K), N, (T, half) = x.shape, len(w), cos.shape
+    assert w.shape[1] == K and sin.shape == cos.shape and 2 * half * heads <= N
+    assert all(t.is_contiguous() and t.device == x.device for t in (x, w, cos, sin, *(inverses or ())))
     if not (x.is_cuda and fit(x, w) and half in (32, 64)):
         qkv = gemm.linear(x, w) if inverses is None else gemm.linear8(x, w, *inverses)
         return qkv, rotate(qkv, turn)

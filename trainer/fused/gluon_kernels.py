@@ -164,21 +164,14 @@ def _copy_step(a, b, m, k, row, col, step, tiles, full, empty):
 @gluon.jit
 def _multiply(HALF: gl.constexpr, tiles, full, empty, acts, act_full, act_empty, act_ptr, out_ptr, M, N, K):
     """The upper half of each tile, or with HALF = 1 the lower one."""
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     step = 0
     for turn in range(_turns(M, N)):
         m, n = _place(turn, M, N)
         m += HALF * ROWS
-        total = gl.zeros((ROWS, BN), gl.float32, sums)
-        for k in range(0, K - BK, BK):
-            total = _add_product(total, step, k > 0, HALF, tiles, full, empty, False)
-            step += 1
+        total, step = _begin_tile(step, K, HALF, tiles, full, empty)
         # Asked for before the last step, they arrive during it. Before the loop, ptxas makes the loop wait for them.
         act2, act3 = _load(act_ptr, m, n + 2 * COLS, M, N), _load(act_ptr, m, n + 3 * COLS, M, N)
-        total = _add_product(total, step, K > BK, HALF, tiles, full, empty, False)
-        total = warpgroup_mma_wait(0, deps=[total])
-        mbarrier.arrive(empty.index(step % STAGES))
-        step += 1
+        total, step = _end_tile(total, step, K, HALF, tiles, full, empty)
         left, right = _halves(total)
         x0, x1 = _halves(left)
         x2, x3 = _halves(right)
@@ -200,26 +193,16 @@ def _multiply_and_turn(
 ):  # fmt: skip
     """The upper part of each tile, or with PART = 1 the lower one."""
     out, parts, cos_ptr, sin_ptr, rstd_ptr, x_inverse_ptr, w_inverse_ptr, T, turning, epsilon = finish
-    WIDTH: gl.constexpr = tiles[0].shape[2]
-    sums: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 256 // tiles[0].dtype.primitive_bitwidth]
-    )
     angles: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
     step = 0
     for turn in range(_turns(M, N)):
         m, n = _place(turn, M, N)
         m += PART * ROWS
-        total = gl.zeros((ROWS, BN), gl.float32, sums)
-        for k in range(0, K - WIDTH, WIDTH):
-            total = _add_product(total, step, k > 0, PART, tiles, full, empty, True)
-            step += 1
+        total, step = _begin_tile(step, K, PART, tiles, full, empty)
         rows = m + gl.arange(0, ROWS, gl.SliceLayout(1, angles))
         at = (rows % T)[:, None] * HALF + gl.arange(0, HALF, gl.SliceLayout(0, angles))[None, :]
         cos, sin = gl.load(cos_ptr + at), gl.load(sin_ptr + at)
-        total = _add_product(total, step, K > WIDTH, PART, tiles, full, empty, True)
-        total = warpgroup_mma_wait(0, deps=[total])
-        mbarrier.arrive(empty.index(step % STAGES))
-        step += 1
+        total, step = _end_tile(total, step, K, PART, tiles, full, empty)
         if x_inverse_ptr is not None:
             total *= gl.load(x_inverse_ptr) * gl.load(w_inverse_ptr)
         left, right = _halves(total)
@@ -271,13 +254,37 @@ def _copy_out(out, part, x, m, n):
 
 
 @gluon.jit
-def _add_product(total, step, more, HALF: gl.constexpr, tiles, full, empty, TRANSPOSED: gl.constexpr):
+def _begin_tile(step, K, HALF: gl.constexpr, tiles, full, empty):
+    """The sums of half a tile without the last step, which is the second result."""
+    WIDTH: gl.constexpr = tiles[0].shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 256 // tiles[0].dtype.primitive_bitwidth]
+    )
+    total = gl.zeros((ROWS, BN), gl.float32, layout)
+    for k in range(0, K - WIDTH, WIDTH):
+        total = _add_product(total, step, k > 0, HALF, tiles, full, empty)
+        step += 1
+    return total, step
+
+
+@gluon.jit
+def _end_tile(total, step, K, HALF: gl.constexpr, tiles, full, empty):
+    """The sums with the last step, and the step after it."""
+    WIDTH: gl.constexpr = tiles[0].shape[2]
+    total = _add_product(total, step, K > WIDTH, HALF, tiles, full, empty)
+    total = warpgroup_mma_wait(0, deps=[total])
+    mbarrier.arrive(empty.index(step % STAGES))
+    return total, step + 1
+
+
+@gluon.jit
+def _add_product(total, step, more, HALF: gl.constexpr, tiles, full, empty):
     """Start the products of a step, and release the stage of the step before it; without `more` the tile has none."""
     a_tiles, b_tiles = tiles
     stage = step % STAGES
     mbarrier.wait(full.index(stage), step // STAGES & 1)
     a, b = a_tiles.index(2 * stage + HALF), b_tiles.index(stage)
-    if TRANSPOSED:
+    if b.shape[0] == BN:  # (N, K)
         b = b.permute((1, 0))
     total = warpgroup_mma(a, b, total, use_acc=more, is_async=True)
     total = warpgroup_mma_wait(1, deps=[total])

@@ -153,7 +153,7 @@ class FusedStep(Generic[Operand]):
         return p.output_grad(self.blocks[i].qkv, dqkv)
 
     def values_backward(self, i: int, dqkv: Tensor, saved: Saved[Operand], dinput: Tensor) -> None:
-        """Add the gradients of what `project` added to the values: of its parameters, and in place of the norm."""
+        """Add the gradients of what `project` added to the values: its parameters' and, in place, the norm's."""
 
     def mix(self, norm: Norm) -> Mix | None:
         """What is mixed into the residual stream before a norm."""
