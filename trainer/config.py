@@ -79,8 +79,7 @@ class TrainConfig(Section):
     )
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
-        description="muon: Muon for the matrices of the blocks, AdamW for embeddings, head and vectors. Muon computes "
-        "in bf16, so precision fp16 is refused",
+        description="muon: Muon for the matrices of the blocks, AdamW for embeddings, head and vectors",
     )
     learning_rate: float = Field(
         gt=0, description="Peak learning rate of AdamW; the schedule holds for all rates alike"
@@ -171,9 +170,9 @@ class TrainConfig(Section):
         "{core: 0.1139}, at least, after every evaluate.every steps; {val_loss: 3.28}, at most, after every val_every "
         "steps. The schedule stays that of max_steps; null: train max_steps",
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_head"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp8", "fp8_head"] = Field(
         default="auto",
-        description="Number format of the matrix products. auto: bf16 where the GPU has it, else fp16; fp32 on a CPU; "
+        description="Number format of the matrix products. auto: bf16 where the GPU has it, else fp32; "
         "the fingerprint contains the word auto, and the manifest the format. "
         "fp8 (the blocks) and fp8_head (the blocks and the head) need the fused engine and a GPU with fp8 (Hopper); "
         "fp8 also works in the engine sharded, with the extra float8 (torchao); "
@@ -218,10 +217,6 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _optimizer_fits(self) -> Self:
-        if self.optimizer == "muon" and self.precision == "fp16":
-            raise ValueError(
-                "precision fp16 does not work with optimizer muon, which computes in bf16; use bf16 or fp32"
-            )
         other = "adamw" if self.optimizer == "muon" else "muon"
         for name in ADAMW_FIELDS if self.optimizer == "muon" else MUON_FIELDS:
             if getattr(self, name) != type(self).model_fields[name].default:

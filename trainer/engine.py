@@ -32,7 +32,7 @@ from trainer.models.language_model import LanguageModel
 from trainer.models.model_config import ModelConfig
 from trainer.optim.adamw import optimizer_for
 from trainer.optim.rates import Rates
-from trainer.parallel import World, autocast_on, clip_, flat_gradients, precision_on
+from trainer.parallel import World, autocast_on, clip_, flat_gradients, has_bf16, precision_on
 from trainer.process import Background, failpoint
 
 if TYPE_CHECKING:
@@ -86,10 +86,6 @@ class Engine(Protocol):
     def restore(self, state: TrainState) -> None:
         """Continue from `state`, after a checkpoint has filled the pieces."""
 
-    def record(self, state: TrainState) -> None:
-        """Put the engine's values that are not in the pieces into `state`."""
-        return
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights in float32 under the model's names, one at a time, on rank 0; none on the others. All ranks have
         to exhaust it."""
@@ -101,11 +97,6 @@ class Engine(Protocol):
     def warnings(self) -> list[str]:
         """New reasons why this engine is slower than it could be, one line each."""
         return []
-
-    @property
-    def overflow_allowed(self) -> bool:
-        """Whether a gradient that is not finite may be an overflow of fp16, which the loss scaler handles."""
-        return False
 
 
 class PlainEngine(Engine):
@@ -126,11 +117,10 @@ class PlainEngine(Engine):
             dynamo = torch._dynamo.config
             dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(batch_stages(train)))
             self.forward = torch.compile(self.model, dynamic=False)
-        if train.optimizer == "muon" and self.precision == "fp16":
+        if train.optimizer == "muon" and world.device.type == "cuda" and not has_bf16():
             raise UserError(f"train.optimizer: muon computes in bf16, which {device_name(world.device)} does not have")
         self.optimizer = optimizer_for(self.model, train)
         self.gradients = flat_gradients(self.model)
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
 
     def initialize(self, seed: int) -> None:
         self.model.initialize(seed)
@@ -139,8 +129,6 @@ class PlainEngine(Engine):
         loss = self.backward(batches, mean_share)
         if number:
             self.world.mean_(self.gradients)
-            # Once an update. GradScaler uses only the optimizer's groups and its step.
-            self.scaler.unscale_(self.optimizer)  # type: ignore[arg-type]
         return torch.stack((loss, torch.linalg.vector_norm(self.gradients)))
 
     def backward(self, batches: Batches, mean_share: float) -> Tensor:
@@ -152,18 +140,16 @@ class PlainEngine(Engine):
             with autocast_on(self.world.device, self.precision):
                 loss = self.forward(tokens, targets) / (mean_share / len(tokens))
             failpoint("mid-step")
-            self.scaler.scale(loss).backward()
+            loss.backward()
             total += loss.detach()
         return total
 
     def update(self, rates: Rates, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
-        scale = self.scaler.get_scale()
         if apply:
             clip_(self.gradients, loss_and_norm[1], self.train.grad_clip)
             self.optimizer.rates = rates
-            self.scaler.step(self.optimizer)  # type: ignore[arg-type]
-        self.scaler.update()
-        return apply and self.scaler.get_scale() >= scale  # fp16 may overflow
+            self.optimizer.step()
+        return apply
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.model.eval()
@@ -187,21 +173,9 @@ class PlainEngine(Engine):
 
     def restore(self, state: TrainState) -> None:
         self.optimizer.set_steps(state.optimizer_steps)
-        if state.loss_scale is not None:
-            scale = {"scale": state.loss_scale, "_growth_tracker": state.loss_scale_growth}
-            self.scaler.load_state_dict(self.scaler.state_dict() | scale)
-
-    def record(self, state: TrainState) -> None:
-        if self.scaler.is_enabled():
-            scale = self.scaler.state_dict()
-            state.loss_scale, state.loss_scale_growth = scale["scale"], scale["_growth_tracker"]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.model.state_dict().items() if self.world.rank == 0 else ())
-
-    @property
-    def overflow_allowed(self) -> bool:
-        return self.scaler.is_enabled() and self.scaler.get_scale() > 1
 
 
 class FusedEngine(Engine):
@@ -314,8 +288,6 @@ def choose_engine(
     if runtime.engine == "fused" and obstacle:
         raise UserError(f"runtime.engine: fused cannot run here: {obstacle}; use 'auto'")
     if runtime.engine == "sharded":
-        if train.precision == "fp16":
-            raise UserError("train.precision: fp16 does not work in the engine sharded; use bf16 or fp32")
         return "sharded", f"sharded, {on}; as configured"
     if runtime.engine == "auto" and device.type == "cuda":
         memory, precision = torch.cuda.get_device_properties(device).total_memory, precision_on(device, train)
@@ -339,8 +311,8 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
         return f"it needs a CUDA device, this is {device.type}"
     if torch.version.hip:
         return "its kernels are written for CUDA, this is ROCm"
-    if train.precision in ("fp32", "fp16"):
-        return f"it computes in bf16, but train.precision is {train.precision}"
+    if train.precision == "fp32":
+        return "it computes in bf16, but train.precision is fp32"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{device_name(device)} has no bf16"
     if train.precision.startswith("fp8"):

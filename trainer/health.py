@@ -52,26 +52,19 @@ class Health(StoredRecord):
     skipped: int = 0  # updates not applied because of an anomaly
     not_finite: int = 0  # updates in a row, up to now, whose numbers were not finite
 
-    def after(
-        self, loss: float, grad_norm: float, config: TrainConfig, overflow_allowed: bool = False
-    ) -> tuple["Health", str | None]:
-        """The health after the next update, and the anomaly for which to skip that update, or None.
-
-        With `overflow_allowed`, fp16's loss scaler handles a gradient that is not finite, if the loss is finite.
-        """
-        finite = math.isfinite(loss) and (math.isfinite(grad_norm) or overflow_allowed)
-        if not finite:
+    def after(self, loss: float, grad_norm: float, config: TrainConfig) -> tuple["Health", str | None]:
+        """The health after the next update, and the anomaly for which to skip that update, or None."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             anomaly = f"train/loss is {loss}, train/grad_norm {grad_norm}"
             return replace(self, skipped=self.skipped + 1, not_finite=self.not_finite + 1), anomaly
         loss_z, norm_z = config.skip_loss_zscore, config.skip_grad_norm_zscore
         bounded_loss, high_loss = bounded("train/loss", loss, self.losses[-OUTLIER_WINDOW:], loss_z)
         bounded_norm, high_norm = bounded("train/grad_norm", grad_norm, self.grad_norms, norm_z)
         outliers = ", ".join(outlier for outlier in (high_loss, high_norm) if outlier) or None
-        grad_norms = (*self.grad_norms, bounded_norm)[-OUTLIER_WINDOW:]
         health = replace(
             self,
             losses=(*self.losses, bounded_loss)[-OUTLIER_WINDOW:],
-            grad_norms=grad_norms if math.isfinite(grad_norm) else self.grad_norms,
+            grad_norms=(*self.grad_norms, bounded_norm)[-OUTLIER_WINDOW:],
             skipped=self.skipped + bool(outliers),
             not_finite=0,
         )

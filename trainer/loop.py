@@ -201,7 +201,6 @@ class Training:
                 self.checkpointer.amend(state, self.engine.pieces(), self.log)
             else:
                 started = time.monotonic()
-                self.engine.record(state)
                 self.checkpointer.save(state, self.engine.pieces(), self.log, proven)
                 self.save_clock.saved(time.monotonic() - started)
             self.saved, self.saved_step = state.measured, state.step
@@ -302,9 +301,7 @@ class Training:
         self.failure = None if stop else self.data.failure(upcoming)
         loss, grad_norm = numbers.values()
         self.agreed = self.world.agree(loss, grad_norm, stop or self.failure is not None, save_due, checksum)
-        self.state.health, anomaly = self.state.health.after(
-            self.agreed.loss, self.agreed.grad_norm, self.config, self.engine.overflow_allowed
-        )
+        self.state.health, anomaly = self.state.health.after(self.agreed.loss, self.agreed.grad_norm, self.config)
         return anomaly
 
     def log_step(self, anomaly: str | None, learning_rate: float, tokens_per_second: float) -> None:

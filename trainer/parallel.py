@@ -156,7 +156,6 @@ def leave_with_peers(pids: Sequence[int], closing: threading.Event, name: str) -
 
 
 LEAVE_SECONDS = 2.0  # for a rank to report its error and to end by itself
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RANK_VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
@@ -215,14 +214,17 @@ def cuda() -> str:
 
 
 def autocast_on(device: torch.device, precision: str) -> torch.autocast:
-    """bf16 or fp16 matrix products over float32 weights; nothing in fp32."""
-    return torch.autocast(device.type, dtype=AUTOCAST[precision], enabled=precision != "fp32")
+    """bf16 matrix products over float32 weights; nothing in fp32."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision != "fp32")
 
 
 def precision_on(device: torch.device, train: TrainConfig) -> str:
-    """The precision: as configured; auto is bf16 or, on a GPU without bf16, fp16; without a GPU it is fp32."""
+    """The precision: as configured; auto is bf16 on a GPU that has it, else fp32."""
     if train.precision != "auto":
         return train.precision
-    if device.type != "cuda":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if device.type == "cuda" and has_bf16() else "fp32"
+
+
+def has_bf16() -> bool:
+    """Whether the current GPU computes in bf16."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -65,7 +65,7 @@ NO_TARGET = -100  # of padding, which cross_entropy leaves out
 class ShardedEngine:
     """An `Engine` (trainer/engine.py) over the plain module of a family; its blocks are compiled on a GPU."""
 
-    guarded, overflow_allowed, collective = True, False, True
+    guarded, collective = True, True
     tokens_at_once: int | None = None
 
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, why: str) -> None:
@@ -233,9 +233,6 @@ class ShardedEngine:
 
     def restore(self, state: TrainState) -> None:
         self.optimizer.set_steps(state.optimizer_steps)
-
-    def record(self, state: TrainState) -> None:
-        """All values are in the pieces."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self.shards.whole.items():

@@ -13,7 +13,7 @@ from trainer.metrics import PEAK_FLOPS
 
 # Dense bf16 peak by the name up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
 PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12, "A6000": 155e12}
-PEAKS |= {"V100": 125e12, "T4": 65e12}  # in fp16
+PEAKS |= {"V100": 15.7e12, "T4": 8.1e12}  # in fp32: they have no bf16
 SIZES = ("A100-80GB", "V100-32GB")  # whose names have their memory
 # Bytes of memory. Source: NVIDIA's data sheets.
 MEMORY = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "A100-80GB": 80e9, "A100": 40e9, "L40S": 48e9, "A6000": 48e9}
@@ -64,10 +64,10 @@ def engine_of(recipe: Recipe, accelerators: str, nodes: int = 1) -> tuple[str, s
     gpu, obstacle = gpu_of(accelerators), model.why_not_fused
     if gpu in NO_BF16:
         obstacle = obstacle or f"{gpu} has no bf16"
-    elif precision in ("fp32", "fp16"):
-        obstacle = obstacle or f"it computes in bf16, but train.precision is {precision}"
+    elif precision == "fp32":
+        obstacle = obstacle or "it computes in bf16, but train.precision is fp32"
     if precision == "auto":
-        precision = "fp16" if gpu in NO_BF16 else "bf16"
+        precision = "fp32" if gpu in NO_BF16 else "bf16"
     ranks, memory, muon = nodes * gpu_count(accelerators), memory_on(accelerators), recipe.train.optimizer == "muon"
     return automatic_engine(model, runtime, precision, muon, ranks, memory, obstacle)
 

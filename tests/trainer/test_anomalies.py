@@ -1,6 +1,5 @@
 """Runs with anomalies skip updates or exit, and repeat exactly that when they resume."""
 
-import functools
 import json
 import math
 import os
@@ -144,21 +143,6 @@ def test_ruined_weights_are_never_committed_and_end_the_run_as_diverged(
     run.config = configured(**settings | {"max_steps": RUINED_AFTER - 1})
     resumed, state = run.attempt()
     assert state.step == RUINED_AFTER - 1 and all(bool(p.isfinite().all()) for p in resumed.parameters())
-
-
-def test_fp16_overflows_are_the_scalers_and_a_nan_loss_is_skipped(
-    runner: Runners, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**24, growth_interval=3)
-    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    inject({"nan": [8]}, monkeypatch.setattr)
-    run = runner("whole", precision="fp16")
-    model, state = run.attempt()
-    assert state.health.skipped == 1 < state.step - state.optimizer_steps
-    assert [e.message.partition(":")[0] for e in run.events_of(Warned)] == ["update 9 skipped"]
-    stopped = runner("stopped", precision="fp16")
-    stopped.attempt(9)
-    assert weights(stopped.attempt()[0]) == weights(model) and stopped.rows() == run.rows()
 
 
 # --- as a command, with several ranks, killed and frozen

@@ -322,7 +322,6 @@ def test_a_run_killed_on_four_ranks_goes_on_with_two_and_ends_as_one_eager_rank(
 @pytest.mark.parametrize(
     ("model", "train", "runtime", "message"),
     [
-        (0, {"precision": "fp16"}, {}, "train.precision: fp16 does not work in the engine sharded"),
         (0, {"precision": "fp8_head"}, {}, "train.precision: fp8_head needs the fused engine"),
         (0, {}, {"tensor_parallel": 3}, "tensor_parallel: 3 does not divide the model's 2 heads; use a divisor"),
         (0, {}, {"tensor_parallel": 2}, "tensor_parallel: 2 does not divide the 1 ranks of a copy of the state"),

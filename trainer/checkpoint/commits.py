@@ -49,8 +49,6 @@ class TrainState(StoredRecord):
     val_loss: float | None = None
     evaluated_step: int = -1  # of the last evaluation
     scores: dict[str, float] = field(default_factory=dict)  # of it, by metric
-    loss_scale: float | None = None  # fp16 only
-    loss_scale_growth: int = 0
     # A run that resumes on as many ranks, the same devices and with the same settings that decide the memory of a
     # sequence keeps the size, to add gradients in the same order.
     micro_batch_size: int = 0

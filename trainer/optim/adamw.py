@@ -30,7 +30,7 @@ class AdamW:
     ) -> None:
         self.config = config
         self.rates = Rates.adamw(config.learning_rate)
-        self.param_groups: list[dict[str, Any]] = []  # GradScaler reads them
+        self.param_groups: list[dict[str, Any]] = []
         for group in groups:
             if parameters := list(parameters_of(model, group).values()):
                 moments = moments_of(group, config)
