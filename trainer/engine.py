@@ -66,9 +66,8 @@ class Engine(Protocol):
         update that follows; 0: no update follows, and the ranks do not communicate.
         """
 
-    def update(self, rates: Rates, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
-        """Clip the gradient and apply it as the optimizer's update `number` (from 1) if `apply`. Returns whether it
-        did."""
+    def update(self, rates: Rates, loss_and_norm: Tensor, number: int) -> None:
+        """Clip the gradient and apply it as the optimizer's update `number` (from 1)."""
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean loss in nats of (B, T) tokens, without gradients. It takes less memory than `accumulate`, since it
@@ -144,12 +143,10 @@ class PlainEngine(Engine):
             total += loss.detach()
         return total
 
-    def update(self, rates: Rates, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
-        if apply:
-            clip_(self.gradients, loss_and_norm[1], self.train.grad_clip)
-            self.optimizer.rates = rates
-            self.optimizer.step()
-        return apply
+    def update(self, rates: Rates, loss_and_norm: Tensor, number: int) -> None:
+        clip_(self.gradients, loss_and_norm[1], self.train.grad_clip)
+        self.optimizer.rates = rates
+        self.optimizer.step()
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.model.eval()
@@ -220,10 +217,8 @@ class FusedEngine(Engine):
             total += self.step.backward(tokens, targets, 1 / (mean_share * tokens.size(1)), last=i == count - 1)
         return self.state.finish(total)
 
-    def update(self, rates: Rates, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
-        if apply:
-            self.state.update(rates, number, loss_and_norm)
-        return apply
+    def update(self, rates: Rates, loss_and_norm: Tensor, number: int) -> None:
+        self.state.update(rates, number, loss_and_norm)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.step.loss(tokens, targets)

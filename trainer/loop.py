@@ -20,7 +20,7 @@ from trainer.checkpoint.save_clock import SaveClock
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data.batches import PendingNumbers, TokenData
 from trainer.data.shards import sequences_of
-from trainer.engine import Batches, Engine, make_engine
+from trainer.engine import Engine, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
 from trainer.eval.evaluation import Evaluation, validation_loss
 from trainer.events import EventLog, Started, Warned
@@ -29,7 +29,7 @@ from trainer.metrics import mfu, peak_flops
 from trainer.micro_batch import choose_micro_batch, devices_of, memory_settings
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import Origin, open_weights
-from trainer.optim.rates import Rates, rates_at
+from trainer.optim.rates import rates_at
 from trainer.parallel import Agreement, World
 from trainer.process import StopSignal, failpoint, log_line
 
@@ -249,21 +249,24 @@ class Training:
         rates = rates_at(state.step, config, self.model)
         if state.step + 1 >= config.max_steps:
             upcoming = range(0)
-        anomaly, applied = step(
-            self.engine,
+        loss_and_norm = self.engine.accumulate(
             self.watchdog.each(batches),
             micro_batch_count(len(sequences), state.micro_batch_size),
             batch_tokens / self.model.block_size / world.world_size,
-            rates,
             state.optimizer_steps + 1,
-            partial(self.judge, sequences=sequences, upcoming=upcoming, save_due=self.save_is_due()),
-            # Only the host can detect outliers.
-            update_first=self.engine.guarded
-            and config.skip_loss_zscore is None
-            and config.skip_grad_norm_zscore is None,
-            before_update=self.checkpointer.before_update,
         )
-        state.advance(batch_tokens, applied)
+        self.checkpointer.before_update()
+        numbers = PendingNumbers(loss_and_norm)
+        # A guarded engine gets the update before the host has read the numbers: the GPU has work meanwhile. Only the
+        # host can detect outliers.
+        outliers = config.skip_loss_zscore, config.skip_grad_norm_zscore
+        update_first = self.engine.guarded and outliers == (None, None)
+        if update_first:
+            self.engine.update(rates, loss_and_norm, state.optimizer_steps + 1)
+        anomaly = self.judge(numbers, sequences, upcoming)
+        if not update_first and anomaly is None:
+            self.engine.update(rates, loss_and_norm, state.optimizer_steps + 1)
+        state.advance(batch_tokens, applied=anomaly is None)
         seconds = time.perf_counter() - started
         self.log.clock.enter("redone" if state.step < self.log.reached else "train")
         self.watchdog.step_done(seconds)
@@ -287,7 +290,7 @@ class Training:
         due = self.save_clock.due_now() or bool(every and step % every == 0)
         return self.world.rank == 0 and due and not self.checkpointer.busy
 
-    def judge(self, numbers: PendingNumbers, sequences: range, upcoming: range, save_due: bool) -> str | None:
+    def judge(self, numbers: PendingNumbers, sequences: range, upcoming: range) -> str | None:
         """Exchange the numbers of a step, stops and saves between the ranks, and judge the step by them, as all ranks
         do. Returns its anomaly, if any.
 
@@ -300,7 +303,7 @@ class Training:
             numbers.values()  # as long as the device computes, the data is not late
         self.failure = None if stop else self.data.failure(upcoming)
         loss, grad_norm = numbers.values()
-        self.agreed = self.world.agree(loss, grad_norm, stop or self.failure is not None, save_due, checksum)
+        self.agreed = self.world.agree(loss, grad_norm, stop or self.failure is not None, self.save_is_due(), checksum)
         self.state.health, anomaly = self.state.health.after(self.agreed.loss, self.agreed.grad_norm, self.config)
         return anomaly
 
@@ -323,32 +326,3 @@ class Training:
         if anomaly:
             row["train/skipped_updates"] = self.state.health.skipped
         self.log.row(step, row | self.engine.extra_metrics())
-
-
-def step(
-    engine: Engine,
-    batches: Batches,
-    count: int,
-    mean_share: float,
-    rates: Rates,
-    number: int,
-    judge: Callable[[PendingNumbers], str | None],
-    update_first: bool,
-    before_update: Callable[[], None] = lambda: None,
-) -> tuple[str | None, bool]:
-    """Update `number` (from 1) with `count` micro-batches, weighted as `Engine.accumulate` describes: its anomaly, and
-    whether the engine applied the update.
-
-    `judge` reads the numbers, which waits for the GPU, and returns the anomaly for which to skip the update, or None.
-    With `update_first` the engine gets the update before that, so that the GPU has work meanwhile; the engine itself
-    then leaves out an update with numbers that are not finite.
-    """
-    loss_and_norm = engine.accumulate(batches, count, mean_share, number)
-    before_update()
-    numbers = PendingNumbers(loss_and_norm)
-    if update_first:
-        engine.update(rates, loss_and_norm, number)
-        anomaly = judge(numbers)
-        return anomaly, anomaly is None
-    anomaly = judge(numbers)
-    return anomaly, engine.update(rates, loss_and_norm, number, apply=anomaly is None)

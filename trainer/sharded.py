@@ -170,19 +170,17 @@ class ShardedEngine:
         dist.all_reduce(squares, group=self.mesh.get_group("shard"))
         return torch.stack((total, squares.sqrt()))
 
-    def update(self, rates: Rates, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
-        if apply:
-            for name, shard in self.shards.own.items():
-                gradient = self.shards.whole[name].grad
-                assert gradient is not None, name
-                shard.grad = shard_of(gradient)
-            clip = self.train.grad_clip
-            divisor = None if clip is None else ((loss_and_norm[1] + 1e-6) / clip).clamp(min=1.0)
-            self.optimizer.rates = rates
-            self.optimizer.step(divisor, skip=(~loss_and_norm.isfinite().all()).float())
-            for shard in self.shards.own.values():
-                shard.grad = None  # or its memory would be held until the next update
-        return apply
+    def update(self, rates: Rates, loss_and_norm: Tensor, number: int) -> None:
+        for name, shard in self.shards.own.items():
+            gradient = self.shards.whole[name].grad
+            assert gradient is not None, name
+            shard.grad = shard_of(gradient)
+        clip = self.train.grad_clip
+        divisor = None if clip is None else ((loss_and_norm[1] + 1e-6) / clip).clamp(min=1.0)
+        self.optimizer.rates = rates
+        self.optimizer.step(divisor, skip=(~loss_and_norm.isfinite().all()).float())
+        for shard in self.shards.own.values():
+            shard.grad = None  # or its memory would be held until the next update
 
     @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipelines.recipe import Recipe
-    from trainer.data.batches import PendingNumbers, TokenData
+    from trainer.data.batches import TokenData
     from trainer.engine import Engine
     from trainer.parallel import World
 
@@ -196,24 +196,24 @@ class Steps:
     def step(self) -> float:
         """Make a step and return its loss. Diverged if the loss is not finite."""
         from trainer.amounts import micro_batch_count
-        from trainer.loop import step
+        from trainer.data.batches import PendingNumbers
         from trainer.optim.rates import rates_at
 
-        def alone(numbers: "PendingNumbers") -> None:
-            self.loss, _ = numbers.values()
-
         sequences, upcoming = self.sequences_at(self.done), self.sequences_at(self.done + 1)
-        step(
-            self.engine,
+        rates = rates_at(0, self.recipe.train, self.recipe.model)
+        loss_and_norm = self.engine.accumulate(
             self.data.micro_batches(sequences, self.micro_batch_size, self.world.device, upcoming),
             micro_batch_count(len(sequences), self.micro_batch_size),
             self.recipe.train.batch_tokens / self.recipe.model.block_size / self.world.world_size,
-            rates_at(0, self.recipe.train, self.recipe.model),
             self.done + 1,
-            alone,
-            update_first=self.engine.guarded,
-            before_update=self.before_update,
         )
+        self.before_update()
+        numbers = PendingNumbers(loss_and_norm)
+        if self.engine.guarded:  # the order of the training loop
+            self.engine.update(rates, loss_and_norm, self.done + 1)
+        self.loss, _ = numbers.values()
+        if not self.engine.guarded:
+            self.engine.update(rates, loss_and_norm, self.done + 1)
         self.done += 1
         if not math.isfinite(self.loss):
             raise Diverged(

@@ -52,8 +52,8 @@ def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None]
             sleep_once()
         return loss
 
-    def troubled_update(engine: PlainEngine, rates: Rates, *args: Any, **options: Any) -> bool:
-        return update(engine, Rates.adamw(1e30) if "ruin" in active_kinds() else rates, *args, **options)
+    def troubled_update(engine: PlainEngine, rates: Rates, *args: Any) -> None:
+        update(engine, Rates.adamw(1e30) if "ruin" in active_kinds() else rates, *args)
 
     patch(trainer.loop, "batch_tokens_at", recording_batch_tokens_at)
     patch(PlainEngine, "backward", troubled_backward)
