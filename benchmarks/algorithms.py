@@ -2,11 +2,12 @@
 
     python -m benchmarks.algorithms modern-d24 --set train.precision=fp8_head
 
-The algorithm that is fastest in a short burst is not the fastest on a card at its power limit (trainer/fused/gemm.py).
-So a product heats the card for ten seconds. Then, for each product of a micro-batch, all candidates of cuBLASLt's
-heuristic take turns, each for some milliseconds, on random operands. A line has the product, how often a micro-batch
-has it, and the time of each candidate by tile and cluster, the heuristic's first at the front. `now` marks the one that
-the trainer takes. The last lines are entries for PREFERRED: the fastest candidate where it gains at least 1%.
+The algorithm that is fastest in a short burst is not the fastest on a card at its power limit
+(trainer/engines/fused/gemm.py). So a product heats the card for ten seconds. Then, for each product of a micro-batch,
+all candidates of cuBLASLt's heuristic take turns, each for some milliseconds, on random operands. A line has the
+product, how often a micro-batch has it, and the time of each candidate by tile and cluster, the heuristic's first at
+the front. `now` marks the one that the trainer takes. The last lines are entries for PREFERRED: the fastest candidate
+where it gains at least 1%.
 """
 
 import argparse
@@ -23,10 +24,10 @@ from torch import Tensor
 from benchmarks import median_ms, run_as_command
 from pipelines.bench.measure import bench_recipe
 from pipelines.recipe import Recipe
-from trainer.engine import make_engine
+from trainer.engines.choice import make_engine
+from trainer.engines.fused import gemm
+from trainer.engines.fused.gemm import ALIGNMENT_BYTES, Lt, Matrix, ProductPlan, Request
 from trainer.errors import UserError
-from trainer.fused import gemm
-from trainer.fused.gemm import ALIGNMENT_BYTES, Lt, Matrix, ProductPlan, Request
 from trainer.parallel import World
 
 HEAT_SECONDS, ROUNDS, BURST_SECONDS = 10.0, 9, 0.01

@@ -35,7 +35,7 @@ from trainer.amounts import batch_tokens_at, micro_batch_count, tokens_before
 from trainer.config import TrainConfig
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards, sequences_of
-from trainer.engine import make_engine
+from trainer.engines.choice import make_engine
 from trainer.errors import UserError
 from trainer.eval.evaluation import validation_loss
 from trainer.optim import rates

@@ -27,7 +27,8 @@ from pipelines.recipe import Recipe
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState, checkpoint_seconds
 from trainer.data.batches import TokenData
-from trainer.engine import Engine, make_engine
+from trainer.engines.choice import make_engine
+from trainer.engines.engine import Engine
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World

@@ -33,7 +33,8 @@ from trainer.amounts import micro_batch_count, sequences_per_step
 from trainer.checkpoint.commits import TrainState
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards, sequences_of
-from trainer.engine import Engine, make_engine
+from trainer.engines.choice import make_engine
+from trainer.engines.engine import Engine
 from trainer.errors import EXIT_DONE, EXIT_FAILED, UserError
 from trainer.eval.evaluation import validation_loss
 from trainer.optim.rates import rates_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from benchmarks import median_ms
-from trainer.fused import gemm
+from trainer.engines.fused import gemm
 
 VOCAB, CHUNKS = 50_304, 4
 WARM_UP, ROUNDS = 3, 21

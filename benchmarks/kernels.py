@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import median_ms
-from trainer.fused import kernels
+from trainer.engines.fused import kernels
 
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16

@@ -32,7 +32,8 @@ from pipelines.recipe import Recipe, load_recipe
 from trainer.amounts import micro_batch_count
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards, sequences_of
-from trainer.engine import Engine, make_engine
+from trainer.engines.choice import make_engine
+from trainer.engines.engine import Engine
 from trainer.errors import UserError
 from trainer.eval.evaluation import validation_loss
 from trainer.optim.rates import rates_at

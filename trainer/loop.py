@@ -20,13 +20,14 @@ from trainer.checkpoint.save_clock import SaveClock
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data.batches import PendingNumbers, TokenData
 from trainer.data.shards import sequences_of
-from trainer.engine import Engine, make_engine
+from trainer.engines.choice import make_engine
+from trainer.engines.engine import Engine
+from trainer.engines.micro_batch import choose_micro_batch, devices_of, memory_settings
 from trainer.errors import Diverged, Interrupted, UserError
 from trainer.eval.evaluation import Evaluation, validation_loss
 from trainer.events import EventLog, Started, Warned
 from trainer.health import Watchdog, diagnosis
 from trainer.metrics import mfu, peak_flops
-from trainer.micro_batch import choose_micro_batch, devices_of, memory_settings
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import Origin, open_weights
 from trainer.optim.rates import rates_at

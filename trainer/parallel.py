@@ -1,9 +1,9 @@
 """The ranks of a run: their numbers and devices, the mean of their gradients, and their agreement after each step.
 
 The gradients of the plain module are one flat float32 buffer. A single all-reduce after the last micro-batch averages
-it (for the fused step see trainer/fused/flat.py). torch's DistributedDataParallel would overlap the all-reduce with the
-backward pass, but it rebuilds its buckets after the first step. A resumed run would then add in another order than an
-undisturbed one: with more than two ranks the losses would no longer be equal bit for bit.
+it (for the fused step see trainer/engines/fused/flat.py). torch's DistributedDataParallel would overlap the all-reduce
+with the backward pass, but it rebuilds its buckets after the first step. A resumed run would then add in another order
+than an undisturbed one: with more than two ranks the losses would no longer be equal bit for bit.
 """
 
 import os
@@ -228,3 +228,11 @@ def precision_on(device: torch.device, train: TrainConfig) -> str:
 def has_bf16() -> bool:
     """Whether the current GPU computes in bf16."""
     return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def device_name(device: torch.device) -> str:
+    """The device's type, or for CUDA the name of the GPU with its compute capability."""
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from pipelines.recipe import Recipe
 from trainer.amounts import check_shares
+from trainer.engines.memory import USABLE, automatic_engine, memory_of
 from trainer.errors import UserError
-from trainer.memory import USABLE, automatic_engine, memory_of
 from trainer.metrics import PEAK_FLOPS
 
 # Dense bf16 peak by the name up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.

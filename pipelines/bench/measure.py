@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from pipelines.recipe import Recipe
     from trainer.data.batches import TokenData
-    from trainer.engine import Engine
+    from trainer.engines.engine import Engine
     from trainer.parallel import World
 
 WARM_SECONDS = 10.0
@@ -124,9 +124,9 @@ def measure(name: str, text: str, recipe: "Recipe", data: "TokenData", world: "W
 
     from trainer.amounts import check_shares, micro_batch_count
     from trainer.checkpoint.commits import TrainState
-    from trainer.engine import make_engine
+    from trainer.engines.choice import make_engine
+    from trainer.engines.micro_batch import choose_micro_batch
     from trainer.metrics import MFU_FORMULA, mfu, peak_flops
-    from trainer.micro_batch import choose_micro_batch
 
     model, train, runtime, device = recipe.model, recipe.train, recipe.runtime, world.device
     on_gpu = device.type == "cuda"

@@ -21,8 +21,8 @@ from pipelines.bench.gpus import PEAKS, check_gpus, engine_of, gpu_count, gpu_of
 from pipelines.bench.measurements import Speed, measurements
 from pipelines.recipe import Recipe
 from trainer.amounts import micro_batch_count
+from trainer.engines.memory import USABLE, gathers_once, memory_of
 from trainer.errors import UserError
-from trainer.memory import USABLE, gathers_once, memory_of
 from trainer.models.model_config import ModelConfig
 
 FIGURES = measurements()

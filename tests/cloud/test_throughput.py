@@ -14,7 +14,7 @@ from pipelines.bench.throughput import (
     speed_on,
 )
 from pipelines.recipe import load_recipe
-from trainer.engine import choose_engine
+from trainer.engines.choice import choose_engine
 from trainer.errors import UserError
 from trainer.metrics import mfu
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import trainer.loop
 from trainer.__main__ import main
-from trainer.engine import PlainEngine
+from trainer.engines.plain import PlainEngine
 from trainer.optim.rates import Rates
 
 

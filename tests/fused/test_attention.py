@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.fused.attention import Attention
+from trainer.engines.fused.attention import Attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -15,7 +15,7 @@ from kernel_checks import DEVICE, ROUNDED, fresh, near
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 
-from trainer.fused import epilogues, gemm, kernels, rotary  # noqa: E402
+from trainer.engines.fused import epilogues, gemm, kernels, rotary  # noqa: E402
 from trainer.models.rotary import waves  # noqa: E402
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.config import RuntimeConfig, TrainConfig
+from trainer.engines.fused.flat import FlatState, Layout
 from trainer.events import EventLog
-from trainer.fused.flat import FlatState, Layout
 from trainer.metrics import PhaseClock
 from trainer.models.family import plain_model
 from trainer.models.gpt2 import Gpt2Config

@@ -16,11 +16,13 @@ from trainer_runs import ALONE, Runners, weights
 from trainer.amounts import micro_batch_count
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data.shards import slices
-from trainer.engine import FusedEngine, PlainEngine, choose_engine, make_engine
+from trainer.engines.choice import choose_engine, make_engine
+from trainer.engines.fused.engine import FusedEngine
+from trainer.engines.fused.flat import FlatState
+from trainer.engines.plain import PlainEngine
 from trainer.errors import UserError
 from trainer.eval.evaluation import Evaluation, TextSampler
 from trainer.eval.scoring import Scored, ScoredRow, score_rows
-from trainer.fused.flat import FlatState
 from trainer.models.family import ANY_MODEL, plain_model
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
@@ -30,10 +32,10 @@ from trainer.optim.rates import Rates, rates_of
 from trainer.parallel import World
 
 pytest.importorskip("triton", reason="needs triton (pip)")
-from trainer.fused import kernels  # noqa: E402
-from trainer.fused.bf16 import Bf16Products  # noqa: E402
-from trainer.fused.kernels import norm_warps  # noqa: E402
-from trainer.fused.steps import step_of  # noqa: E402
+from trainer.engines.fused import kernels  # noqa: E402
+from trainer.engines.fused.bf16 import Bf16Products  # noqa: E402
+from trainer.engines.fused.kernels import norm_warps  # noqa: E402
+from trainer.engines.fused.steps import step_of  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: here is a GPU, TRITON_INTERPRET=1 does without", allow_module_level=True)
@@ -131,7 +133,7 @@ def test_loss_and_every_gradient_are_as_close_to_float64_as_autocasts(
     tokens = torch.randint(0, vocabulary, (count, sequences, config.block_size + 1))
     batches = [(t[:, :-1], t[:, 1:]) for t in tokens]
     monkeypatch.setattr(
-        "trainer.fused.products.LOGIT_BYTES", 2 * config.padded_vocab_size * 16
+        "trainer.engines.fused.products.LOGIT_BYTES", 2 * config.padded_vocab_size * 16
     )  # several chunks, the last one short
     state = FlatState(config, TRAIN, RuntimeConfig(), ALONE)
     state.load(weights)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from trainer.fused import gemm
+from trainer.engines.fused import gemm
 
 M, N, K = 67, 48, 40  # rows need not be a multiple of anything
 DEVICES = ["cpu"] if gemm.why_not() else ["cpu", "cuda"]

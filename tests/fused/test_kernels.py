@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 
-from trainer.fused import kernels  # noqa: E402
+from trainer.engines.fused import kernels  # noqa: E402
 from trainer.optim import muon  # noqa: E402
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 
-from trainer.fused import kernels, rotary  # noqa: E402
-from trainer.fused.kernels import NormWeights  # noqa: E402
+from trainer.engines.fused import kernels, rotary  # noqa: E402
+from trainer.engines.fused.kernels import NormWeights  # noqa: E402
 from trainer.models.rotary import turned, waves  # noqa: E402
 
 EPSILON = 1e-6

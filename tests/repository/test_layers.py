@@ -43,9 +43,9 @@ LAYERS = (
     ("trainer.__main__",),
     ("trainer.rank",),
     ("trainer.loop",),
-    ("trainer.micro_batch",),
-    ("trainer.engine",),
-    ("trainer.fused",),
+    ("trainer.engines.micro_batch",),
+    ("trainer.engines.choice",),
+    ("trainer.engines",),
     ("trainer",),  # everything else; their order is any that has no circle
 )
 PRINTING = ("pipelines.cli", "pipelines.verbs", "pipelines.show")

@@ -22,7 +22,8 @@ import trainer.loop
 from trainer.checkpoint.commits import series
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards, sequences_of
-from trainer.engine import PlainEngine, make_engine
+from trainer.engines.choice import make_engine
+from trainer.engines.plain import PlainEngine
 from trainer.errors import Diverged
 from trainer.events import Started, Warned
 from trainer.optim.rates import rates_at

@@ -11,7 +11,7 @@ from trainer_runs import ALONE, Runners, weights
 from trainer.checkpoint.commits import committed_state
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards
-from trainer.engine import PlainEngine
+from trainer.engines.plain import PlainEngine
 from trainer.errors import StoreUnavailable
 from trainer.eval.evaluation import validation_loss
 

@@ -22,17 +22,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_command import Command, kill_tree
 from trainer_runs import ALONE, LONG, configured
 
-from trainer import sharded
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data.shards import slices
-from trainer.engine import Engine, PlainEngine, make_engine
+from trainer.engines import sharded
+from trainer.engines.choice import make_engine
+from trainer.engines.engine import Engine
+from trainer.engines.memory import memory_of
+from trainer.engines.plain import PlainEngine
 from trainer.errors import UserError
 from trainer.eval.evaluation import TextSampler
 from trainer.eval.scoring import ScoredRow, score_items
 from trainer.events import EventLog, Started
-from trainer.memory import memory_of
 from trainer.metrics import PhaseClock
 from trainer.models.family import ANY_MODEL, plain_model, to_hf
 from trainer.models.model_config import ModelConfig

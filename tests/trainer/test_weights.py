@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from trainer_runs import ALONE, Runners, configured, weights
 
 from pipelines.formats.hf import hf_config
-from trainer.engine import make_engine
+from trainer.engines.choice import make_engine
 from trainer.errors import UserError
 from trainer.models.family import to_hf
 from trainer.models.gpt2_module import GPT

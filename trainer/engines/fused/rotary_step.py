@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainer.fused import rotary
-from trainer.fused.flat import FlatState
-from trainer.fused.kernels import Fp8Out
-from trainer.fused.products import Normed, Operand, Products
-from trainer.fused.step import Block, FusedStep, Saved, SavedMlp
+from trainer.engines.fused import rotary
+from trainer.engines.fused.flat import FlatState
+from trainer.engines.fused.kernels import Fp8Out
+from trainer.engines.fused.products import Normed, Operand, Products
+from trainer.engines.fused.step import Block, FusedStep, Saved, SavedMlp
 from trainer.models.grouped import GroupedHeads
 from trainer.models.rotary import waves
 

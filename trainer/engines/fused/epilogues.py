@@ -27,11 +27,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trainer.fused import gemm, gluon_kernels
-from trainer.fused.gluon_kernels import relu2_input_grad_kernel, rotary_linear_kernel
-from trainer.fused.kernels import Fp8Out
-from trainer.fused.rotary import Turn, rotate
-from trainer.fused.triton_kernels import relu2_kernel, relu2_product_kernel
+from trainer.engines.fused import gemm, gluon_kernels
+from trainer.engines.fused.gluon_kernels import relu2_input_grad_kernel, rotary_linear_kernel
+from trainer.engines.fused.kernels import Fp8Out
+from trainer.engines.fused.rotary import Turn, rotate
+from trainer.engines.fused.triton_kernels import relu2_kernel, relu2_product_kernel
 
 
 def fit(*operands: Tensor) -> bool:

@@ -33,11 +33,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpoint.pieces import Piece
-from trainer.fused import epilogues, gemm, kernels
-from trainer.fused.bf16 import Bf16Products
-from trainer.fused.kernels import Activation, Fp8Out
-from trainer.fused.products import Linear, NormBackwardKernel, Normed, NormKernel, Products, ResidualGrad, head_chunks
-from trainer.fused.rotary import Turn
+from trainer.engines.fused import epilogues, gemm, kernels
+from trainer.engines.fused.bf16 import Bf16Products
+from trainer.engines.fused.kernels import Activation, Fp8Out
+from trainer.engines.fused.products import (
+    Linear,
+    NormBackwardKernel,
+    Normed,
+    NormKernel,
+    Products,
+    ResidualGrad,
+    head_chunks,
+)
+from trainer.engines.fused.rotary import Turn
 from trainer.parallel import World
 
 HISTORY = 16  # micro-batches

@@ -29,8 +29,8 @@ before scaling, from which the caller makes the next scale. fp8 products need bo
 innermost, hence the transposes.
 
 Row counts may be anything. Widths may be any multiple of 8; multiples of 16 are the fast ones. The kernels are in
-`trainer/fused/triton_kernels.py`. Each launcher checks the arguments that could make results wrong without an error,
-allocates its results, and never waits for the GPU.
+`trainer/engines/fused/triton_kernels.py`. Each launcher checks the arguments that could make results wrong without an
+error, allocates its results, and never waits for the GPU.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ import torch
 import triton
 from torch import Tensor
 
-from trainer.fused.triton_kernels import (
+from trainer.engines.fused.triton_kernels import (
     SMALLEST_KEEP,
     adamw_kernel,
     add_rows_kernel,

@@ -49,8 +49,9 @@ from torch.distributed.tensor.parallel import (
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece, Place, tensor_of
 from trainer.config import RuntimeConfig, TrainConfig
+from trainer.engines.engine import Engine
+from trainer.engines.memory import gathers_once
 from trainer.errors import UserError
-from trainer.memory import gathers_once
 from trainer.models.family import plain_model
 from trainer.models.model_config import ModelConfig
 from trainer.optim.adamw import AdamW, Muon
@@ -62,11 +63,10 @@ from trainer.process import failpoint
 NO_TARGET = -100  # of padding, which cross_entropy leaves out
 
 
-class ShardedEngine:
-    """An `Engine` (trainer/engine.py) over the plain module of a family; its blocks are compiled on a GPU."""
+class ShardedEngine(Engine):
+    """The plain module of a family, divided over the ranks; its blocks are compiled on a GPU."""
 
     guarded, collective = True, True
-    tokens_at_once: int | None = None
 
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, why: str) -> None:
         self.config, self.world, self.train, self.why = config, world, train, why

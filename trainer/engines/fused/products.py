@@ -1,9 +1,9 @@
 """The products policy: how a fused step makes operands, matrix products and the head, and which tensors a block saves.
 
 `FusedStep` (`step.py`) writes the forward and backward pass once and calls a policy for everything that depends on the
-precision: `Bf16Products` (`trainer/fused/bf16.py`) or `Fp8Products`
-(`trainer/fused/fp8.py`). An operand is one input of a matrix product in the form that the policy's kernels read: a
-bf16 tensor, or an fp8 tensor with its scale. A policy knows layers by name and shape, not their order.
+precision: `Bf16Products` (`trainer/engines/fused/bf16.py`) or `Fp8Products`
+(`trainer/engines/fused/fp8.py`). An operand is one input of a matrix product in the form that the policy's kernels
+read: a bf16 tensor, or an fp8 tensor with its scale. A policy knows layers by name and shape, not their order.
 """
 
 from abc import ABC, abstractmethod
@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from trainer.checkpoint.pieces import Piece
-from trainer.fused.kernels import Activation, Fp8Out
-from trainer.fused.rotary import Turn
+from trainer.engines.fused.kernels import Activation, Fp8Out
+from trainer.engines.fused.rotary import Turn
 
 LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products reach full speed from about 8,192 rows on
 

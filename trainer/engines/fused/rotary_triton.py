@@ -1,10 +1,11 @@
-"""The kernels of rotary positions, value embeddings, smear and SwiGLU, in Triton, which `trainer/fused/rotary.py`
-launches. They follow `trainer/fused/triton_kernels.py`: the last rows first, whole rows in registers, sums in fp32."""
+"""The kernels of rotary positions, value embeddings, smear and SwiGLU, in Triton, which
+`trainer/engines/fused/rotary.py` launches. They follow `trainer/engines/fused/triton_kernels.py`: the last rows first,
+whole rows in registers, sums in fp32."""
 
 import triton
 import triton.language as tl
 
-from trainer.fused.triton_kernels import _bf16, _fp8
+from trainer.engines.fused.triton_kernels import _bf16, _fp8
 
 # ── rotary positions ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -8,10 +8,18 @@ outputs of the norms and of the GELU (6·C); the backward pass makes them again.
 import torch
 from torch import Tensor
 
-from trainer.fused import epilogues, gemm, kernels
-from trainer.fused.kernels import Activation
-from trainer.fused.products import Linear, NormBackwardKernel, Normed, NormKernel, Products, ResidualGrad, head_chunks
-from trainer.fused.rotary import Turn
+from trainer.engines.fused import epilogues, gemm, kernels
+from trainer.engines.fused.kernels import Activation
+from trainer.engines.fused.products import (
+    Linear,
+    NormBackwardKernel,
+    Normed,
+    NormKernel,
+    Products,
+    ResidualGrad,
+    head_chunks,
+)
+from trainer.engines.fused.rotary import Turn
 
 
 class Bf16Products(Products[Tensor]):

@@ -1,5 +1,5 @@
 """The memory of a training on each GPU, by arithmetic: for plans, and for the choice of an engine on GPUs. What
-really fits, trainer/micro_batch.py measures."""
+really fits, trainer/engines/micro_batch.py measures."""
 
 from dataclasses import dataclass
 from math import prod
@@ -9,7 +9,7 @@ from trainer.config import Recompute, RuntimeConfig
 from trainer.models.model_config import ModelConfig
 
 LIBRARIES = 2 << 30  # bytes of CUDA, NCCL and cuBLAS
-USABLE = 0.94  # of a GPU's memory, as in trainer/micro_batch.py
+USABLE = 0.94  # of a GPU's memory, as in trainer/engines/micro_batch.py
 FUSED_LOGITS = 1 << 30  # the fused engine makes the logits in chunks
 FULL_SPEED = 16_384  # tokens of a micro-batch, from which a GPU is about as fast as with more
 

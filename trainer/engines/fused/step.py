@@ -1,23 +1,23 @@
 """A training step with a hand-written backward pass: the result of `loss.backward()` with less traffic.
 
-The arithmetic, a token: 2 FLOPs a weight forward and 4 backward, and attention (`trainer/fused/attention.py`):
+The arithmetic, a token: 2 FLOPs a weight forward and 4 backward, and attention (`trainer/engines/fused/attention.py`):
 6N + 12·L·C·T in all. The matrix products reach 700 TFLOP/s and more on an H200; the rest of the step only moves bytes.
 All of it draws on one power budget, so every pass over memory that is left out counts twice. Left out here:
 
-- float32 copies: weights and activations are bf16 (the float32 masters live in `trainer/fused/flat.py`), statistics
-  float32;
-- separate passes for bias, GELU and its derivative, which ride on the products (`trainer/fused/gemm.py`), and for
-  residual sums, which ride on the norms (`trainer/fused/kernels.py`);
+- float32 copies: weights and activations are bf16 (the float32 masters live in `trainer/engines/fused/flat.py`),
+  statistics float32;
+- separate passes for bias, GELU and its derivative, which ride on the products (`trainer/engines/fused/gemm.py`), and
+  for residual sums, which ride on the norms (`trainer/engines/fused/kernels.py`);
 - zeroing gradients: the first micro-batch of a step overwrites, the others add, in float32 inside the product;
 - float32 logits, and separate gradients of logits: loss and gradient are made in place, a chunk of rows at a time
   (whole, the logits of 64 x 1024 tokens would be 6.6 GB in bf16);
 - autograd's graph: each family lists the tensors that a block saves. Its backward pass frees them.
 
-A products policy (`trainer/fused/products.py`) makes operands and products in bf16 or fp8. `FusedStep` walks through
-the model, forward and back. A subclass for each family (`gpt2_step.py`, `rotary_step.py`, `modern_step.py`) names its
-layers and adds what it has besides. Parameters have the names, the shapes and the mathematics of the plain modules.
-Biases of products cost no pass of their own: the forward pass adds them in the products, or in the norm that follows,
-and their gradients are column sums of tensors that a kernel writes
+A products policy (`trainer/engines/fused/products.py`) makes operands and products in bf16 or fp8. `FusedStep` walks
+through the model, forward and back. A subclass for each family (`gpt2_step.py`, `rotary_step.py`, `modern_step.py`)
+names its layers and adds what it has besides. Parameters have the names, the shapes and the mathematics of the plain
+modules. Biases of products cost no pass of their own: the forward pass adds them in the products, or in the norm that
+follows, and their gradients are column sums of tensors that a kernel writes
 anyway. llm.c's train_gpt2.cu (Karpathy et al. 2024) showed how far this goes.
 """
 
@@ -28,11 +28,11 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
-from trainer.fused import kernels
-from trainer.fused.attention import Attention, SavedAttention
-from trainer.fused.flat import FlatState
-from trainer.fused.kernels import Activation, Fp8Out, Mix, MixGradient, NormWeights
-from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
+from trainer.engines.fused import kernels
+from trainer.engines.fused.attention import Attention, SavedAttention
+from trainer.engines.fused.flat import FlatState
+from trainer.engines.fused.kernels import Activation, Fp8Out, Mix, MixGradient, NormWeights
+from trainer.engines.fused.products import Linear, Normed, Operand, Products, ResidualGrad
 from trainer.models.model_config import ModelConfig
 
 

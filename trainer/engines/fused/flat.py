@@ -430,7 +430,7 @@ class Kernels(NamedTuple):
     @classmethod
     def of(cls, device: torch.device) -> "Kernels":
         if device.type == "cuda":
-            from trainer.fused import kernels
+            from trainer.engines.fused import kernels
 
             return cls(kernels.adamw, kernels.look_ahead, kernels.move, kernels.squared)
         return cls(adamw_in_torch, look_ahead_in_torch, move_in_torch, muon.squared)

@@ -1,4 +1,4 @@
-"""The memory-bound kernels of the fused step, in Triton; `trainer/fused/kernels.py` launches them.
+"""The memory-bound kernels of the fused step, in Triton; `trainer/engines/fused/kernels.py` launches them.
 
 The output that a product wrote last is still in the L2 cache (50 MB), so the kernels begin with the last rows. They
 write the first rows last, and the next product finds those there.

@@ -1,5 +1,5 @@
 """Launchers of the kernels of rotary positions, value embeddings, smear and SwiGLU; see also
-`trainer/fused/kernels.py`.
+`trainer/engines/fused/kernels.py`.
 
 Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inner width I:
 
@@ -21,8 +21,8 @@ import torch
 import triton
 from torch import Tensor
 
-from trainer.fused.kernels import Fp8Out, _check, norm_warps
-from trainer.fused.rotary_triton import (
+from trainer.engines.fused.kernels import Fp8Out, _check, norm_warps
+from trainer.engines.fused.rotary_triton import (
     add_values_kernel,
     rotary_kernel,
     smear_backward_kernel,
@@ -191,7 +191,8 @@ def _swiglu(pre: Tensor, act: Tensor, dact: Tensor | None, dpre: Tensor | None) 
     swiglu_kernel[(triton.cdiv(N, BN), tiles)](pre, act, dact, dpre, M, N, tiles, BM=BM, BN=BN, num_warps=warps)
 
 
-# ── launch shapes, as in `trainer/fused/kernels.py` ──────────────────────────────────────────────────────────────
+# ── launch shapes, as in `trainer/engines/fused/kernels.py`
+# ──────────────────────────────────────────────────────────────
 
 
 def _rotary_shape(heads: int, fp8: bool, device: torch.device) -> tuple[int, int, int, int]:

@@ -3,8 +3,8 @@ ReLU² in bf16, which multiplies by the slope, and that of queries, keys and val
 
 Gluon gives the warps of a program roles of their own: one warpgroup starts the copies of operands into a ring in shared
 memory, and two multiply half a tile each, so that one can finish its half while the tensor cores have the other's
-products. It compiles for sm_90 alone, and Triton's interpreter does not run it. `trainer/fused/epilogues.py` launches
-the kernels and has their times.
+products. It compiles for sm_90 alone, and Triton's interpreter does not run it. `trainer/engines/fused/epilogues.py`
+launches the kernels and has their times.
 """
 
 from triton.experimental import gluon

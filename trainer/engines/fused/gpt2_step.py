@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.fused import kernels
-from trainer.fused.flat import FlatState
-from trainer.fused.products import Operand, Products
-from trainer.fused.step import FusedStep, Saved
+from trainer.engines.fused import kernels
+from trainer.engines.fused.flat import FlatState
+from trainer.engines.fused.products import Operand, Products
+from trainer.engines.fused.step import FusedStep, Saved
 from trainer.models.model_config import ModelConfig
 
 

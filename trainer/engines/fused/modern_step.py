@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.fused import kernels, rotary
-from trainer.fused.flat import FlatState
-from trainer.fused.kernels import Mix, MixGradient
-from trainer.fused.products import Normed, Operand, Products, ResidualGrad
-from trainer.fused.rotary_step import RotaryStep
-from trainer.fused.step import Norm, Saved
+from trainer.engines.fused import kernels, rotary
+from trainer.engines.fused.flat import FlatState
+from trainer.engines.fused.kernels import Mix, MixGradient
+from trainer.engines.fused.products import Normed, Operand, Products, ResidualGrad
+from trainer.engines.fused.rotary_step import RotaryStep
+from trainer.engines.fused.step import Norm, Saved
 from trainer.models.modern import SOFTCAP, ModernConfig
 
 
