@@ -15,7 +15,7 @@ from kernel_checks import DEVICE, ROUNDED, fresh, near
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 
-from trainer.engines.fused import epilogues, gemm, kernels, rotary  # noqa: E402
+from trainer.engines.fused import epilogues, gemm, kernels, llama_kernels  # noqa: E402
 from trainer.models.rotary import waves  # noqa: E402
 
 
@@ -82,7 +82,7 @@ def test_positions_of_a_product_agree_with_float64(
     x, w = fresh(B * T, C).to(dtype), fresh((heads + 2 * kv) * D, C).to(dtype)
     cos, sin = (t.view(T, D // 2).to(DEVICE) for t in waves(torch.arange(T), D, 10_000.0))
     inverses = torch.full((1,), 0.5, device=DEVICE), torch.full((1,), 0.25, device=DEVICE)
-    turn = rotary.Turn(cos, sin, heads + kv, norm, 1e-5)
+    turn = llama_kernels.Turn(cos, sin, heads + kv, norm, 1e-5)
     qkv, rstd = epilogues.rotary_linear(x, w, turn, None if dtype == torch.bfloat16 else inverses)
 
     product = x.double() @ w.double().T / (1 if dtype == torch.bfloat16 else 8)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer.engines.fused import epilogues, gemm, kernels
 from trainer.engines.fused.kernels import Activation
+from trainer.engines.fused.llama_kernels import Turn
 from trainer.engines.fused.products import (
     Linear,
     NormBackwardKernel,
@@ -19,7 +20,6 @@ from trainer.engines.fused.products import (
     ResidualGrad,
     head_chunks,
 )
-from trainer.engines.fused.rotary import Turn
 
 
 class Bf16Products(Products[Tensor]):

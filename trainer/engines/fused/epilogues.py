@@ -30,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from trainer.engines.fused import gemm, gluon_kernels
 from trainer.engines.fused.gluon_kernels import relu2_input_grad_kernel, rotary_linear_kernel
 from trainer.engines.fused.kernels import Fp8Out
-from trainer.engines.fused.rotary import Turn, rotate
+from trainer.engines.fused.llama_kernels import Turn, rotate
 from trainer.engines.fused.triton_kernels import relu2_kernel, relu2_product_kernel
 
 
@@ -66,8 +66,8 @@ def relu2_input_grad(dy: Tensor, w: Tensor, act: Tensor) -> Tensor:
 
 
 def rotary_linear(x: Tensor, w: Tensor, turn: Turn, inverses: gemm.Inverses | None = None) -> tuple[Tensor, Tensor]:
-    """x (M, K) @ w (N, K)ᵀ, in bf16, or in e4m3 times both `inverses`, (1,) fp32 -> (M, N) bf16, with `rotary.rotate`
-    of the first heads; and the result of that."""
+    """x (M, K) @ w (N, K)ᵀ, in bf16, or in e4m3 times both `inverses`, (1,) fp32 -> (M, N) bf16, with
+    `llama_kernels.rotate` of the first heads; and the result of that."""
     cos, sin, heads, norm, epsilon = turn
     (M, K), N, (T, half) = x.shape, len(w), cos.shape
     assert w.shape[1] == K and sin.shape == cos.shape and 2 * half * heads <= N

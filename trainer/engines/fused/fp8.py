@@ -36,6 +36,7 @@ from trainer.checkpoint.pieces import Piece
 from trainer.engines.fused import epilogues, gemm, kernels
 from trainer.engines.fused.bf16 import Bf16Products
 from trainer.engines.fused.kernels import Activation, Fp8Out
+from trainer.engines.fused.llama_kernels import Turn
 from trainer.engines.fused.products import (
     Linear,
     NormBackwardKernel,
@@ -45,7 +46,6 @@ from trainer.engines.fused.products import (
     ResidualGrad,
     head_chunks,
 )
-from trainer.engines.fused.rotary import Turn
 from trainer.parallel import World
 
 HISTORY = 16  # micro-batches

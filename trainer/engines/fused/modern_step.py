@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.engines.fused import kernels, rotary
+from trainer.engines.fused import kernels, llama_kernels
 from trainer.engines.fused.flat import FlatState
 from trainer.engines.fused.kernels import Mix, MixGradient
+from trainer.engines.fused.llama_step import RotaryStep
 from trainer.engines.fused.products import Normed, Operand, Products, ResidualGrad
-from trainer.engines.fused.rotary_step import RotaryStep
 from trainer.engines.fused.step import Norm, Saved
 from trainer.models.modern import SOFTCAP, ModernConfig
 
@@ -75,7 +75,7 @@ class ModernStep(RotaryStep[Operand]):
         if config.backout:
             self.mixes[-1, 1] = -w["backout_lambda"][0]
         embedded, _, _, rstd = kernels.embed_norm(tokens, w["wte.weight"], None, norm.weights, norm_first=True)
-        start = rotary.smear(embedded, *self._smear_weights(), len(tokens) // B) if config.smear else embedded
+        start = llama_kernels.smear(embedded, *self._smear_weights(), len(tokens) // B) if config.smear else embedded
         self.start = start if config.residual_lambdas else None
         return *self._join(p, norm, start, None), (embedded, rstd)
 
@@ -130,7 +130,7 @@ class ModernStep(RotaryStep[Operand]):
         self.start = self.middle = self.dmiddle = None
         self.dstreams.clear()
         if self.config.smear:
-            dx, *found = rotary.smear_backward(dx, saved[0], *self._smear_weights(), len(tokens) // B)
+            dx, *found = llama_kernels.smear_backward(dx, saved[0], *self._smear_weights(), len(tokens) // B)
             for name, gradient in zip(("smear_gate", "smear_lambda"), found, strict=True):
                 self.state.gradients[name] += gradient
         super()._embed_backward(tokens, dx, saved, B)
@@ -153,12 +153,12 @@ class ModernStep(RotaryStep[Operand]):
     ) -> tuple[Tensor, Tensor | None]:
         qkv, rstd = super().project(p, i, x, norm, B)
         if i in self.tables:
-            rotary.add_values(qkv, *self._embedded(i, x, norm))
+            llama_kernels.add_values(qkv, *self._embedded(i, x, norm))
         return qkv, rstd
 
     def values_backward(self, i: int, dqkv: Tensor, saved: Saved[Operand], dinput: Tensor) -> None:
         if i in self.tables:
-            drows, dweight = rotary.values_backward(dinput, dqkv, *self._embedded(i, saved.x, saved.norm1))
+            drows, dweight = llama_kernels.values_backward(dinput, dqkv, *self._embedded(i, saved.x, saved.norm1))
             self._add_rows(self.tables[i], self.tokens, drows)
             gradient = self.state.gradients[self._gate_name(i)]
             gradient.copy_(dweight if self.first else gradient + dweight)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.checkpoint.pieces import Piece
 from trainer.engines.fused.kernels import Activation, Fp8Out
-from trainer.engines.fused.rotary import Turn
+from trainer.engines.fused.llama_kernels import Turn
 
 LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products reach full speed from about 8,192 rows on
 
@@ -124,7 +124,7 @@ class Products(ABC, Generic[Operand]):
 
     @abstractmethod
     def linear_turned(self, layer: Linear, x: Operand, turn: Turn) -> tuple[Tensor, Tensor]:
-        """The same without a bias, with `rotary.rotate` of the first heads; and the result of that."""
+        """The same without a bias, with `llama_kernels.rotate` of the first heads; and the result of that."""
 
     @abstractmethod
     def linear_activated(

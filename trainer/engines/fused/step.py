@@ -14,7 +14,7 @@ All of it draws on one power budget, so every pass over memory that is left out 
 - autograd's graph: each family lists the tensors that a block saves. Its backward pass frees them.
 
 A products policy (`trainer/engines/fused/products.py`) makes operands and products in bf16 or fp8. `FusedStep` walks
-through the model, forward and back. A subclass for each family (`gpt2_step.py`, `rotary_step.py`, `modern_step.py`)
+through the model, forward and back. A subclass for each family (`gpt2_step.py`, `llama_step.py`, `modern_step.py`)
 names its layers and adds what it has besides. Parameters have the names, the shapes and the mathematics of the plain
 modules. Biases of products cost no pass of their own: the forward pass adds them in the products, or in the norm that
 follows, and their gradients are column sums of tensors that a kernel writes

@@ -3,8 +3,8 @@
 from typing import Any
 
 from trainer.engines.fused.gpt2_step import Gpt2Step
+from trainer.engines.fused.llama_step import LlamaStep
 from trainer.engines.fused.modern_step import ModernStep
-from trainer.engines.fused.rotary_step import LlamaStep
 from trainer.engines.fused.step import FusedStep
 from trainer.models.llama import LlamaConfig
 from trainer.models.model_config import ModelConfig

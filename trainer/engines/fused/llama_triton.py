@@ -1,6 +1,5 @@
-"""The kernels of rotary positions, value embeddings, smear and SwiGLU, in Triton, which
-`trainer/engines/fused/rotary.py` launches. They follow `trainer/engines/fused/triton_kernels.py`: the last rows first,
-whole rows in registers, sums in fp32."""
+"""The kernels of llama and modern alone, in Triton: rotary positions, value embeddings, smear, SwiGLU. llama_kernels.py
+launches them. They follow triton_kernels.py: the last rows first, whole rows in registers, sums in fp32."""
 
 import triton
 import triton.language as tl

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainer.engines.fused import rotary
+from trainer.engines.fused import llama_kernels
 from trainer.engines.fused.flat import FlatState
 from trainer.engines.fused.kernels import Fp8Out
 from trainer.engines.fused.products import Normed, Operand, Products
@@ -52,7 +52,7 @@ class RotaryStep(FusedStep[Operand]):
         self, p: Products[Operand], i: int, x: Tensor, norm: Normed[Operand], B: int
     ) -> tuple[Tensor, Tensor | None]:
         assert norm.y is not None
-        turn = rotary.Turn(*self._waves(len(x) // B), self.turning, self.norms_heads, self.epsilon)
+        turn = llama_kernels.Turn(*self._waves(len(x) // B), self.turning, self.norms_heads, self.epsilon)
         return p.linear_turned(self.blocks[i].qkv, norm.y, turn)
 
     def project_backward(self, p: Products[Operand], i: int, dqkv: Tensor, saved: Saved[Operand], B: int) -> Operand:
@@ -60,7 +60,7 @@ class RotaryStep(FusedStep[Operand]):
 
         def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor | None]:
             assert saved.rstd is not None
-            return rotary.rotate_back(dqkv, saved.qkv, cos, sin, saved.rstd, self.norms_heads, out)
+            return llama_kernels.rotate_back(dqkv, saved.qkv, cos, sin, saved.rstd, self.norms_heads, out)
 
         return p.norm_backward(self.blocks[i].qkv, kernel).dy
 
@@ -73,11 +73,11 @@ class LlamaStep(RotaryStep[Operand]):
 
     def mlp(self, p: Products[Operand], block: Block, y: Operand) -> tuple[Operand, SavedMlp[Operand]]:
         pre = p.linear(block.up, y)
-        return p.input(block.down, rotary.swiglu(pre)), SavedMlp(pre, None)
+        return p.input(block.down, llama_kernels.swiglu(pre)), SavedMlp(pre, None)
 
     def mlp_backward(self, p: Products[Operand], i: int, dy: Operand, saved: SavedMlp[Operand]) -> Operand:
         up, down = self.blocks[i].up, self.blocks[i].down
-        dpre, act = rotary.swiglu_backward(p.input_grad(down, dy), saved.kept)
+        dpre, act = llama_kernels.swiglu_backward(p.input_grad(down, dy), saved.kept)
         p.weight_grad(down, dy, p.saved(p.input(down, act)), not self.first)
         del act
         return p.output_grad(up, dpre)

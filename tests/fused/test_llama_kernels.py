@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 
-from trainer.engines.fused import kernels, rotary  # noqa: E402
+from trainer.engines.fused import kernels, llama_kernels  # noqa: E402
 from trainer.engines.fused.kernels import NormWeights  # noqa: E402
 from trainer.models.rotary import turned, waves  # noqa: E402
 
@@ -83,8 +83,8 @@ def test_smear_and_its_gradients_agree_with_float64(B: int, T: int, C: int, G: i
     gates = torch.sigmoid(plain[:, :G] @ of_weight)[:, None]
     exact = plain + of_strength * gates * before
     exact.backward(dy.double())
-    near(rotary.smear(x, weight, strength, T), exact.detach())
-    dx, dweight, dstrength = rotary.smear_backward(dy, x, weight, strength, T)
+    near(llama_kernels.smear(x, weight, strength, T), exact.detach())
+    dx, dweight, dstrength = llama_kernels.smear_backward(dy, x, weight, strength, T)
     near(dx, gradient(plain))
     near(dweight, gradient(of_weight), 1e-4, 1e-3)
     near(dstrength, gradient(of_strength), 1e-4, 1e-3)
@@ -125,14 +125,14 @@ def test_rotary_positions_and_their_gradient_agree_with_float64(
     whole = torch.cat((out.transpose(1, 2).reshape(B * T, -1), exact[:, (heads + kv) * D :]), 1)
 
     after, back = qkv.clone(), dy.clone()
-    rstd = rotary.rotate(after, rotary.Turn(cos, sense * sin, heads + kv, norm, EPSILON))
+    rstd = llama_kernels.rotate(after, llama_kernels.Turn(cos, sense * sin, heads + kv, norm, EPSILON))
     near(after, whole.detach())
     whole.backward(dy.double())
-    rotary.rotate_back(back, after, cos, sense * sin, rstd, norm)
+    llama_kernels.rotate_back(back, after, cos, sense * sin, rstd, norm)
     near(back, gradient(exact), absolute=2**-8 if norm else 1e-5)  # the norm's output was rounded
 
     out8 = kernels.Fp8Out(torch.full((1,), 3.0, device=DEVICE), torch.zeros(1, device=DEVICE))
-    kept, dx8 = rotary.rotate_back(dy.clone(), after, cos, sense * sin, rstd, norm, out8)
+    kept, dx8 = llama_kernels.rotate_back(dy.clone(), after, cos, sense * sin, rstd, norm, out8)
     assert dx8 is not None and torch.equal(kept, dy)
     near(dx8.float() / 3, gradient(exact), 2**-3 + 2**-7, 2**-8)
     assert float(out8.amax) == pytest.approx(float(gradient(exact).abs().max()), rel=0.01)
@@ -145,10 +145,10 @@ def test_swiglu_and_its_gradient_agree_with_float64(M: int, N: int) -> None:
     gate, up = exact.chunk(2, 1)
     out = F.silu(gate) * up
     out.backward(dact.double())
-    near(rotary.swiglu(pre), out.detach())
-    dpre, act = rotary.swiglu_backward(dact, pre)
+    near(llama_kernels.swiglu(pre), out.detach())
+    dpre, act = llama_kernels.swiglu_backward(dact, pre)
     near(dpre, gradient(exact))
-    assert torch.equal(act, rotary.swiglu(pre))
+    assert torch.equal(act, llama_kernels.swiglu(pre))
 
 
 def test_capped_logits_have_the_losses_and_the_gradient_of_float64() -> None:
@@ -180,11 +180,11 @@ def test_embedded_values_and_their_gradients_agree_with_float64(M: int, C: int, 
     added.backward(dqkv[:, -K:].double())
 
     after = qkv.clone()
-    rotary.add_values(after, x, rstd, weight, tokens, table)
+    llama_kernels.add_values(after, x, rstd, weight, tokens, table)
     assert torch.equal(after[:, :-K], qkv[:, :-K])
     near(after[:, -K:], qkv[:, -K:].double() + added.detach())
     before = dinput.clone()
-    drows, dweight = rotary.values_backward(dinput, dqkv, x, rstd, weight, tokens, table)
+    drows, dweight = llama_kernels.values_backward(dinput, dqkv, x, rstd, weight, tokens, table)
     near(drows, gradient(rows))
     near(dweight, gradient(exact_weight), 0, 1e-4)
     assert torch.equal(dinput[:, G:], before[:, G:])

@@ -1,5 +1,5 @@
-"""Launchers of the kernels of rotary positions, value embeddings, smear and SwiGLU; see also
-`trainer/engines/fused/kernels.py`.
+"""Launchers of the kernels of llama and modern alone: rotary positions, value embeddings, smear and SwiGLU. kernels.py
+has those of all families.
 
 Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inner width I:
 
@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from trainer.engines.fused.kernels import Fp8Out, _check, norm_warps
-from trainer.engines.fused.rotary_triton import (
+from trainer.engines.fused.llama_triton import (
     add_values_kernel,
     rotary_kernel,
     smear_backward_kernel,
