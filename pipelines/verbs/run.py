@@ -67,10 +67,12 @@ def run(
     """Run the missing stages of a recipe; resume after an interruption."""
     from pipelines.nodes.launcher_process import prepare_launcher
     from trainer.process import StopSignal
+    from trainer.store import WAITING
 
     stop = StopSignal()
     if stopping:
         stop.ask("SIGTERM")
+    WAITING.check = stop.check  # until an attempt begins
     if stage != "tokenize":
         prepare_launcher()  # before the imports below
 

@@ -5,6 +5,7 @@ import http.client
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from answers import Request, answering
@@ -22,6 +23,7 @@ class Fault:
     - reset_at: read so many bytes of the request's body, then reset the connection.
     - damage: flip a bit of the request's body.
     - silence_s: wait before anything else.
+    - drip_s: begin an answer of 1,000 bytes, and send one of them every so many seconds.
     """
 
     status: int | None = None
@@ -31,8 +33,12 @@ class Fault:
     reset_at: int | None = None
     damage: bool = False
     silence_s: float = 0
+    drip_s: float = 0
     body: bytes | None = None
     twice: bool = False
+
+
+Answer = tuple[int, bytes, dict[str, str]]
 
 
 @dataclass
@@ -44,6 +50,8 @@ class FaultyProxy:
     """
 
     upstream: str
+    # What becomes of every other answer: its status, body and headers.
+    change: Callable[[Request, Answer], Answer] = lambda request, answer: answer
     requests: list[tuple[str, str]] = field(default_factory=list)
     _faults: list[tuple[str, Fault]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -71,7 +79,7 @@ class FaultyProxy:
                     return fault
         return None
 
-    def _pass_on(self, request: Request, body: bytes) -> tuple[int, bytes, dict[str, str]]:
+    def _pass_on(self, request: Request, body: bytes) -> Answer:
         """Upstream's status, body and headers. The Host header stays as it is, for the signature."""
         connection = http.client.HTTPConnection(self.upstream.removeprefix("http://"), timeout=60)
         with contextlib.closing(connection):
@@ -90,7 +98,7 @@ class FaultyProxy:
     def _answer(self, request: Request) -> None:
         fault = self._next_fault(request.command, request.path)
         if fault is None:
-            status, whole, headers = self._pass_on(request, request.body)
+            status, whole, headers = self.change(request, self._pass_on(request, request.body))
             return request.respond(status, whole, **headers)
         if fault.reset_at is not None:
             request.rfile.read(min(fault.reset_at, int(request.headers.get("Content-Length", 0))))
@@ -100,6 +108,13 @@ class FaultyProxy:
         body, sent = request.body, fault.body_bytes
         if fault.silence_s:
             self._stopping.wait(fault.silence_s)
+        if fault.drip_s:
+            request.send_response_only(200)
+            request.send_header("Content-Length", "1000")
+            request.send_header("ETag", '"dripping"')
+            request.end_headers()
+            while not self._stopping.wait(fault.drip_s):
+                request.wfile.write(b"x")
         if fault.status is not None:
             text = f"<Error><Code>{fault.code}</Code><Message>a fault of the test</Message></Error>".encode()
             kind = "application/xml" if fault.body is None else "text/html"
