@@ -71,6 +71,10 @@ class StoreUnavailable(OSError):
     """The store did not answer within the time limit. Not the user's mistake: the same command may work later."""
 
 
+class NoSoundCommit(StoreUnavailable):
+    """A run has commits, and none of them can be read. Starting over would lose them."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """The message that a command prints on stderr as it ends, and its exit code."""

@@ -9,7 +9,7 @@ from typing import Self
 
 from pipelines.artifacts.store_id import StoreIdText
 from trainer.errors import UserError
-from trainer.record import Count, DamagedRecord, Key, StoredRecord, UnixSeconds, decoded, typed
+from trainer.record import Count, DamagedRecord, Key, StoredRecord, UnixSeconds, decoded, decoded_at, typed
 from trainer.store import Store
 
 REMEDY = "remove it, and launch the run with its options again"
@@ -70,10 +70,11 @@ class LaunchRecord(StoredRecord):
 
 def last_launch(store: Store, run: str) -> LaunchRecord | None:
     """None if the run was never launched."""
-    body, where = store.get(key_of(run)), f"{store.uri}/{key_of(run)}"
-    launched = LaunchRecord.from_json(body, where) if body is not None else None
+    launched = decoded_at(store, key_of(run), LaunchRecord.from_json)
     if launched and (launched.request.run, launched.request.store) != (run, store.uri):
-        raise DamagedRecord(where, f"it launches {launched.request.run} in {launched.request.store}", REMEDY)
+        raise DamagedRecord(
+            f"{store.uri}/{key_of(run)}", f"it launches {launched.request.run} in {launched.request.store}", REMEDY
+        )
     return launched
 
 

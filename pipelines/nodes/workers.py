@@ -40,7 +40,7 @@ class WorkerRecord(StoredRecord):
     @classmethod
     def read(cls, store: Store, prefix: str, attempt: int, node: int) -> Self | None:
         """DamagedRecord, or NewerRecord."""
-        return record_at(cls, store, key_of_worker(prefix, attempt, node))
+        return record_at(cls, store, key_of_worker(prefix, attempt, node), polled=True)
 
 
 def key_of_worker(prefix: str, attempt: int, node: int) -> str:
@@ -58,7 +58,7 @@ def write_spec(store: Store, spec: RankSpec) -> None:
 
 def read_spec(store: Store, prefix: str, attempt: int) -> RankSpec | None:
     """The task of the ranks of an attempt; None before node 0 has written it. DamagedRecord, or NewerRecord."""
-    return record_at(RankSpec, store, key_of_spec(prefix, attempt))
+    return record_at(RankSpec, store, key_of_spec(prefix, attempt), polled=True)
 
 
 class Workers:

@@ -24,7 +24,7 @@ from pipelines.nodes.ranks import (
     wait_for_orphans,
     wait_or_kill,
 )
-from pipelines.nodes.results import GONE, GPU, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult, cause_of
+from pipelines.nodes.results import COUNTED, GONE, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult, cause_of
 from pipelines.nodes.workers import Workers
 from pipelines.screen import Bar
 from pipelines.stage import Work
@@ -221,7 +221,7 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
         work.report(killed=message)
         return after_crash(work.store, work.plan.prefix, work.attempt.number, message, ending)
 
-    if kind == GPU and work.stop.ending is Interrupted:
+    if kind in COUNTED and work.stop.ending is Interrupted:
         raise crashed(cause.message)
     if workers and workers.lost and work.stop.ending is Interrupted:
         raise Interrupted(f"node {workers.lost[0]} is lost")

@@ -104,10 +104,7 @@ class Tuning(transformers.TrainerCallback):
     def resume(self) -> None:
         """Fill weights and moments from the newest commit, if there is one, and leave out the rows that it has read."""
         self.log.clock.enter("load")
-        state = self.checkpointer.load_latest(self.pieces, self.log)
-        if state is None and self.checkpointer.damaged:
-            self.__post_init__()  # what was read is zero now
-        self.state = state or self.state
+        self.state = self.checkpointer.load_latest(self.pieces, self.log) or self.state
         if self.world.device.type == "cpu":  # sums add in another order with another number of threads
             self.state.threads = self.state.threads or torch.get_num_threads()
             torch.set_num_threads(self.state.threads)

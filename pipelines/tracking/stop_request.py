@@ -30,7 +30,7 @@ class StopRequest(StoredRecord):
 
 def read_stop_request(store: Store, run: str) -> StopRequest | None:
     """The request to stop a run; None if there is none. DamagedRecord, or NewerRecord."""
-    return record_at(StopRequest, store, key_of(run))
+    return record_at(StopRequest, store, key_of(run), polled=True)
 
 
 def requested_stops(store: Store) -> set[str]:

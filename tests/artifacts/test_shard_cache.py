@@ -39,6 +39,9 @@ class Bucket:
             log.write(f"{key}\n")
         return self.stored.download(key, path)
 
+    def other_connections(self) -> Iterator[None]:
+        return iter(())
+
     def downloads(self) -> list[str]:
         return self.log.read_text().split() if self.log.exists() else []
 
