@@ -35,7 +35,7 @@ from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, TUNE, missing
 from pipelines.stages.tune import checked_rows
 from pipelines.text.tokenizer import keep_tokenizer
-from pipelines.tracking.ledger import Attempt, Meter, claim, latest_number, working_attempt
+from pipelines.tracking.ledger import Attempt, Meter, agreed_clock, claim, latest_number, working_attempt
 from pipelines.tracking.records import Billing
 from pipelines.tracking.run_record import record
 from pipelines.tracking.runs import find_run
@@ -216,7 +216,7 @@ def refuse_second_launch(store: Store, request: LaunchRequest) -> None:
         raise UserError(
             f"launch: {run} has job {max(jobs)}, still running; {see}, or end it with `skytrain stop {run}`"
         )
-    if launching := working_attempt(store, claims_of(run)):
+    if launching := working_attempt(store, claims_of(run), lambda: agreed_clock(store)):
         raise UserError(f"launch: {run} is being launched on {launching.process.host}; {see}")
     if before and (message := on_another_server(before)) and not has_ended_for_good(store, run):
         raise UserError(f"launch: {message}; if that job is over, remove {store.uri}/{key_of(run)}")

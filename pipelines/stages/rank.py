@@ -30,7 +30,7 @@ from trainer.events import EVENTS_FILE, EventLog
 from trainer.health import STARTED, Watchdog
 from trainer.metrics import PhaseClock
 from trainer.models.weights import Origin
-from trainer.process import StopSignal
+from trainer.process import StopSignal, log_line
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def set_environment_of_trl(processes: int) -> None:
 def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> None:
     """Train as one rank of `spec`'s attempt."""
 
+    from pipelines.gc import needed_by_runs
     from trainer.rank import RankJob, run_rank
 
     recipe, store = spec.recipe, open_store(spec.store)
@@ -94,6 +95,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         weights=recipe.tokens.weights,
         eot=tokens.facts.get("eot"),
         starting=starting,
+        needed=needed_by_runs(store, log_line),
         origin=partial(origin_of, spec, store, cache) if recipe.train.init_from or recipe.train.branch_from else None,
     )
     run_rank(job, stop)
