@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipelines.artifacts.s3_store import open_store
+from pipelines.artifacts.store_id import OBEY
 from pipelines.cloud.request import INSTALL
 from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds
 from pipelines.tracking.mlflow.settings import checked_uri
@@ -48,8 +49,7 @@ def store_commits(store: Store) -> Finding:
     except (UserError, StoreUnavailable) as error:
         return broken("store", store.uri, str(error).replace(f"/{key}", ""))
     if not first or second or body != b"first":
-        remedy = "this server ignores If-None-Match: *; commits need a server that obeys it (S3, R2, MinIO, Ceph 17, …)"
-        return broken("store", f"{store.uri}: a second create replaced the first", remedy)
+        return broken("store", f"{store.uri}: a second create replaced the first", OBEY)
     return Finding("store", f"{store.uri} is writable, and refuses a second create")
 
 
