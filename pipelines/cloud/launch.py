@@ -39,9 +39,9 @@ from pipelines.tracking.ledger import Attempt, Meter, claim, latest_number, work
 from pipelines.tracking.records import Billing
 from pipelines.tracking.run_record import record
 from pipelines.tracking.runs import find_run
-from pipelines.tracking.stop_request import clear_stop_request
+from pipelines.tracking.stop_request import stop_requests, withdraw_stop
 from trainer.errors import UserError
-from trainer.store import Store
+from trainer.store import Entry, Store
 
 if TYPE_CHECKING:
     from sky import Dag
@@ -61,6 +61,7 @@ class Launch:
     stages: list[str]  # that are missing, without those of `here`
     job: ManagedJob  # as requested, with all machines and without prices
     here: tuple[str, ...] = ()  # missing stages for which only this machine has the text: they run before the launch
+    stops: tuple[Entry, ...] = ()  # the requests to stop runs before this command
 
     def question(self, usd: float) -> str:
         """The question before anything is rented, with the expected dollars and the budget."""
@@ -82,7 +83,7 @@ def planned_launch(
 ) -> Launch | None:
     """None if no stage is missing. UserError for a request that no machine can fulfil."""
     check_places(request.infra)
-    stages = missing(store, plans, request.until)
+    stops, stages = tuple(stop_requests(store)), missing(store, plans, request.until)
     if not stages:
         return None
     request = replace(request, store_id=read_store_id(store) or new_store_id())
@@ -95,7 +96,7 @@ def planned_launch(
             f"skytrain run RECIPE --stage tokenize --store {store.uri}"
         )
     job = replace(job, tasks=tuple(task for task in job.tasks if task.name not in here))
-    return Launch(request, recipe, plans, store, secrets, stages, job, here)
+    return Launch(request, recipe, plans, store, secrets, stages, job, here, stops)
 
 
 # Checks
@@ -180,7 +181,7 @@ def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
     with claim_launch(store, request):
         record(store, request.run, launch.recipe, launch.plans, request.until)
         keep_tokenizer(launch.recipe, launch.plans["tokenize"], store)
-        clear_stop_request(store, request.run)  # otherwise the job would end at once
+        withdraw_stop(store, request.run, launch.stops)  # otherwise the job would end at once
         launched = LaunchRecord(request, launch.stages, [], sorted(launch.secrets), time.time(), server_name())
         # Written before the submission too: if this machine fails during it, `status` and `down` still know the job.
         write_launch(store, launched)

@@ -84,12 +84,13 @@ def run(
     from pipelines.show.console import TerminalScreen
     from pipelines.stage import TUNE, missing, planned, run_name, stages_until
     from pipelines.text.reward_code import check_code
-    from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
+    from pipelines.tracking.stop_request import stop_requests, withdraw_stop
 
     if exited is not None and not 128 < exited <= 192:
         sys.exit(exited)
     node, screen = this_node(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
+    stops = [] if unless_stopped else stop_requests(opened)  # to withdraw: one that comes from now on counts
     try:
         loaded, plans = planned(recipe, set_ or [], opened)
     except StoreUnavailable as error:
@@ -105,12 +106,9 @@ def run(
     todo = missing(opened, plans, stage)
     refuse_what_ends_late(loaded, opened, plans, todo, launched=unless_stopped or bool(node.rank))
     check_code([step for step in loaded.tune if f"{TUNE}.{step.name}" in todo], allow_code)
-    if not unless_stopped:
-        if other := stage_plan(opened, plans["train"]).other:
-            screen.note(f"{run_name(plans)}: {other}")
-        clear_stop_request(opened, run_name(plans))
-    elif request := read_stop_request(opened, run_name(plans)):
-        raise Stopped(str(request))
+    if not unless_stopped and (other := stage_plan(opened, plans["train"]).other):
+        screen.note(f"{run_name(plans)}: {other}")
+    withdraw_stop(opened, run_name(plans), stops)
     if node.rank:
         from pipelines.nodes.worker import run_worker
 
