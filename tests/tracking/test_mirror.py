@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from answers import answering
 from faulty_proxy import Fault, FaultyProxy
 from mlflow_runs import Seen, own_experiment
 from pipeline_runs import PRICE, Project, committed
-from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, recorded, row, segment
+from run_records import GONE, PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, recorded, row, segment
 from safetensors.torch import save_file
 from servers import S3Account, free_ports
 from text_runs import CONTEXT
@@ -112,6 +113,16 @@ def test_a_redone_step_and_an_interrupted_run_that_goes_on_make_nothing_twice(
     seen = Seen(mlflow_server, experiment)
     assert (seen.run.info.run_id, seen.run.info.status) == (before.info.run_id, "RUNNING")
     assert seen.points("train/loss") == losses(5)
+
+
+def test_a_run_whose_command_is_killed_runs_no_more_while_its_ranks_commit(
+    store: LocalStore, mlflow_server: str, experiment: str
+) -> None:
+    recorded(store, "train")
+    for command, status in ((this_process(), "RUNNING"), (replace(GONE, children=(this_process(),)), "KILLED")):
+        attempted(store, "train", 1, state="running", process=command)
+        send(store, mlflow_server)
+        assert Seen(mlflow_server, experiment).run.info.status == status
 
 
 def test_runs_of_one_name_in_two_stores_are_two_runs_of_mlflow(

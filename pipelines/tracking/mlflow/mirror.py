@@ -10,12 +10,14 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from posixpath import normpath
 from typing import TYPE_CHECKING, Any
 
 from pipelines.tracking.account import cost_metrics
+from pipelines.tracking.ledger import process_exists
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, log, redacted
 from pipelines.tracking.runs import Run, read_run
 from trainer.checkpoint.commits import series as series_of
@@ -69,8 +71,11 @@ class Mirror:
         if ended:
             self._log(results(run))
             self._register()
-            works = any(of_stage and of_stage[-1].state == "running" for of_stage in run.attempts.values())
-            status = "FINISHED" if status == "RUNNING" and not works else status  # it ends after an earlier stage
+            working = [one[-1].process for one in run.attempts.values() if one and one[-1].state == "running"]
+            if status == "RUNNING" and not working:
+                status = "FINISHED"  # it ends after an earlier stage
+            elif status == "RUNNING" and all(process_exists(replace(one, children=())) is False for one in working):
+                status = "KILLED"  # the command, whose ranks commit and leave
         if status == "RUNNING":
             self.client.update_run(self.run_id, status)
         else:
