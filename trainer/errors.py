@@ -13,7 +13,7 @@ EXIT_INTERRUPTED = 75  # the same command resumes the run; a managed job does th
 EXIT_STOPPED = 76  # nothing restarts the run automatically
 
 SHOWN_CHARACTERS = 200  # of a user's value in a message
-FULL = "no space left on the disk; free some space, or choose another folder"
+FULL = "no space left on the disk, or a file beyond `ulimit -f`; free some space, or choose another folder"
 # Errors of a path that the user named, or of a folder that belongs to somebody else.
 UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
 
@@ -109,8 +109,8 @@ def ending_of(error: BaseException) -> Ending | None:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a disk or a quota is used up. Trying again later would not help."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    """Whether a disk, a quota or the limit of a file is used up. Trying again later would not help."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def shown(value: object) -> str:

@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import Interrupted
+from trainer.errors import Interrupted, UserError, cut
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 BOOTED = "SKYTRAIN_BOOTED"  # unix seconds of the boot, from a command to its children
+LAST_BOOT = 1e11  # in the year 5138: records and reports can hold dates after it
 
 
 class StopSignal:
@@ -64,9 +65,12 @@ def log_crash(thread: "Background") -> None:
 def steady_time() -> float:
     """Unix seconds that never jump: those of the wall clock when a command begins, and the boot clock from then on.
 
-    For durations and bills. The wall clock is for dates alone."""
-    booted = float(os.environ.setdefault(BOOTED, repr(time.time() - since_boot())))  # the ranks inherit it
-    return booted + since_boot()
+    For durations and bills. The wall clock is for dates alone. UserError for an impossible SKYTRAIN_BOOTED."""
+    text = os.environ.setdefault(BOOTED, repr(time.time() - since_boot()))  # the ranks inherit it
+    with suppress(ValueError):
+        if 0 <= (booted := float(text)) < LAST_BOOT:
+            return booted + since_boot()
+    raise UserError(f"{BOOTED}={cut(text)}: must be the unix seconds of the boot; unset it, and skytrain computes them")
 
 
 def since_boot() -> float:
