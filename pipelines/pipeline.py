@@ -68,6 +68,7 @@ class Pipeline:
     watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
     before_ranks: Callable[[Work], None] | None = None  # called before train starts its ranks; may raise Interrupted
     began: float | None = None  # unix seconds, the start of the process, which the first attempt bills
+    allow_code: bool = False  # see `Work`
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
     _recorded: RunRecord | None = None
@@ -78,11 +79,12 @@ class Pipeline:
     def run(self) -> str:
         return run_name(self.plans)
 
-    def execute(self, until: str) -> None:
-        """Make the missing artifacts up to the stage `until`, and account for them."""
+    def execute(self, until: str, found: Mapping[str, Manifest | None] | None = None) -> None:
+        """Make the missing artifacts up to the stage `until`, and account for them. `found`: the artifacts of these
+        stages, if the caller has decided something by them; the store may say something else now."""
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
         keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
-        found = artifacts(self.store, self.plans, until)
+        found = found or artifacts(self.store, self.plans, until)
         mirrored = not all(found.values())
         if mirrored:
             self.mirror.start()
@@ -214,6 +216,7 @@ class Pipeline:
             self.stop,
             before_ranks=self.before_ranks,
             earlier=earlier,
+            allow_code=self.allow_code,
         )
         self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
         shutil.rmtree(work.folder)  # left from a store that was deleted: a new store counts attempts from 1 again

@@ -12,7 +12,9 @@ import time
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
+
+from pydantic import Field
 
 from pipelines.nodes.address import NodeAddress, interface_to
 from pipelines.nodes.launcher_process import prepared_launcher
@@ -31,7 +33,7 @@ from pipelines.nodes.results import (
 )
 from pipelines.recipe import Recipe
 from trainer.health import STUCK as STUCK_LINE
-from trainer.record import StoredRecord, record_in
+from trainer.record import Count, Key, StoredRecord, UnixSeconds, record_in
 
 RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; imported by name, because stages are above this layer
 SPEC_FILE = "spec.json"
@@ -42,24 +44,32 @@ LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error fi
 FAILING_SECONDS = 4.0
 
 
-@dataclass(frozen=True)
-class RankSpec(StoredRecord):
-    """The task of all ranks of an attempt. Node 0 writes it; the ranks of every node read it."""
+@dataclass(frozen=True, kw_only=True)
+class RankNumbers(StoredRecord):
+    """The part of the ranks' task that node 0 alone knows, and that workers read from the store: numbers, so that a
+    writer of the store leads no worker to another folder or store."""
 
-    started: float  # unix seconds at which the pipeline's clock enters the phase "ranks"
-    reached: int  # the highest step of any earlier attempt
+    started: UnixSeconds  # at which the pipeline's clock enters the phase "ranks"
+    reached: Count  # the highest step of any earlier attempt
+    between_failures: Annotated[float, Field(gt=0)]  # expected, in seconds
+    traffic_seconds: Annotated[float, Field(ge=0)] = 0.0  # that cost as much as the traffic of a checkpoint
+    processes: Count = 0  # of each node
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0  # on node 0, where the ranks of several nodes meet
+    cluster: str = ""  # see `NodeAddress`
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec(RankNumbers):
+    """The task of a node's ranks, which their command writes into the attempt's folder on the node."""
+
     recipe: Recipe
     store: str  # URI
-    tokens: str  # prefix of the tokens in the store
-    prefix: str  # of the training run in the store
-    attempt: int
-    between_failures: float  # expected, in seconds
-    traffic_seconds: float = 0.0  # for which the machines cost as much as the traffic of a checkpoint
-    processes: int = 0  # of each node
-    port: int = 0  # on node 0, where the ranks of several nodes meet
-    cluster: str = ""  # see `NodeAddress`
+    tokens: Key  # prefix of the tokens in the store
+    prefix: Key  # of the training run in the store
+    attempt: Count
     weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
     tune: str | None = None  # name of a step of tuning: the ranks tune the model in the folder `weights`
+    allow_code: bool = False  # whether the recipe's own code may run
 
     def to_json(self) -> bytes:
         return json.dumps(vars(self) | {"recipe": self.recipe.model_dump()}).encode()

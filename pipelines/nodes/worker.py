@@ -1,6 +1,6 @@
 """A worker: every node but node 0. It starts its ranks for each attempt of node 0 at the training.
 
-It learns all from the store: an attempt's task, its heartbeats and its end. Another attempt replaces its ranks. Once
+It learns from the store: an attempt's numbers, its heartbeats and its end. Another attempt replaces its ranks. Once
 node 0 is gone, the worker ends resumable.
 """
 
@@ -10,13 +10,15 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, find, scratch
 from pipelines.artifacts.traffic import traffic_here
 from pipelines.nodes.address import JOIN_SECONDS, NodeAddress, processes_on_this_node
 from pipelines.nodes.ranks import RankSpec, kill_ranks, result_of_ranks, start_ranks, wait_for_orphans
 from pipelines.nodes.results import GONE, NodeResult
-from pipelines.nodes.workers import POLL_SECONDS, WorkerRecord, read_spec
+from pipelines.nodes.workers import POLL_SECONDS, WorkerRecord, read_numbers
+from pipelines.recipe import Recipe
 from pipelines.screen import Screen
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, newest_attempt
 from trainer.errors import Interrupted, UserError
@@ -31,6 +33,7 @@ ENDED = ("interrupted", "stopped", "failed")  # states of an attempt after which
 def run_worker(
     address: NodeAddress,
     until: str,
+    recipe: Recipe,
     plans: dict[str, ArtifactPlan],
     store: Store,
     home: Path,
@@ -44,7 +47,7 @@ def run_worker(
         screen.note(f"{name}: nothing to do")
         return 0
     screen.note(f"{name} of {address.count}: worker; waiting for node 0, {address.first}, to start the training")
-    ended = Worker(address, plans, store, home, stop).serve()
+    ended = Worker(address, recipe, plans, store, home, stop).serve()
     screen.note(f"{name}: {ended}")
     return 0
 
@@ -103,10 +106,19 @@ class Worker:
     """A worker with its ranks of one attempt."""
 
     def __init__(
-        self, address: NodeAddress, plans: dict[str, ArtifactPlan], store: Store, home: Path, stop: StopSignal
+        self,
+        address: NodeAddress,
+        recipe: Recipe,
+        plans: dict[str, ArtifactPlan],
+        store: Store,
+        home: Path,
+        stop: StopSignal,
     ) -> None:
         self.address, self.plan, self.store, self.home, self.stop = address, plans["train"], store, home, stop
-        self.first = FirstNode(store, [plans["tokenize"].prefix, self.plan.prefix])
+        tokens, prefix = plans["tokenize"].prefix, self.plan.prefix
+        # Of the task of its ranks: no record leads them elsewhere.
+        self.own: dict[str, Any] = {"recipe": recipe, "store": store.uri, "tokens": tokens, "prefix": prefix}
+        self.first = FirstNode(store, [tokens, prefix])
         self.launcher: subprocess.Popen[bytes] | None = None
         self.attempt = 0  # that the ranks are of
         self.record = WorkerRecord(address.rank, time.time())
@@ -138,8 +150,9 @@ class Worker:
         if prefix != self.plan.prefix or attempt <= self.attempt:
             return None
         with suppress(OSError):
-            spec = read_spec(self.store, prefix, attempt)
-            return spec if spec and spec.cluster == self.address.cluster else None
+            numbers = read_numbers(self.store, prefix, attempt)
+            if numbers and numbers.cluster == self.address.cluster:
+                return RankSpec(**vars(numbers), **self.own, attempt=attempt)
         return None
 
     def _start_ranks(self, spec: RankSpec) -> None:

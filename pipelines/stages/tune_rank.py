@@ -160,7 +160,7 @@ class Tuning(transformers.TrainerCallback):
         """A reward in TRL's form. For that of a model, transformers crops an answer that, as text, has more tokens than
         were generated; TRL's own call would not."""
         if reward.step is None:
-            return RewardCode(reward) if reward.function else reward_function(reward)
+            return RewardCode(reward, self.spec.allow_code) if reward.function else reward_function(reward)
         folder, longest = self.folder / f"{REWARD}-{reward.step}", self.spec.recipe.model.block_size
         judge = transformers.pipeline("text-classification", str(folder), dtype=torch.float32, device=self.world.device)
         options = {"truncation": True, "max_length": longest, "add_special_tokens": False, "function_to_apply": "none"}

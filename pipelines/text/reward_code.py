@@ -22,10 +22,15 @@ PASSED_ON = ("PATH", "LANG", "TMPDIR", "LD_LIBRARY_PATH")  # of the environment
 
 
 class RewardCode:
-    """The process of a function. UserError if its file is another one than on record, or fails."""
+    """The process of a function. UserError if its file is another one than on record, or fails, or unless code is
+    `allowed`: by the command line that began it, which reaches the ranks in their task and never through the store."""
 
-    def __init__(self, reward: RewardConfig) -> None:
+    def __init__(self, reward: RewardConfig, allowed: bool) -> None:
         self.function = self.__name__ = str(reward.function)
+        if not allowed:
+            raise UserError(
+                f"rewards: {self.function} is code, which runs with your rights; read it, then add --allow-code"
+            )
         source, (path, _, name) = source_of(reward).decode(errors="replace"), self.function.rpartition(":")
         child = [sys.executable, "-P", str(Path(__file__).with_name("reward_child.py"))]
         env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
@@ -68,8 +73,4 @@ def with_digests(step: TuneConfig) -> list[RewardConfig]:
 def check_code(steps: Sequence[TuneConfig], allowed: bool) -> None:
     """UserError for a function in the steps' rewards that fails to load or, unless code is `allowed`, for any."""
     for reward in (reward for step in steps for reward in step.rewards if reward.function):
-        if not allowed:
-            raise UserError(
-                f"rewards: {reward.function} is code, which runs with your rights; read it, then add --allow-code"
-            )
-        RewardCode(reward).close()
+        RewardCode(reward, allowed).close()

@@ -31,7 +31,9 @@ def resume(
     before = last_launch(opened, record.run)
     if before is None:
         raise UserError(f"resume: {record.run} was never launched; skytrain run run:{record.run} continues it here")
-    request = replace(before.request, budget=budget) if budget is not None else before.request
+    request = replace(before.request, run=record.run, store=opened.uri)  # the record alone leads to no other store
+    if budget is not None:
+        request = replace(request, budget=budget)
     # A writer of the store may name secrets and an image: others than the usual ones go nowhere without a word here.
     if unnamed := sorted({*before.secrets} - {*SECRETS, *(secret or [])}):
         raise UserError(

@@ -82,7 +82,7 @@ def run(
     from pipelines.plan import stage_plan
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
-    from pipelines.stage import TUNE, missing, planned, run_name, stages_until
+    from pipelines.stage import TUNE, artifacts, planned, run_name, stages_until
     from pipelines.text.reward_code import check_code
     from pipelines.tracking.stop_request import stop_requests, withdraw_stop
 
@@ -103,7 +103,8 @@ def run(
     ):
         raise ending
     check_home()
-    todo = missing(opened, plans, stage)
+    found = artifacts(opened, plans, stage)
+    todo = [one for one, made in found.items() if not made]
     refuse_what_ends_late(loaded, opened, plans, todo, launched=unless_stopped or bool(node.rank))
     check_code([step for step in loaded.tune if f"{TUNE}.{step.name}" in todo], allow_code)
     if not unless_stopped and (other := stage_plan(opened, plans["train"]).other):
@@ -113,8 +114,9 @@ def run(
         from pipelines.nodes.worker import run_worker
 
         with counted_together(), watching(stop, screen):
-            sys.exit(run_worker(node, stage, plans, opened, home(), stop, screen))
+            sys.exit(run_worker(node, stage, loaded, plans, opened, home(), stop, screen))
     pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
+    pipeline.allow_code = allow_code
     if todo and not unless_stopped and not pipeline.mirror.off:  # `launch` has checked it
         from pipelines.cloud.checks import mlflow_answers
 
@@ -126,7 +128,7 @@ def run(
                 limit = Budget(budget, pipeline.billing, opened, pipeline.run, loaded.train.batch_tokens, stop)
                 limit.begin()
                 pipeline.watches.append(limit.watch)
-            pipeline.execute(until=stage)
+            pipeline.execute(stage, found)
     except BaseException:
         let_workers_exit_first(node)
         raise

@@ -24,6 +24,7 @@ from pipelines.tracking.runs import read_runs
 from trainer.checkpoint.commits import series
 from trainer.errors import UserError
 from trainer.models.decoder import Sampling
+from trainer.store import LocalStore
 
 GRPO = {"method": "grpo", "generations": 4, "max_answer": 4, "rewards": [{"kind": "exact_match"}]}
 CHAIN = [
@@ -225,7 +226,9 @@ def score(prompts, completions, answer, **columns):
 """
 
 
-def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(exported: Project, tmp_path: Path) -> None:
+def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(
+    exported: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = exported.copy(tmp_path / FOLDER_NAME)
     project.environment |= {"HF_TOKEN": "hf_x", "AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "x"}
     (project.folder / "mine.py").write_text(MINE)
@@ -242,6 +245,18 @@ def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(exported:
     (project.folder / "elsewhere.py").write_text(MINE)
     same = project.run(*[one.replace("mine.py", "elsewhere.py") for one in command])  # skipped: no code runs
     assert re.search(r"tune\.mine +\S+ \(skipped\)", same.stdout)
+    get = LocalStore.get
+
+    def lying(store: LocalStore, key: str) -> bytes | None:
+        body = get(store, key)
+        if key.startswith("tune/tiny-mine-") and key.endswith("MANIFEST.json"):
+            store.delete(key)
+        return body
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "get", lying)
+        project.run(*command)  # does what the first answer allowed
+    assert project.claims("tune") == 1
     (project.folder / "mine.py").write_text(MINE + "\n")
     assert "--allow-code" in project.run(*command, expect=2).stderr  # another artifact
 
@@ -260,10 +275,12 @@ def test_a_reward_function_that_fails_is_named(tmp_path: Path, source: str, wron
     (path := tmp_path / "mine.py").write_text(source)
     (reward,) = step_of(**GRPO | {"rewards": [{"kind": "function", "function": f"{path}:score"}]}).rewards
     with pytest.raises(UserError) as refused:
-        RewardCode(reward)(prompts=[1, 2], completions=[1, 2])
+        RewardCode(reward, allowed=True)(prompts=[1, 2], completions=[1, 2])
     assert f"{path}:score: {wrong}" in str(refused.value)
     with pytest.raises(UserError, match="the recipe has 0000"):
-        RewardCode(reward.model_copy(update={"sha256": "0" * 64}))
+        RewardCode(reward.model_copy(update={"sha256": "0" * 64}), allowed=True)
+    with pytest.raises(UserError, match="is code, which runs with your rights"):
+        RewardCode(reward, allowed=False)
 
 
 def test_a_tuned_step_is_skipped_and_its_record_names_what_it_learned(undisturbed: Project) -> None:
