@@ -33,11 +33,15 @@ from pipelines.nodes.results import (
 )
 from pipelines.recipe import Recipe
 from trainer.health import STUCK as STUCK_LINE
+from trainer.health import Watchdog
+from trainer.metrics import PhaseClock
+from trainer.process import Background
 from trainer.record import Count, Key, StoredRecord, UnixSeconds, record_in
 
 RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; imported by name, because stages are above this layer
 SPEC_FILE = "spec.json"
 LOG_FILE = "train.log"  # output of the launcher and its ranks
+ALIVE, ALIVE_SECONDS = ".alive", 1.0
 LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error file
 # For ranks to fail and write their error files, once another rank failed, or those of another node; see also
 # trainer/parallel.py.
@@ -80,55 +84,101 @@ class RankSpec(RankNumbers):
         return record_in(cls, (folder / SPEC_FILE).read_bytes(), str(folder / SPEC_FILE))
 
 
-def start_ranks(
-    spec: RankSpec, folder: Path, home: Path, grace_seconds: float, address: NodeAddress
-) -> subprocess.Popen[bytes]:
-    """Start this node's ranks. Returns their launcher: after SIGTERM, it kills ranks that still save after
-    `grace_seconds`."""
+def start_ranks(spec: RankSpec, folder: Path, home: Path, grace_seconds: float, address: NodeAddress) -> "Ranks":
+    """Start this node's ranks. After a stop, they have `grace_seconds` to save."""
     (folder / SPEC_FILE).write_bytes(spec.to_json())
     (folder / LOG_FILE).touch()
     environment = dict(os.environ)
     if address.count > 1 and (interface := interface_to(address.first)):
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-    launcher = prepared_launcher()
+    launcher, output = prepared_launcher()
     task = str(folder), str(home / "cache"), grace_seconds, astuple(address), environment
-    assert launcher.stdin and launcher.stderr
+    assert launcher.stdin
     try:
         with launcher.stdin as pipe:
             pipe.write(json.dumps(task).encode())
     except BrokenPipeError:  # it has died, if not of a signal then because it can't import itself
-        (folder / LOG_FILE).write_bytes(launcher.stderr.read())
-    return launcher
+        output.seek(0)
+        (folder / LOG_FILE).write_bytes(output.read())
+    return Ranks(launcher, spec, folder, grace_seconds, address.rank)
 
 
-def wait_or_kill(launcher: subprocess.Popen[bytes]) -> int:
-    """End ranks that cannot continue without those of another node. NCCL does not always report the loss.
-
-    Returns the launcher's exit code; 1 if this process killed it.
+class Ranks:
+    """The ranks of this node and their launcher, with deadlines that their command enforces: a process that SIGSTOP has
+    stopped, or that never gives up its interpreter, obeys no signal, and watches neither itself nor others.
     """
-    try:
-        return launcher.wait(FAILING_SECONDS)
-    except subprocess.TimeoutExpired:
-        kill_ranks(launcher)
-        return 1
+
+    def __init__(
+        self, launcher: subprocess.Popen[bytes], spec: RankSpec, folder: Path, grace_seconds: float, node: int = 0
+    ) -> None:
+        self.launcher, self.spec, self.folder, self.grace_seconds = launcher, spec, folder, grace_seconds
+        self.stopping = False
+        first = spec.processes * node
+        self.names = ["launcher", *(f"rank {number}" for number in range(first, first + spec.processes))]
+        Background("ranks", self._supervise).start()
+
+    def stop(self) -> None:
+        """Let the ranks commit the last step and exit."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.launcher.pid, signal.SIGCONT)
+        self.launcher.send_signal(signal.SIGTERM)
+        self.stopping = True
+
+    def kill(self) -> None:
+        """End the launcher and its ranks, the processes of its group, immediately."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.launcher.pid, signal.SIGKILL)
+        self.launcher.kill()
+        self.launcher.wait()
+
+    def wait_or_kill(self) -> int:
+        """End ranks that cannot continue without those of another node. NCCL does not always report the loss.
+
+        Returns the launcher's exit code; 1 if this process killed it.
+        """
+        try:
+            return self.launcher.wait(FAILING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return 1
+
+    def wait_for_orphans(self) -> None:
+        """Wait for the ranks of a killed launcher: the kernel asks them to commit and leave, see die_with_parent."""
+        deadline = time.monotonic() + self.grace_seconds
+        with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.launcher.pid, 0)  # changes nothing; raises once no process of its group is left
+                time.sleep(0.1)
+            os.killpg(self.launcher.pid, signal.SIGKILL)
+
+    def _supervise(self) -> None:
+        """Kill all once one of the processes has not started in time or is silent for longer than a step may take, or
+        once a stop takes too long. Counts looks, not time: while a machine is suspended, nobody looks."""
+        start, step = (Watchdog(self.spec.recipe.runtime, PhaseClock(p)).limit_seconds() for p in ("imports", "train"))
+        dates: dict[str, int] = {}
+        silent, stopping = dict.fromkeys(self.names, 0.0), 0.0  # seconds
+        while self.launcher.poll() is None:
+            time.sleep(ALIVE_SECONDS)
+            now = {path.stem: path.stat().st_mtime_ns for path in self.folder.glob(f"*{ALIVE}")}
+            for name in self.names:
+                silent[name] = silent[name] + ALIVE_SECONDS if now.get(name) == dates.get(name) else 0.0
+                if silent[name] > (step if name in now else start):
+                    with suppress(OSError), (self.folder / LOG_FILE).open("a") as log:
+                        print(
+                            f"{name}: {STUCK_LINE} for {silent[name]:.0f} s; the command kills the ranks",
+                            file=log,
+                        )
+                    self.kill()
+            dates, stopping = now, stopping + ALIVE_SECONDS * self.stopping
+            if stopping > self.grace_seconds + FAILING_SECONDS:
+                self.kill()
 
 
-def wait_for_orphans(launcher: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for the ranks of a killed launcher: the kernel has asked them to commit and leave, see die_with_parent."""
-    deadline = time.monotonic() + seconds
-    with suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(launcher.pid, 0)  # changes nothing; raises once no process of its group is left
-            time.sleep(0.1)
-        os.killpg(launcher.pid, signal.SIGKILL)
-
-
-def kill_ranks(launcher: subprocess.Popen[bytes]) -> None:
-    """End the launcher and its ranks, the processes of its group, immediately."""
-    with suppress(ProcessLookupError):
-        os.killpg(launcher.pid, signal.SIGKILL)
-    launcher.kill()
-    launcher.wait()
+def show_alive(folder: Path, *names: str) -> None:
+    """Show the command that these processes need no end, by files in the attempt's folder; every ALIVE_SECONDS."""
+    for name in names:
+        with suppress(OSError):  # a full disk: the pipeline's process detects it on its own
+            (folder / f"{name}{ALIVE}").touch()
 
 
 def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:

@@ -5,7 +5,6 @@ node 0 is gone, the worker ends resumable.
 """
 
 import shutil
-import subprocess
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 from pipelines.artifacts.manifest import ArtifactPlan, find, scratch
 from pipelines.artifacts.traffic import traffic_here
 from pipelines.nodes.address import JOIN_SECONDS, NodeAddress, processes_on_this_node
-from pipelines.nodes.ranks import RankSpec, kill_ranks, result_of_ranks, start_ranks, wait_for_orphans
+from pipelines.nodes.ranks import Ranks, RankSpec, result_of_ranks, start_ranks
 from pipelines.nodes.results import GONE, NodeResult
 from pipelines.nodes.workers import POLL_SECONDS, WorkerRecord, read_numbers
 from pipelines.recipe import Recipe
@@ -119,7 +118,7 @@ class Worker:
         # Of the task of its ranks: no record leads them elsewhere.
         self.own: dict[str, Any] = {"recipe": recipe, "store": store.uri, "tokens": tokens, "prefix": prefix}
         self.first = FirstNode(store, [tokens, prefix])
-        self.launcher: subprocess.Popen[bytes] | None = None
+        self.ranks: Ranks | None = None
         self.attempt = 0  # that the ranks are of
         self.record = WorkerRecord(address.rank, time.time())
         self._stopped_at: float | None = None  # by time.monotonic
@@ -135,7 +134,7 @@ class Worker:
                     return "trained; node 0 continues alone"
                 if spec := self._fresh_spec():
                     self._start_ranks(spec)
-                elif self.launcher is None:
+                elif self.ranks is None:
                     self.stop.check()
                 self._report()
                 self._wait()
@@ -170,17 +169,17 @@ class Worker:
                 f"runtime.processes: this node would have {processes} ranks, and node 0 has {spec.processes}; "
                 "set it to the smaller number"
             )
-        self.launcher = start_ranks(spec, self.folder, self.home, self.stop.grace_seconds, self.address)
+        self.ranks = start_ranks(spec, self.folder, self.home, self.stop.grace_seconds, self.address)
 
     def _kill_ranks(self) -> None:
-        if self.launcher and self.launcher.poll() is None:
-            kill_ranks(self.launcher)
+        if self.ranks and self.ranks.launcher.poll() is None:
+            self.ranks.kill()
 
     def _wait(self) -> None:
         """Sleep until the next report: until the ranks end, or this node is asked to stop, if that is earlier."""
-        deadline = time.monotonic() + (HEARTBEAT_SECONDS if self.launcher else POLL_SECONDS)
+        deadline = time.monotonic() + (HEARTBEAT_SECONDS if self.ranks else POLL_SECONDS)
         while time.monotonic() < deadline:
-            ended = self.launcher is not None and self.launcher.poll() is not None and not self.record.result
+            ended = self.ranks is not None and self.ranks.launcher.poll() is not None and not self.record.result
             if ended or (self.stop.asked and not self.record.stop):
                 return
             time.sleep(0.1)
@@ -188,11 +187,11 @@ class Worker:
     def _report(self) -> None:
         """Tell node 0 that this node lives, how its ranks ended, and whether it must stop: then all ranks leave on a
         commit. Raises Interrupted if node 0 does not end in time."""
-        if self.launcher is None:
+        if self.ranks is None:
             return
-        if (exit_code := self.launcher.poll()) is not None and not self.record.result:
+        if (exit_code := self.ranks.launcher.poll()) is not None and not self.record.result:
             if exit_code < 0:
-                wait_for_orphans(self.launcher, self.stop.grace_seconds)
+                self.ranks.wait_for_orphans()
             self.record = replace(self.record, result=result_of_ranks(self.address.rank, self.folder, exit_code))
         if self.stop.asked and self._stopped_at is None:
             self._stopped_at = time.monotonic()

@@ -95,9 +95,9 @@ def build(work: Work) -> Built:
     with Workers(address, work.attempt, work.stop) if address.count > 1 else nullcontext() as workers:
         if workers:
             write_numbers(work.store, spec)
-        launcher = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, address)
-        with attempt_of(work, launcher):
-            follow(work, launcher, workers)
+        ranks = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, address)
+        with attempt_of(work, ranks):
+            follow(work, ranks, workers)
     work.clock.enter("upload")
     state = committed_state(work.store, work.plan.prefix)
     complete = state is not None and state.is_complete(recipe.train, recipe.evaluate.every)
