@@ -16,7 +16,6 @@ from trainer.errors import Interrupted, UserError, cut
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 BOOTED = "SKYTRAIN_BOOTED"  # unix seconds of the boot, from a command to its children
-LAST_BOOT = 1e11  # in the year 5138: records and reports can hold dates after it
 
 
 class StopSignal:
@@ -68,7 +67,7 @@ def steady_time() -> float:
     For durations and bills. The wall clock is for dates alone. UserError for an impossible SKYTRAIN_BOOTED."""
     text = os.environ.setdefault(BOOTED, repr(time.time() - since_boot()))  # the ranks inherit it
     with suppress(ValueError):
-        if 0 <= (booted := float(text)) < LAST_BOOT:
+        if 0 <= (booted := float(text)) < 1e11:  # the year 5138: records hold dates up to 9999
             return booted + since_boot()
     raise UserError(f"{BOOTED}={cut(text)}: must be the unix seconds of the boot; unset it, and skytrain computes them")
 

@@ -118,8 +118,7 @@ def run_ranks(folder: Path, cache: Path, grace_seconds: float, address: NodeAddr
 
     signal.signal(signal.SIGTERM, stop)
     while (running := [rank.sentinel for rank in ranks.values() if rank.is_alive()]) and time.monotonic() < deadline:
-        ended = [f"rank {number}" for number, rank in ranks.items() if not rank.is_alive()]
-        show_alive(folder, "launcher", *ended)
+        show_alive(folder, "launcher", *(f"rank {number}" for number, rank in ranks.items() if not rank.is_alive()))
         wait(running, ALIVE_SECONDS)
         if any(rank.exitcode for rank in ranks.values()):
             deadline = min(deadline, time.monotonic() + FAILING_SECONDS)

@@ -155,21 +155,20 @@ class Ranks:
         """Kill all once one of the processes has not started in time or is silent for longer than a step may take, or
         once a stop takes too long. Counts looks, not time: while a machine is suspended, nobody looks."""
         start, step = (Watchdog(self.spec.recipe.runtime, PhaseClock(p)).limit_seconds() for p in ("imports", "train"))
-        dates: dict[str, int] = {}
+        dates: dict[str, int] = {}  # when each was last seen alive
         silent, stopping = dict.fromkeys(self.names, 0.0), 0.0  # seconds
         while self.launcher.poll() is None:
             time.sleep(ALIVE_SECONDS)
-            now = {path.stem: path.stat().st_mtime_ns for path in self.folder.glob(f"*{ALIVE}")}
             for name in self.names:
-                silent[name] = silent[name] + ALIVE_SECONDS if now.get(name) == dates.get(name) else 0.0
-                if silent[name] > (step if name in now else start):
+                silent[name] += ALIVE_SECONDS
+                with suppress(FileNotFoundError):  # it has not started, or the folder is gone with the attempt
+                    if dates.get(name) != (date := (self.folder / f"{name}{ALIVE}").stat().st_mtime_ns):
+                        dates[name], silent[name] = date, 0.0
+                if silent[name] > (step if name in dates else start):
                     with suppress(OSError), (self.folder / LOG_FILE).open("a") as log:
-                        print(
-                            f"{name}: {STUCK_LINE} for {silent[name]:.0f} s; the command kills the ranks",
-                            file=log,
-                        )
+                        log.write(f"{name}: {STUCK_LINE} for {silent[name]:.0f} s; the command kills the ranks\n")
                     self.kill()
-            dates, stopping = now, stopping + ALIVE_SECONDS * self.stopping
+            stopping += ALIVE_SECONDS * self.stopping
             if stopping > self.grace_seconds + FAILING_SECONDS:
                 self.kill()
 

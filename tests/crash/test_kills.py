@@ -119,7 +119,7 @@ if "pipelines.nodes.launcher" in sys.orig_argv:
 WATCHED = ("--set", "runtime.watchdog_minutes=0.1")  # 6 s
 
 
-@pytest.mark.parametrize("whose", ["launcher", "rank"])
+@pytest.mark.parametrize("whose", ["launcher", pytest.param("rank", marks=pytest.mark.slow)])
 def test_a_process_that_sigstop_has_stopped_is_ended_by_the_command_as_a_hang(
     project: Project, undisturbed: Callable[[int], Project], whose: str
 ) -> None:
@@ -137,7 +137,7 @@ def test_a_process_that_sigstop_has_stopped_is_ended_by_the_command_as_a_hang(
     assert_as_undisturbed(project, undisturbed(1))
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_stop_reaches_ranks_whose_launcher_is_stopped_and_ends_all_once_the_grace_is_over(
     project: Project, again: bool
 ) -> None:

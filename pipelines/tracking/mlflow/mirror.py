@@ -72,10 +72,9 @@ class Mirror:
             self._log(results(run))
             self._register()
             working = [one[-1].process for one in run.attempts.values() if one and one[-1].state == "running"]
-            if status == "RUNNING" and not working:
-                status = "FINISHED"  # it ends after an earlier stage
-            elif status == "RUNNING" and all(process_exists(replace(one, children=())) is False for one in working):
-                status = "KILLED"  # the command, whose ranks commit and leave
+            # It ends after an earlier stage; or its command was killed, and the ranks commit and leave.
+            if status == "RUNNING" and all(process_exists(replace(one, children=())) is False for one in working):
+                status = "KILLED" if working else "FINISHED"
         if status == "RUNNING":
             self.client.update_run(self.run_id, status)
         else:
