@@ -133,7 +133,7 @@ class RewardConfig(Section):
                 raise ValueError(f"{field} belongs to kind {kind}, and {kind} needs it (kind is {self.kind})")
         try:
             re.compile(self.pattern or "")
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"pattern {shown(self.pattern)} is not a regular expression: {error}") from error
         return self
 

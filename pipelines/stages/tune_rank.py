@@ -8,7 +8,6 @@ resumed run builds TRL's trainer anew over the rows that are left, fills weights
 import json
 import math
 import random
-import re
 import time
 import warnings
 from collections.abc import Callable
@@ -156,11 +155,11 @@ class Tuning(transformers.TrainerCallback):
             reference.load_state_dict(self.model.state_dict())
         return made
 
-    def reward_of(self, reward: RewardConfig) -> Callable[..., list[float]]:
+    def reward_of(self, reward: RewardConfig) -> Callable[..., list[Any]]:
         """A reward in TRL's form. For that of a model, transformers crops an answer that, as text, has more tokens than
         were generated; TRL's own call would not."""
         if reward.step is None:
-            return RewardCode(reward) if reward.function else reward_function(reward)
+            return reward_function(reward)
         folder, longest = self.folder / f"{REWARD}-{reward.step}", self.spec.recipe.model.block_size
         judge = transformers.pipeline("text-classification", str(folder), dtype=torch.float32, device=self.world.device)
         options = {"truncation": True, "max_length": longest, "add_special_tokens": False, "function_to_apply": "none"}
@@ -320,15 +319,15 @@ def model_in(folder: Path, tokens: ChatTokens, step: TuneConfig, scores: bool = 
     return model, tokenizer
 
 
-def reward_function(reward: RewardConfig) -> Callable[..., list[float]]:
-    """A reward in TRL's form, from 0 to 1."""
+def reward_function(reward: RewardConfig) -> Callable[..., list[Any]]:
+    """A reward in TRL's form, from 0 to 1 unless a function of the user gives it."""
+    if reward.kind in ("function", "format"):
+        return RewardCode(reward)
 
     def rewards(completions: list[Any], **columns: Any) -> list[float]:
         texts = [completion[-1]["content"] for completion in completions]
         if reward.kind == "exact_match":
             return [float(answer_in(a) == answer_in(b)) for a, b in zip(texts, columns["answer"], strict=True)]
-        if reward.kind == "format":
-            return [float(bool(re.fullmatch(str(reward.pattern), text, re.DOTALL))) for text in texts]
         limit = reward.characters or 1
         return [min(1.0, max(0.0, 2 - len(text) / limit)) for text in texts]
 

@@ -17,12 +17,14 @@ from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, TuneConfig
 from pipelines.text.chat import ROLES, ChatTokens, Message
 from pipelines.text.files import Files, parquet_batches
 from pipelines.text.hub import reading
+from pipelines.text.reward_code import ARGUMENTS
 from pipelines.text.sources import Text, open_source
 from trainer.errors import UserError, cut, shown
 
 ADDITION = "addition"
 ADDENDS = 10  # of 0 to 9
 ROWS = 10_000  # of a parquet file at once
+COLUMNS = "columns"  # of a checked row: what a function of the user gets beside ARGUMENTS
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
     if (needed := step.batch // step.generations if step.method in REWARDED else step.batch) > len(train) * step.epochs:
         raise UserError(f"{where}: {len(train):,} rows to train on, and a step takes {needed}; lower batch or held_out")
     cropped = sum(length > longest for length in lengths)
+    write_columns(train)
     return Rows(train, held_out, sum(min(length, longest) for length in lengths), cropped)
 
 
@@ -119,11 +122,31 @@ def checked_row(step: TuneConfig, row: Any) -> dict[str, Any]:
         if not isinstance(answer := row.get("answer"), str | int) or not str(answer).strip():
             raise ValueError("has no answer, which exact_match and held_out compare with")
         made["answer"] = str(answer)
-    if any(reward.function for reward in step.rewards):  # which gets all other columns, too
-        made |= {
-            name: value for name, value in row.items() if name not in made and isinstance(value, str | int | float)
-        }
+    if any(reward.function for reward in step.rewards):
+        made[COLUMNS] = checked_columns({name: value for name, value in row.items() if name != "prompt"})
     return made
+
+
+def checked_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a row for a function of the user, which gets them as JSON. ValueError for what JSON lacks."""
+    for name, value in columns.items():
+        if name in ARGUMENTS:
+            raise ValueError(f"the column {name} has the name of an argument of TRL's reward functions; rename it")
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = f"the column {shown(name)} cannot be passed to a reward function ({error})"
+            raise ValueError(f"{reason}; store it as text, numbers, lists or objects") from error
+    return columns
+
+
+def write_columns(rows: list[dict[str, Any]]) -> None:
+    """Write the columns of each row as one JSON text: a table has one type for each column. All rows get the columns of
+    all, null where a row lacks one."""
+    every = {name: None for row in rows for name in row.get(COLUMNS, ())}
+    for row in rows:
+        if COLUMNS in row:
+            row[COLUMNS] = json.dumps(every | row[COLUMNS])
 
 
 def question_and_answer(row: dict[str, Any]) -> tuple[Sequence[Message], str]:

@@ -4,6 +4,8 @@ import importlib
 import json
 import os
 import re
+import threading
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -215,21 +217,35 @@ def test_sft_and_dpo_that_were_killed_end_bit_for_bit_like_undisturbed_ones(
 
 
 MINE = """
-import os
+import asyncio, os, sys
 
-def score(prompts, completions, answer, **columns):
+async def score(prompts, completions, answer, tags, hint, **columns):
     print("to the log")
+    os.system("echo '{}'; cat")
+    await asyncio.sleep(0)
     assert [prompt[-1]["role"] for prompt in prompts] == ["user"] * len(completions)
+    assert tags == [[one] if int(one) % 2 else {"is": one} for one in answer], tags
+    assert all(one == (None if a == "7" else int(a) if a == "5" else a) for one, a in zip(hint, answer)), hint
+    assert {*columns} <= {"completion_ids", "messages", "chosen", "rejected"} and sys.stdin.read() == ""
     more = {*os.environ} - {"PATH", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "LC_CTYPE"}
-    return [1.0 if more else 0.25 for _ in completions]
+    return [None if a == "9" else 1.0 if more else 0.25 for a in answer]
 """
+
+
+def odd_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """Columns of several types, one of which some rows lack."""
+    answer = row["answer"]
+    hint = {} if answer == "7" else {"hint": int(answer) if answer == "5" else answer}
+    return row | {"tags": [answer] if int(answer) % 2 else {"is": answer}} | hint
 
 
 def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(exported: Project, tmp_path: Path) -> None:
     project = exported.copy(tmp_path / FOLDER_NAME)
     project.environment |= {"HF_TOKEN": "hf_x", "AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "x"}
     (project.folder / "mine.py").write_text(MINE)
-    step = GRPO | {"name": "mine", "data": "addition", "batch": 100, "epochs": 2, "beta": 0.1}
+    rows = sorted(addition(), key=lambda row: row["answer"] != "7")  # the first rows lack a hint
+    written(project.folder, [*map(odd_columns, rows)], "odd.jsonl")
+    step = GRPO | {"name": "mine", "data": "odd.jsonl", "batch": 100, "epochs": 2, "beta": 0.1}
     step |= {"rewards": [{"kind": "function", "function": "mine.py:score"}]}
     command = "run", "tiny.yaml", "--stage", "tune", "--set", f"tune={json.dumps([step])}"
     refused = project.run(*command, expect=2).stderr
@@ -252,7 +268,7 @@ def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(exported:
         ("score = ", "SyntaxError: invalid syntax"),
         ("other = 1", "KeyError: 'score'"),
         ("score = lambda **_: [1.0]", "ValueError: gave [1.0] for 2 completions"),
-        ("score = lambda **_: [1.0, float('nan')]", "ValueError: gave [1.0, nan] for 2 completions"),
+        ("score = lambda **_: [None, float('nan')]", "ValueError: gave [None, nan] for 2 completions"),
         ("import os\nscore = lambda **_: os._exit(3)", "its process ended"),
     ],
 )
@@ -380,6 +396,7 @@ def test_a_wrong_row_is_named_before_anything_is_spent(tmp_path: Path, row: Any,
         ({"method": "reward", "held_out": 4}, "held_out belongs to sft, dpo, grpo, rloo, not to reward"),
         (GRPO | {"rewards": [{"kind": "format"}]}, "pattern belongs to kind format"),
         (GRPO | {"rewards": [{"kind": "format", "pattern": "("}]}, "is not a regular expression"),
+        (GRPO | {"rewards": [{"kind": "format", "pattern": "(" * 499 + ")" * 499}]}, "is not a regular expression"),
     ],
 )
 def test_a_wrong_step_is_refused_with_what_would_be_right(tmp_path: Path, changes: Any, wrong: str) -> None:
@@ -409,5 +426,36 @@ def test_the_shipped_rewards_judge_the_final_answer_its_format_and_its_length(
 ) -> None:
     (made,) = step_of(**GRPO | {"rewards": [reward], "batch": 4}).rewards
     texts = [[{"role": "assistant", "content": text}] for text in ("1,234", "#### 1234", "123")]
-    assert tune_rank.reward_function(made)(texts, answer=["1234"] * 3) == scores
+    assert tune_rank.reward_function(made)(completions=texts, answer=["1234"] * 3) == scores
     assert answer_in("so\n#### 1,234.") == "1234"
+
+
+def test_a_pattern_that_backtracks_is_named_within_seconds_and_holds_no_thread(tune_rank: Any) -> None:
+    (reward,) = step_of(**GRPO | {"rewards": [{"kind": "format", "pattern": "(a+)+b"}]}).rewards
+    score, stopped, turns = tune_rank.reward_function(reward), threading.Event(), list[bool]()
+    (other := threading.Thread(target=lambda: turns.extend(stopped.wait(0.05) for _ in range(10)))).start()
+    with pytest.raises(UserError, match=r"pattern '\(a\+\)\+b': an answer took more than 2 s"):
+        score(completions=[[{"content": "a" * 64}]])
+    assert len(turns) == 10
+    other.join()
+
+
+@pytest.mark.parametrize(
+    "column, wrong",
+    [
+        (
+            {"when": datetime(2026, 1, 2)},
+            "the column 'when' cannot be passed to a reward function (Object of type datetime",
+        ),
+        ({"completions": "4"}, "the column completions has the name of an argument of TRL's reward functions"),
+    ],
+)
+def test_a_column_that_a_reward_function_cannot_get_is_named(tmp_path: Path, column: Any, wrong: str) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "2+2"} | column]), tmp_path / "rows.parquet")
+    step = GRPO | {
+        "data": str(tmp_path / "rows.parquet"),
+        "rewards": [{"kind": "function", "function": "mine.py:score"}],
+    }
+    with pytest.raises(UserError, match=r"tune\.a: .*row 1: ") as refused:
+        rows_of(step_of(**step, batch=4), ChatTokens(tokenizer("bytes")), 64)
+    assert wrong in str(refused.value)
