@@ -6,6 +6,7 @@ template. It begins with the artifact of the step before it, the first one with 
 """
 
 import json
+import logging
 from dataclasses import replace
 
 from pipelines.artifacts.manifest import ArtifactPlan, fetch_folder
@@ -97,8 +98,14 @@ def measured(work: Work, step: TuneConfig) -> dict[str, float]:
 
 
 def checked_rows(recipe: Recipe, store: Store, tokens: ArtifactPlan) -> dict[str, Rows]:
-    """The rows of every step by its name, checked before anything is spent. UserError names the first wrong row."""
+    """The rows of every step by its name, checked before anything is spent, with a warning of pairs that teach nothing.
+    UserError names the first wrong row."""
     if not recipe.tune:
         return {}  # without the tokenizer, which may be a download
     chat = ChatTokens(tokenizer_of(recipe.tokens, store, tokens.prefix))
-    return {step.name: rows_of(step, chat, recipe.model.block_size) for step in recipe.tune}
+    checked = {step.name: rows_of(step, chat, recipe.model.block_size) for step in recipe.tune}
+    for name, rows in checked.items():
+        if rows.equal:
+            message = "tune.%s: %d of %d pairs have equal answers, chosen and rejected, and teach nothing; remove them"
+            logging.getLogger(__name__).warning(message, name, rows.equal, len(rows.train))
+    return checked

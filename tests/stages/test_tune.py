@@ -366,6 +366,10 @@ USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "conten
         ({"messages": [USER, ANSWER | {"content": "4<|im_end|>"}]}, "message 2: the content has <|im_end|>"),
         ({"messages": [ANSWER, USER]}, "the last message is of user, and must be of assistant"),
         ({"messages": [USER | {"content": "2" * 99}, ANSWER]}, "the first answer begins after 119 tokens"),
+        ({"messages": [USER, ANSWER | {"weight": 2}]}, "message 2: the weight is 2, and must be 0 or 1"),
+        ({"messages": [USER, ANSWER | {"weight": 0.0}]}, "no answer is learned: each has weight 0"),
+        ({"messages": json.dumps([USER, ANSWER])}, "messages is a list of messages written as a JSON text"),
+        ({"messages": "2+2"}, "messages must be a list of {role, content}"),
     ],
 )
 def test_a_wrong_row_is_named_before_anything_is_spent(tmp_path: Path, row: Any, wrong: str) -> None:
@@ -438,6 +442,60 @@ def test_a_pattern_that_backtracks_is_named_within_seconds_and_holds_no_thread(t
         score(completions=[[{"content": "a" * 64}]])
     assert len(turns) == 10
     other.join()
+
+
+LEFT_OUT = ANSWER | {"weight": 0}
+
+
+def test_an_answer_of_weight_0_is_not_learned() -> None:
+    tokens, chat = ChatTokens(tokenizer("bytes")), [USER, ANSWER, USER, ANSWER]
+    (ids, every), (same, some) = tokens.conversation(chat), tokens.conversation([USER, LEFT_OUT, USER, ANSWER])
+    assert ids == same and sum(every) == 4 and some == [one and n > len(ids) // 2 for n, one in enumerate(every)]
+
+
+WRONG, SYSTEM = ANSWER | {"content": "5"}, {"role": "system", "content": "short"}
+LONGER = [ANSWER, USER | {"content": "3+1"}]
+
+
+@pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"prompt": "2+2", "chosen": "4", "rejected": "5"}, [USER]),
+        ({"prompt": "2+2\ud800", "chosen": "4", "rejected": "5"}, [USER | {"content": "2+2\ufffd"}]),
+        ({"prompt": [SYSTEM, USER], "chosen": [ANSWER], "rejected": [WRONG]}, [SYSTEM, USER]),
+        ({"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]}, [SYSTEM, USER]),
+        ({"prompt": None, "chosen": [USER, ANSWER], "rejected": [USER, WRONG]}, [USER]),
+        ({"prompt": "2+2", "chosen": [USER, *LONGER, ANSWER], "rejected": [USER, *LONGER, WRONG]}, [USER, *LONGER]),
+        ({"prompt": "2+2", "chosen": [*LONGER, ANSWER], "rejected": [*LONGER, WRONG]}, [USER, *LONGER]),
+    ],
+)
+def test_the_turns_that_a_pair_shares_are_its_prompt(tmp_path: Path, row: Any, prompt: Any) -> None:
+    tokens, data = ChatTokens(tokenizer("bytes")), written(tmp_path, [row])
+    made = rows_of(step_of(method="dpo", data=data, batch=1), tokens, 256)
+    assert made.train == [{"prompt": prompt, "chosen": [ANSWER], "rejected": [WRONG]}]
+
+
+@pytest.mark.parametrize(
+    "row, wrong",
+    [
+        ({"chosen": [USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]}, "chosen and rejected differ before their last"),
+        ({"chosen": [USER, ANSWER], "rejected": [LONGER[1], WRONG]}, "chosen and rejected differ before their last"),
+        (
+            {"prompt": "1+1", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+            "the prompt is not among the messages",
+        ),
+        ({"chosen": [SYSTEM, ANSWER], "rejected": [SYSTEM, WRONG]}, "before the answers is of system, and must be of"),
+        ({"chosen": "4", "rejected": "5"}, "has no prompt, which dpo needs"),
+        (
+            {"prompt": json.dumps([USER]), "chosen": "4", "rejected": "5"},
+            "prompt is a list of messages written as a JSON",
+        ),
+    ],
+)
+def test_a_pair_with_two_contexts_is_refused(tmp_path: Path, row: Any, wrong: str) -> None:
+    with pytest.raises(UserError, match="row 1: ") as refused:
+        rows_of(step_of(method="dpo", data=written(tmp_path, [row])), ChatTokens(tokenizer("bytes")), 64)
+    assert wrong in str(refused.value)
 
 
 @pytest.mark.parametrize(
