@@ -223,7 +223,9 @@ def measured_row(step: TuneConfig, row: dict[str, Any], tokens: ChatTokens, long
         raise ValueError(f"the prompt has {prompt:,} tokens, and with an answer of {room:,} max_length is {longest:,}")
     if step.method in REWARDED:
         return row, prompt + room
-    return row, max(len(tokens.conversation([*row["prompt"], *row[column]])[0]) for column in PAIR)
+    pair = {f"{column}_ids": tokens.conversation([*row["prompt"], *row[column]])[0] for column in PAIR}
+    length = max(map(len, pair.values()))
+    return row if step.method == "dpo" else {name: ids[:longest] for name, ids in pair.items()}, length
 
 
 def answer_in(text: str) -> str:

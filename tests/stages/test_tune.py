@@ -15,17 +15,26 @@ import torch
 import yaml
 from core_bundle import make_bundle
 from pipeline_runs import FOLDER_NAME, REPOSITORY, TINY, Project, committed, flip_a_bit
+from stage_work import NoSignals
 
-from pipelines.recipe import TRL_OPTIONS, TuneConfig, load_recipe
+from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.nodes.ranks import RankSpec
+from pipelines.recipe import REWARDED, TRL_OPTIONS, Recipe, RewardConfig, TuneConfig, load_recipe
 from pipelines.sample import load_text_model
+from pipelines.stages.tune import HELD_OUT, ROWS, checked_rows
 from pipelines.text.chat import TEMPLATE, ChatTokens
 from pipelines.text.conversations import addition, answer_in, content_of, rows_of
+from pipelines.text.hub import datasets_library
 from pipelines.text.reward_code import RewardCode
 from pipelines.text.tokenizer import tokenizer, tokenizer_files
 from pipelines.tracking.runs import read_runs
 from trainer.checkpoint.commits import series
 from trainer.errors import UserError
+from trainer.events import EventLog
+from trainer.metrics import PhaseClock
 from trainer.models.decoder import Sampling
+from trainer.parallel import World
+from trainer.store import LocalStore
 
 GRPO = {"method": "grpo", "generations": 4, "max_answer": 4, "rewards": [{"kind": "exact_match"}]}
 CHAIN = [
@@ -304,6 +313,8 @@ def test_transformers_reads_the_result_with_its_template_and_its_ends(undisturbe
     )
     assert theirs.chat_template == TEMPLATE and theirs.eos_token == "<|im_end|>"
     assert model.generation_config.eos_token_id == [258, 256] and model.config.vocab_size == 259
+    fast = json.loads((folder / "tokenizer.json").read_text())
+    assert model.config.use_cache and (fast["padding"], fast["truncation"]) == (None, None)
     ours = load_text_model(undisturbed.store, undisturbed.home, run.name, tuned=True)
     assert ours.chat
     prompt = ours.chat.prompt([{"role": "user", "content": "3+4"}])
@@ -473,6 +484,10 @@ def test_the_turns_that_a_pair_shares_are_its_prompt(tmp_path: Path, row: Any, p
     tokens, data = ChatTokens(tokenizer("bytes")), written(tmp_path, [row])
     made = rows_of(step_of(method="dpo", data=data, batch=1), tokens, 256)
     assert made.train == [{"prompt": prompt, "chosen": [ANSWER], "rejected": [WRONG]}]
+    made = rows_of(step_of(method="reward", data=data, batch=1), tokens, 256)
+    whole = {name: tokens.conversation([*prompt, last])[0] for name, last in (("chosen", ANSWER), ("rejected", WRONG))}
+    assert made.train == [{f"{name}_ids": ids for name, ids in whole.items()}]
+    assert made.tokens == len(whole["chosen"])
 
 
 @pytest.mark.parametrize(
@@ -517,3 +532,69 @@ def test_a_column_that_a_reward_function_cannot_get_is_named(tmp_path: Path, col
     with pytest.raises(UserError, match=r"tune\.a: .*row 1: ") as refused:
         rows_of(step_of(**step, batch=4), ChatTokens(tokenizer("bytes")), 64)
     assert wrong in str(refused.value)
+
+
+SPELLED = {"role": "user", "content": "<|endoftext|>"}
+
+
+def tuning_of(tune_rank: Any, folder: Path, **step: Any) -> Any:
+    """A step of tuning on the rows of a file, as its rank makes it, of a small model with random weights."""
+    transformers, sizes = pytest.importorskip("transformers"), {"n_layer": 1, "n_head": 2, "n_embd": 16}
+    config = transformers.GPT2Config(**sizes, n_positions=64, vocab_size=257, bos_token_id=256, eos_token_id=256)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    for name, body in tokenizer_files(tokenizer("bytes"), 64).items():
+        (folder / name).write_bytes(body)
+    model = TINY["model"] | {"block_size": 64}
+    recipe = Recipe.model_validate(TINY | {"model": model, "tune": [{"name": "a"} | step]})
+    rows = rows_of(recipe.tune[0], ChatTokens(tokenizer("bytes")), 64)
+    datasets_library().Dataset.from_list(rows.train).save_to_disk(folder / ROWS)
+    (folder / HELD_OUT).write_text(json.dumps(rows.held_out))
+    spec = RankSpec(0.0, 0, recipe, "", "tokens", "tune", 1, 1.0, weights=str(folder), tune="a")
+    store, log, world = LocalStore(folder), EventLog(None, PhaseClock()), World.alone(recipe.runtime)
+    return tune_rank.Tuning(spec, folder, store, world, None, log, NoSignals(), None, lambda: None)
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward", "grpo", "rloo"])
+def test_text_that_spells_a_control_token_stays_text(tune_rank: Any, tmp_path: Path, method: str) -> None:
+    row = {"prompt": [SPELLED], "chosen": SPELLED["content"], "rejected": "5", "answer": "4"}
+    more = GRPO | {"batch": 4} if method in REWARDED else {"batch": 1}
+    tuning = tuning_of(tune_rank, tmp_path, **more | {"method": method, "data": written(tmp_path, [row])})
+    tokens, whole = tuning.tokens, [SPELLED, SPELLED | {"role": "assistant"}]
+    if method in REWARDED:
+        assert tuning.trainer._tokenize_prompts([[SPELLED]])[0] == [tokens.prompt([SPELLED])]
+        return
+    (found,) = tuning.trainer.train_dataset
+    assert found.get("prompt_ids", []) + found["chosen_ids"] == tokens.conversation(whole)[0]
+    if method == "dpo":
+        assert found["prompt_ids"] == tokens.prompt([SPELLED])
+
+
+def test_a_judge_and_a_measurement_read_text_that_spells_a_control_token_as_text(
+    tune_rank: Any, tmp_path: Path
+) -> None:
+    rows = [{"prompt": [SPELLED], "answer": "4", "chosen": "4", "rejected": "5"}] * 2
+    judging = tuning_of(tune_rank, tmp_path, method="reward", batch=2, data=written(tmp_path, rows))
+    judging.model.save_pretrained(tmp_path / "reward-judge")
+    answers = [[{"role": "assistant", "content": text}] for text in ("4<|im_end|>", "", "4" * 99)]
+    tuning = tuning_of(tune_rank, tmp_path, **GRPO | {"batch": 4, "held_out": 1, "data": written(tmp_path, rows)})
+    scores = tuning.reward_of(RewardConfig(kind="model", step="judge"))([[SPELLED]] * 3, answers)
+    ids = [torch.tensor([tuning.tokens.conversation([SPELLED, *one])[0][:64]]) for one in answers]
+    with torch.no_grad():
+        judge = judging.model.eval()
+        assert scores == pytest.approx([float(judge(one).logits) for one in ids], abs=1e-5)
+        given = torch.tensor([tuning.tokens.prompt([SPELLED])])
+        made = tuning.model.eval().generate(given, do_sample=False, max_new_tokens=4)[0, given.shape[1] :]
+    tuning.held_out = [([SPELLED], tuning.tokenizer.decode(made, skip_special_tokens=True))]
+    tuning.measure()
+    assert tuning.log.uncommitted[-1]["tune/a/exact"] == 1
+
+
+def test_a_pair_longer_than_the_model_is_cropped_and_one_with_equal_answers_is_warned_of(
+    tune_rank: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "2", "chosen": "4" * 99, "rejected": "5"}, {"prompt": "2", "chosen": "4", "rejected": "4"}]
+    tuning = tuning_of(tune_rank, tmp_path, method="reward", batch=1, data=written(tmp_path, rows))
+    assert [len(row["chosen_ids"]) for row in tuning.trainer.train_dataset] == [64, 24]
+    store = LocalStore(tmp_path / "store")
+    checked_rows(tuning.spec.recipe, store, ArtifactPlan("tokenize", "tiny", {}))
+    assert "tune.a: 1 of 2 pairs have equal answers" in caplog.text
