@@ -120,6 +120,13 @@ class Manifest(StoredRecord):
     def prefix(self) -> str:
         return prefix_of(self.stage, self.label, self.fingerprint)
 
+    @property
+    def versions(self) -> str:
+        """The packages that made it, for people."""
+        found = self.provenance.get("versions")
+        named = found.items() if isinstance(found, dict) else ()
+        return ", ".join(f"{name} {version}" for name, version in named if version)
+
     def file(self, name: str) -> File:
         for file in self.files:
             if file.name == name:

@@ -272,9 +272,8 @@ def receipt(run: Run) -> list[tuple[str, str]]:
     """The facts for a repetition of the run."""
     recipe, train = run.recipe, run.manifests.get("train")
     read = {stage: manifest for stage, manifest in run.manifests.items() if manifest}
-    origins = [manifest.provenance for manifest in read.values()]
-    origin = train.provenance if train else origins[-1] if origins else {}
-    versions = ", ".join(f"{name} {number}" for name, number in origin.get("versions", {}).items() if number)
+    made = train or next(reversed(read.values()), None)
+    origin = made.provenance if made else {}
     commit = origin.get("git_commit") or ""
     machines = dict.fromkeys(
         (f"{one.nodes} x " if one.nodes > 1 else "") + machine_name(one)
@@ -293,11 +292,11 @@ def receipt(run: Run) -> list[tuple[str, str]]:
         "artifacts": ", ".join(manifest.prefix for manifest in read.values()),
         "ended by": reached_target(recipe, train),
         "seed": str(recipe.train.seed),
-        "commit": commit + (" with uncommitted changes" if commit and origin.get("git_dirty") else ""),
+        "commit": f"{commit} with uncommitted changes" if commit and origin.get("git_dirty") else commit,
         "image": origin.get("image") or ("none: the run used no container" if origin else ""),
         "hardware": "; ".join([*devices, *machines]),
         "CPU threads": f"{threads} a rank" if train and (threads := train.facts.get("threads")) else "",
-        "versions": ", ".join(filter(None, (f"Python {origin.get('python')}" if origin else "", versions))),
+        "versions": f"Python {origin.get('python')}, {made.versions}" if made else "",
         "platform": origin.get("platform", ""),
         **{stage: ", ".join(changes) for stage, changes in changes_by_tuning(read).items()},
         "skipped updates": str(train.facts.get("skipped_updates", "")) if train else "",
