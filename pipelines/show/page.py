@@ -24,7 +24,7 @@ from pipelines.recipe import Recipe
 from pipelines.show.card import changes_by_tuning, reached_target
 from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.tracking.account import Account, AttemptAccount, cost_until, market_of
+from pipelines.tracking.account import AttemptAccount, TrainingBill, market_of
 from pipelines.tracking.runs import Run
 from trainer.amounts import batch_stages
 from trainer.errors import UserError
@@ -142,7 +142,7 @@ def hash_source(text: str) -> str:
 def run_data(run: Run) -> dict[str, Any]:
     """A run as the scripts of the page read it."""
     record, recipe, made, summary = run.record, run.recipe, run.manifests, run.summary
-    rows, account = run.series, run.account
+    rows, account, bill = run.series, run.account, TrainingBill(run.account)
     model = recipe.model
     shape = model.n_layer, model.n_head, model.n_embd
     size = next((size for size, known in SHAPES.items() if model.family == "gpt2" and known == shape), None)
@@ -152,7 +152,7 @@ def run_data(run: Run) -> dict[str, Any]:
     for metric in METRICS:
         if logged := [row for row in rows if metric in row]:
             steps, values, times = ([row[key] for row in logged] for key in ("step", metric, "time"))
-            series[metric] = curve(metric, steps, values, times, account)
+            series[metric] = curve(metric, steps, values, times, bill)
     return asdict(summary) | {
         "name": record.run,
         "size": size,
@@ -173,7 +173,7 @@ def run_data(run: Run) -> dict[str, Any]:
             | {
                 "machine": machine_name(one),
                 "bill": asdict(one.bill),
-                "billed_before": asdict(cost_until(account, one.started)),
+                "billed_before": asdict(bill.before[one.attempt]) if one.stage == "train" else None,
             }
             for one in account.attempts
             if not one.waited
@@ -209,19 +209,18 @@ def curve(
     steps: Sequence[int],
     values: Sequence[float],
     times: Sequence[float] = (),
-    account: Account | None = None,
+    bill: TrainingBill | None = None,
 ) -> dict[str, Any]:
     """A metric for the page: a line; for a noisy metric its running mean as the line, and the raw values behind it."""
 
     def columns(drawn: Sequence[float], limit: int) -> dict[str, Any]:
         points = thin(drawn, limit)
-        costs = [cost_until(account, times[i]) for i in points] if account else []
-        priced = account and account.total.usd and not account.total.unpriced_hours
+        costs = [bill.until(steps[i], times[i]) for i in points] if bill else []
         return {
             "step": [steps[i] for i in points],
             "y": [float(f"{drawn[i]:.6g}") for i in points],
             "hours": [round(cost.hours, 6) for cost in costs],
-            "usd": [round(cost.usd, 6) for cost in costs] if priced else [],
+            "usd": [round(cost.usd, 6) for cost in costs] if bill and bill.priced else [],
         }
 
     reach = len(values) // 150 if metric in SMOOTHED else 0

@@ -53,13 +53,15 @@ def run_in(
     finished: bool = True,
     changes: Sequence[str] = (),
     more: Mapping[str, dict[str, Any]] = types.MappingProxyType({}),  # facts by stage
+    jump: float = 0.0,  # of the clock, between the attempts
     **prices: Any,
 ) -> RunRecord:
     """A run that was killed at step 250, after a commit at step 200, and resumed an hour later."""
     recipe = load_recipe("smoke", [f"name={name}", *CHANGES, *changes])
     plans = plans_of(recipe)
     run, train = run_name(plans), plans["train"].prefix
-    for attempt, first, last, start in ((1, 1, 200, NOON), (2, 201, steps, NOON + 3850)):
+    again = NOON + 3850 + jump
+    for attempt, first, last, start in ((1, 1, 200, NOON), (2, 201, steps, again)):
         rows = [
             {
                 "step": step,
@@ -79,8 +81,7 @@ def run_in(
     killed = Progress(resumed_from=0, step=250, device="cpu", world_size=1, precision="fp32")
     resumed = replace(killed, resumed_from=200, step=steps)
     attempted(store, train, "train", 1, NOON, NOON + 250, run=run, state="running", progress=killed, **prices)
-    start = NOON + 3850
-    attempted(store, train, "train", 2, start, start + 10 + steps - 200, run=run, progress=resumed, **prices)
+    attempted(store, train, "train", 2, again, again + 10 + steps - 200, run=run, progress=resumed, **prices)
     if finished:
         facts = {"steps": steps, "tokens": 2048 * steps, "train/loss": 2.0, "val/loss": 2.1, "skipped_updates": 0}
         made: dict[str, dict[str, Any]] = {
@@ -151,6 +152,14 @@ def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logg
     # The second attempt did the final step 250; the first one, with its lost work, is on the bill before it.
     # The hour between them is on no bill.
     assert bill[250] == pytest.approx(((250 + 60) / 3600, 3.1), abs=1e-5)
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_clock_that_steps_between_two_attempts_moves_no_point(store: LocalStore, jump: float) -> None:
+    steady, stepped = (run_data(Run(store, run_in(store, f"clock{by:.0f}", jump=by))) for by in (0.0, jump))
+    assert stepped["series"] == steady["series"]
+    assert [one["billed_before"] for one in stepped["attempts"]] == [one["billed_before"] for one in steady["attempts"]]
+    assert steady["attempts"][1]["billed_before"]["usd"] == pytest.approx(2.5)
 
 
 def test_the_target_that_ended_a_training_is_named(store: LocalStore) -> None:
