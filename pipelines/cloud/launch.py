@@ -120,8 +120,8 @@ def checked_job(
         if wrong and not dry_run:
             raise UserError(nothing_launched(wrong))
 
-    if other := stage_plan(store, launch.plans["train"]).other:
-        report(Finding("train", other, "note"))
+    if (training := stage_plan(store, launch.plans["train"])).other:
+        report(Finding("train", training.why or "", "note"))
     check(preflight(job, request, launch.recipe, store, launch.secrets))
     if TUNE in job.stages:
         for name, rows in checked_rows(launch.recipe, store, launch.plans["tokenize"]).items():
