@@ -382,13 +382,14 @@ def verify(store: Store, key: str, file: File, path: Path, digest: str | None = 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The fields (dotted) in which two identities differ, with both values."""
-    flat_a, flat_b = _flat(a), _flat(b)
+    flat_a, flat_b = flat(a), flat(b)
     keys = dict.fromkeys([*flat_a, *flat_b])
     return {k: (flat_a.get(k), flat_b.get(k)) for k in keys if flat_a.get(k) != flat_b.get(k)}
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """The fields (dotted) with their values."""
+    fields: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
-    return flat
+        fields |= flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return fields

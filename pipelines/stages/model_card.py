@@ -16,7 +16,7 @@ from pipelines.artifacts.manifest import Manifest
 from pipelines.formats import hf
 from pipelines.recipe import Recipe
 from pipelines.text.hub import HUB
-from pipelines.tracking.account import Account, nothing_priced
+from pipelines.tracking.account import nothing_priced
 from pipelines.tracking.runs import Run
 from trainer.amounts import tokens_before
 
@@ -55,7 +55,7 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
         "first weights": public(recipe.first_weights or f"random, from the seed {train.seed}"),
         "optimizer": f"{train.optimizer}, learning rate {train.learning_rate:g}, {train.schedule}",
         "precision": f"{facts.get('precision') or train.precision}; these weights: {recipe.export.dtype}",
-        "cost": cost(run.account) if run else "no record",
+        "cost": cost(run) if run else "no record",
     }
     trust, remote_code = "", ""
     if "auto_map" in model.hf_config():
@@ -88,13 +88,13 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def cost(account: Account) -> str:
+def cost(run: Run) -> str:
     """Hours and dollars of all attempts of all stages, up to this export."""
-    total = account.total
+    account, total, attempts = run.account, run.account.total, run.summary.attempts
     dollars = "dollars unknown" if nothing_priced(account) else f"{total.usd:,.2f} dollars"
     if total.unpriced_hours and not nothing_priced(account):
         dollars += f", and {total.unpriced_hours:.2f} hours without a price"
-    return f"{total.hours:,.2f} machine hours in {len(account.attempts)} attempts; {dollars}"
+    return f"{total.hours:,.2f} machine hours in {attempts} attempt{'s' * (attempts != 1)}; {dollars}"
 
 
 def reproduction(recipe: Recipe, train: Manifest) -> str:

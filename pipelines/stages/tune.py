@@ -7,6 +7,7 @@ template. It begins with the artifact of the step before it, the first one with 
 
 import json
 from dataclasses import replace
+from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, fetch_folder
 from pipelines.formats.export_weights import Weights
@@ -87,9 +88,12 @@ def build(work: Work) -> Built:
     return Built(files, made)
 
 
-def measured(work: Work, step: TuneConfig) -> dict[str, float]:
-    """The first and the last value on record of each of TUNED_METRICS."""
-    rows, facts = series(work.store, work.plan.prefix), dict[str, float]()
+def measured(work: Work, step: TuneConfig) -> dict[str, Any]:
+    """The first and the last value on record of each of TUNED_METRICS, and the last answer."""
+    rows = series(work.store, work.plan.prefix)
+    facts: dict[str, Any] = (
+        {"sample": [row["samples"][0] for row in rows if "samples" in row][-1]} if step.held_out else {}
+    )
     for name in TUNED_METRICS:
         if values := [row[key] for row in rows if (key := f"tune/{step.name}/{name}") in row]:
             facts |= {f"tune/{name}_before": values[0], f"tune/{name}": values[-1]}

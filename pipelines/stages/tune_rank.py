@@ -249,9 +249,9 @@ class Tuning(transformers.TrainerCallback):
             self.save_clock.saved(time.monotonic() - started)
 
     def measure(self) -> None:
-        """Log the share of held-out prompts whose likeliest answer is the right one. A collective call: the ranks
-        divide the rows."""
-        rows, world, right = self.held_out, self.world, 0
+        """Log the share of held-out prompts whose likeliest answer is the right one, and the first answer. A collective
+        call: the ranks divide the rows."""
+        rows, world, right, shown = self.held_out, self.world, 0, list[str]()
         options = {"padding": True, "padding_side": "left", "return_tensors": "pt", "add_generation_prompt": True}
         self.model.eval()
         with self.log.clock.phase("evaluate"), torch.no_grad():
@@ -266,9 +266,10 @@ class Tuning(transformers.TrainerCallback):
                 room = min(self.step.max_answer, self.spec.recipe.model.block_size - length)
                 made = self.model.generate(**given, do_sample=False, max_new_tokens=room)
                 texts = self.tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)
+                shown = shown or [f"{questions[0][-1]['content']} → {texts[0]}"]
                 right += sum(answer_in(a) == answer_in(b) for a, b in zip(texts, answers, strict=True))
         self.state.evaluated_step = self.state.step
-        self.log.row(self.state.step, {f"tune/{self.step.name}/exact": world.sum(right)[0] / len(rows)})
+        self.log.row(self.state.step, {f"tune/{self.step.name}/exact": world.sum(right)[0] / len(rows)}, shown)
 
     def write_result(self) -> None:
         """Write the model as a folder for transformers, and its facts last."""

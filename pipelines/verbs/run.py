@@ -106,8 +106,8 @@ def run(
     refuse_what_ends_late(loaded, opened, plans, todo, launched=unless_stopped or bool(node.rank))
     check_code([step for step in loaded.tune if f"{TUNE}.{step.name}" in todo], allow_code)
     if not unless_stopped:
-        if other := stage_plan(opened, plans["train"]).other:
-            screen.note(f"{run_name(plans)}: {other}")
+        if (training := stage_plan(opened, plans["train"])).other:
+            screen.note(f"{run_name(plans)}: {training.why}")
         clear_stop_request(opened, run_name(plans))
     elif request := read_stop_request(opened, run_name(plans)):
         raise Stopped(str(request))
@@ -267,20 +267,28 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
 
     On a rented node, only those that work on the user's machine, too.
     """
+    from pipelines.recipe import REWARD
     from pipelines.show.console import program
 
     skytrain, name = program("skytrain"), pipeline.run
     is_default = pipeline.store.uri == f"file://{pipeline.home / 'store'}"
     option = "" if is_default else f" --store {shlex.quote(pipeline.store.uri)}"
     commands = [f"{skytrain} report {name}{option}"]
+    methods = [one.facts.get("method") for stage, one in pipeline.made.items() if stage.startswith("tune.")]
+    tuned = any(method != REWARD for method in methods)
     if "train" in pipeline.made:
         commands.append(f"{skytrain} report {name} --html report.html{option}")
-        commands.append(f'{skytrain} sample {name} --prompt "def "{option}')
+        prompt = '--chat --prompt "3+4"' if tuned else '--prompt "def "'
+        commands += [f"{skytrain} sample {name} {prompt}{option}", f"{skytrain} serve {name}{option}"]
     if pipeline.billing.machine.cluster:
         return commands
     # The URI of a server may hold a password.
     if not pipeline.mirror.off and pipeline.mirror.uri.startswith("sqlite:"):
         commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(pipeline.mirror.uri)}")
-    finished = "export" in pipeline.made
-    rest = f"pull {name} {shlex.quote(pipeline.recipe.name)}" if finished else f"run run:{name}"
-    return [*commands, f"{skytrain} {rest}{option}"]
+    if "export" not in pipeline.made:
+        return [*commands, f"{skytrain} run run:{name}{option}"]
+    commands.append(f"{skytrain} pull {name} {shlex.quote(pipeline.recipe.name)}{' --tuned' * tuned}{option}")
+    if pipeline.recipe.tokens.source == "python-stdlib":  # a first try: then own text, and a rented machine
+        commands.append(f"{skytrain} run smoke --set name=mine --set 'tokens.source=FOLDER/*.txt'{option}")
+        commands.append(f"{skytrain} launch gpt2-124m --dry-run")
+    return commands

@@ -54,10 +54,11 @@ def run_in(
     changes: Sequence[str] = (),
     more: Mapping[str, dict[str, Any]] = types.MappingProxyType({}),  # facts by stage
     jump: float = 0.0,  # of the clock, between the attempts
+    shipped: str = "smoke",
     **prices: Any,
 ) -> RunRecord:
     """A run that was killed at step 250, after a commit at step 200, and resumed an hour later."""
-    recipe = load_recipe("smoke", [f"name={name}", *CHANGES, *changes])
+    recipe = load_recipe(shipped, [f"name={name}", *CHANGES, *changes])
     plans = plans_of(recipe)
     run, train = run_name(plans), plans["train"].prefix
     again = NOON + 3850 + jump
@@ -90,6 +91,11 @@ def run_in(
             "evaluate": {"val/loss": 2.0625, "sample": HOSTILE},
             "export": {"parameters": 7},
         }
+        for stage in [stage for stage in plans if stage.startswith("tune.")]:
+            made[stage] = {"method": "grpo"}
+            rewards = [{"step": n, "time": NOON, f"{stage.replace('.', '/')}/reward": n / 50} for n in range(1, 51)]
+            lines = "".join(json.dumps(row) + "\n" for row in rewards)
+            store.put(f"{plans[stage].prefix}/metrics/step-00000050-a0001.jsonl", lines.encode())
         for stage, found in made.items():
             plan = plans[stage]
             origin = {"git_commit": "c0ffee", "git_dirty": True, "python": "3.11", "versions": {"torch": "2.13"}}
@@ -98,7 +104,7 @@ def run_in(
             about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
             manifest = Manifest(*about, {}, files, origin, found | more.get(stage, {}), made_by, 1, NOON)
             store.create(key_of(plan.prefix), manifest.to_json())
-    return record(store, run, recipe, plans, "export")
+    return record(store, run, recipe, plans, list(plans)[-1])
 
 
 def drawn(runs: Sequence[Run], *overlays: Overlay) -> str:
@@ -131,7 +137,7 @@ class Parts(HTMLParser):
 def test_a_page_shows_the_data_of_the_store(store: LocalStore) -> None:
     record_of_run = run_in(store)
     data, account = run_data(Run(store, record_of_run)), Run(store, record_of_run).account
-    assert (data["state"], data["steps"], data["starts"]) == ("done", 400, 2)
+    assert (data["state"], data["steps"], data["attempt_count"]) == ("done", 400, 2)
     assert data["account"]["total"] == asdict(account.total)
     assert account.total.usd == pytest.approx(36.0 * (250 + 210) / 3600)
     assert [(a["state"], a["resumed_from"], a["step"]) for a in data["attempts"]] == [
@@ -178,6 +184,32 @@ def test_every_size_of_gpt2_is_that_of_a_shipped_recipe_and_has_its_references(s
         "eval/hellaswag_acc_norm": 2,
         "eval/core": 1,
     }
+
+
+def test_a_tuned_run_leads_with_the_tuned_model(store: LocalStore, tmp_path: Path, browser: Browser) -> None:
+    facts = {"tune/exact_before": 0.35, "tune/exact": 0.5, "sample": f"3+4 → {HOSTILE}"}
+    made = run_in(store, "chat", more={"tune.grpo": facts}, shipped="smoke-chat")
+    path = tmp_path / "report.html"
+    path.write_text(drawn([Run(store, made)]))
+    browser.screen(1200)
+    browser.open(path)
+    texts = "[...document.querySelectorAll('{}')].map((one) => one.innerText)"
+    assert browser.js(texts.format("h2"))[0] == "Tuning" and browser.js(texts.format("h3")) == ["tune.grpo", "tune.sft"]
+    assert "exact answers 0.3500 → 0.5000 by tune.grpo" in browser.js("document.querySelector('header').innerText")
+    assert browser.js(texts.format(".tiles > div"))[0].split("\n") == ["35% before", "exact answers", "50%"]
+    assert browser.js("document.querySelector('pre').innerText") == f"3+4 → {HOSTILE}"
+    names = browser.js("[...document.querySelectorAll('svg[role=img]')].map((one) => one.getAttribute('aria-label'))")
+    assert names[0].startswith("tune/grpo/reward against optimizer steps.") and names[0].endswith("to 1.0000.")
+    browser.js(CHOOSE)  # dollars, which a step of tuning has not
+    assert "to 1.0000." in browser.js("document.querySelector('svg[role=img]').getAttribute('aria-label')")
+    assert browser.js("window.broken") is None and browser.heard(*COMPLAINTS) == []
+
+
+def test_a_page_of_two_runs_lists_the_fields_that_differ(store: LocalStore) -> None:
+    runs = [run_in(store), run_in(store, "other", changes=["train.learning_rate=0.5", f"tokens.text_column={HOSTILE}"])]
+    data = json.loads(Parts(drawn([Run(store, one) for one in runs])).texts["script"][0])
+    assert [field for field, _ in data["differences"]] == ["tokens.text_column", "train.learning_rate"]
+    assert data["differences"][1][1] == ["0.003", "0.5"]
 
 
 # --- curves
