@@ -91,9 +91,8 @@ def build(work: Work) -> Built:
 def measured(work: Work, step: TuneConfig) -> dict[str, Any]:
     """The first and the last value on record of each of TUNED_METRICS, and the last answer."""
     rows = series(work.store, work.plan.prefix)
-    facts: dict[str, Any] = (
-        {"sample": [row["samples"][0] for row in rows if "samples" in row][-1]} if step.held_out else {}
-    )
+    answers = [row["samples"][0] for row in rows if row.get("samples")]
+    facts: dict[str, Any] = {"sample": answers[-1]} if answers else {}
     for name in TUNED_METRICS:
         if values := [row[key] for row in rows if (key := f"tune/{step.name}/{name}") in row]:
             facts |= {f"tune/{name}_before": values[0], f"tune/{name}": values[-1]}

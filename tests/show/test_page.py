@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,8 +21,9 @@ from hypothesis import strategies as st
 from pipelines.artifacts.manifest import File, Manifest, key_of
 from pipelines.recipe import load_recipe
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.show.page import REFERENCES, SHAPES, overlay_data, page_of, run_data, thin
+from pipelines.show.page import REFERENCES, SHAPES, asset, overlay_data, page_of, run_data, thin
 from pipelines.stage import plans_of, run_name
+from pipelines.tracking.account import RECOVERY_PHASES, TRAINING_PHASES, WASTED_PHASES
 from pipelines.tracking.records import Heartbeat, ProcessId, Progress
 from pipelines.tracking.run_record import RunRecord, record
 from pipelines.tracking.runs import Run
@@ -210,6 +212,14 @@ def test_a_page_of_two_runs_lists_the_fields_that_differ(store: LocalStore) -> N
     data = json.loads(Parts(drawn([Run(store, one) for one in runs])).texts["script"][0])
     assert [field for field, _ in data["differences"]] == ["tokens.text_column", "train.learning_rate"]
     assert data["differences"][1][1] == ["0.003", "0.5"]
+
+
+def test_each_phase_has_a_color_of_its_own() -> None:
+    colors = dict(re.findall(r"--p-(\w+): light-dark\(([^)]*)\)", asset("page.css")))
+    phases = re.findall(r'^  (\w+): "', asset("bill.js").split("const PHASES")[1].split("};")[0], re.MULTILINE)
+    assert set(phases) == set(colors) >= {*RECOVERY_PHASES, *TRAINING_PHASES, *WASTED_PHASES, "load"}
+    for theme in zip(*(color.split(", ") for color in colors.values()), strict=True):
+        assert len(set(theme)) == len(phases)
 
 
 # --- curves

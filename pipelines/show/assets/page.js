@@ -133,7 +133,7 @@ function training() {
 function tuning() {
   const metrics = new Map(runs.flatMap((run) => run.tunings.map(({ stage, metric }) => [stage, metric])));
   const made = (stage) => (run) => run.tunings.filter((one) => one.stage === stage).map(({ changes, facts }) => [
-    soft(alone ? "" : `${run.name}: `, changes.join(", ") || "not finished"), facts.sample && el("pre", {}, facts.sample),
+    soft(alone ? "" : `${run.name}: `, facts.method ? changes.join(", ") : "not finished"), facts.sample && el("pre", {}, facts.sample),
   ]);
   return [...metrics].reverse().map(([stage, metric]) => [
     el("h3", {}, stage), runs.map(made(stage)),
@@ -175,7 +175,8 @@ const sections = () => [
   soft("The facts for a repetition of the run."), each(receipt),
   page.differences.length > 0 && [
     el("h2", {}, "Differences"), soft("The fields in which the recipes differ."),
-    table(["field", ...runs.map((run) => run.name)], page.differences.map(([field, values]) => [field, ...values])),
+    table(["field", ...runs.map((run) => run.name)], page.differences.map(([field, values]) => [field, ...values]),
+      { wrapped: runs.map((_, i) => i + 1) }),
   ],
 ];
 document.title = `${heading} – skytrain report`;
