@@ -105,7 +105,7 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
     fields = [f"{field}: {shortened(a)}, not {shortened(b)}" for field, (a, b) in differs.items()]
     more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
     reason = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}" if sibling else ""
-    other = how_to_resume(store, plan, entries) or how_to_continue(store, plan, sibling, differs)
+    other = how_to_resume(store, plan, entries) or how_to_continue(store, plan, sibling)
     return StagePlan(plan.prefix, plan.fingerprint, False, "; ".join(filter(None, (reason, other))) or None, other)
 
 
@@ -126,22 +126,15 @@ def how_to_resume(store: Store, plan: ArtifactPlan, entries: list[Entry]) -> str
     return f"it starts at step 0; the recipe run:{run} resumes {run} at step {commits[prefix].step} instead"
 
 
-def how_to_continue(
-    store: Store, plan: ArtifactPlan, sibling: Manifest | None, differs: Mapping[str, tuple[Any, Any]]
-) -> str | None:
-    """The options that go on from a finished training of this label, unless the recipe names where it begins."""
+def how_to_continue(store: Store, plan: ArtifactPlan, sibling: Manifest | None) -> str | None:
+    """The ways to go on from a finished training of this label, unless the recipe names where it begins."""
     if sibling is None or plan.stage != "train" or {"branch_from", "init_from"} & set(plan.identity["train"]):
         return None
-    commits = committed_folders(store, sibling.prefix)
-    state = f"--set train.branch_from=run:{sibling.run}@{step_of(commits[0])}" if commits else ""
-    more, less = differs.get("train.max_steps", (0, 0))
-    if state and len(differs) == 1 and more > less:
-        return f"it starts at step 0; {state} continues {sibling.run} instead"
-    ways = f"--set train.init_from=run:{sibling.run} begins with its weights"
-    ways += f", {state} with its whole state" if state else ""
-    return (
-        f"it starts at step 0, and leaves the finished {sibling.run} as it is: run:{sibling.run} is its recipe, {ways}"
-    )
+    run, steps = sibling.run, map(step_of, committed_folders(store, sibling.prefix))
+    before_the_end = [step for step in steps if step < plan.identity["train"]["max_steps"]]
+    ways = [f"--set train.branch_from=run:{run}@{step} continues it" for step in before_the_end[:1]]
+    ways += [f"--set train.init_from=run:{run} begins with its weights", f"run:{run} is its recipe"]
+    return f"it starts at step 0, beside the finished {run}: {', '.join(ways)}"
 
 
 def nearest_sibling(store: Store, plan: ArtifactPlan, entries: list[Entry]) -> tuple[Manifest | None, dict[str, Any]]:

@@ -40,21 +40,23 @@ def test_a_longer_training_names_the_way_to_continue_the_finished_one(store: Loc
     finished(store, "train")
     committed(store, 200)
     longer = plan_of(recipe_with("train.max_steps=300"), store).stages["train"]
-    assert longer.other == f"it starts at step 0; --set train.branch_from=run:{RUN}@200 continues {RUN} instead"
-    assert (longer.why or "").endswith(longer.other)
+    state = f"--set train.branch_from=run:{RUN}@200 continues it"
+    assert (longer.other or "").startswith(f"it starts at step 0, beside the finished {RUN}: {state}, ")
+    assert (longer.why or "").endswith(str(longer.other))
     branch = f"train.branch_from=run:{RUN}@200@sha256:{'0' * 64}"
     assert plan_of(recipe_with("train.max_steps=300", branch), store).stages["train"].other is None  # it is one already
 
 
 def test_a_changed_field_names_the_finished_run_and_the_ways_to_go_on(store: LocalStore) -> None:
     finished(store, "train")
-    changed = recipe_with("train.learning_rate=0.5", "train.max_steps=300")
-    same = f"it starts at step 0, and leaves the finished {RUN} as it is: run:{RUN} is its recipe, "
-    weights = f"--set train.init_from=run:{RUN} begins with its weights"
-    assert plan_of(changed, store).stages["train"].other == same + weights
-    committed(store, 200)
-    state = f", --set train.branch_from=run:{RUN}@200 with its whole state"
-    assert plan_of(changed, store).stages["train"].other == same + weights + state
+    changed = plan_of(recipe_with("train.learning_rate=0.5"), store).stages["train"]
+    other = f"it starts at step 0, beside the finished {RUN}: "
+    weights = f"--set train.init_from=run:{RUN} begins with its weights, run:{RUN} is its recipe"
+    assert changed.why == f"differs from {TRAIN} in train.learning_rate: 0.5, not 0.003; {other}{weights}"
+    for step in (150, 200):  # of 200: nothing is left after the last one
+        committed(store, step)
+    state = f"--set train.branch_from=run:{RUN}@150 continues it, "
+    assert plan_of(recipe_with("train.learning_rate=0.5"), store).stages["train"].other == other + state + weights
 
 
 def test_a_changed_recipe_names_the_unfinished_training_of_its_name(store: LocalStore) -> None:

@@ -272,6 +272,7 @@ def test_a_tuned_step_is_skipped_and_its_record_names_what_it_learned(undisturbe
     (run,) = read_runs(undisturbed.store)
     facts = run.manifests["tune.sft"].facts  # type: ignore[union-attr]
     assert facts["tune/loss"] < facts["tune/loss_before"] and facts["rows"] == 96 and facts["steps"] == 4
+    assert " → " in facts["sample"]  # a question that was held out, and its answer
     undisturbed.run("report", run.name, "--html", "page.html")
     exact = f"exact {facts['tune/exact_before']:.3f} → {facts['tune/exact']:.3f}"
     page = (undisturbed.folder / "page.html").read_text()
