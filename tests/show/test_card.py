@@ -9,6 +9,7 @@ from stage_work import NoSignals
 
 from pipelines.artifacts.manifest import File
 from pipelines.pipeline import Pipeline
+from pipelines.recipe import load_recipe
 from pipelines.show.card import print_card
 from pipelines.show.console import TerminalScreen, program
 from pipelines.stage import STAGES
@@ -63,9 +64,12 @@ def test_the_run_card_shows_artifacts_costs_and_commands(
     assert "def [bold]f(x):" in card and "\x1b" not in card  # generated text is neither markup nor a command
     commands = [line.partition(" --store")[0] for line in lines]
     pull = f"pull {RUN} {RECIPE.name}"
-    own = "run smoke --set name=mine --set 'tokens.source=FOLDER/*.txt'"
-    for command in (f'sample {RUN} --prompt "def "', f"serve {RUN}", pull, own, "launch gpt2-124m --dry-run"):
+    for command in (f'sample {RUN} --prompt "def "', f"serve {RUN}", pull):
         assert f"{program('skytrain')} {command}" in commands
+    own = "run smoke --set name=mine --set 'tokens.source=FOLDER/*.txt'"
+    finished_pipeline.recipe = load_recipe("smoke")  # of the demo's text
+    after_the_demo = [command.partition(" --store")[0] for command in next_commands(finished_pipeline)][-2:]
+    assert after_the_demo == [f"{program('skytrain')} {command}" for command in (own, "launch gpt2-124m --dry-run")]
     assert f"{program('mlflow')} ui --backend-store-uri 'sqlite:///some folder/mlflow.db'" in lines
 
 
