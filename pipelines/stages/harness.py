@@ -22,6 +22,7 @@ from pipelines.formats.export_weights import Weights
 from pipelines.stage import Work
 from pipelines.text.tokenizer import tokenizer_of
 from trainer.errors import UserError, cut
+from trainer.install import how_to_install
 
 PACKAGE = "lm_eval"
 OTHERS_SETTINGS = ("AWS_", "MLFLOW_", "SKYTRAIN_", "SKYPILOT_")
@@ -38,9 +39,7 @@ print(json.dumps([name for name in sys.argv[1:] if not manager.match_tasks([name
 def verify_tasks(tasks: Sequence[str]) -> None:
     """UserError if the harness is not installed, or does not know one of the tasks."""
     if importlib.util.find_spec(PACKAGE) is None:
-        raise UserError(
-            "evaluate.lm_eval: needs the package lm-eval: make install, pip install 'lm-eval[hf]', or set it to null"
-        )
+        raise UserError(f"evaluate.lm_eval: needs the package lm-eval: {how_to_install('eval')}, or set it to null")
     done = subprocess.run([sys.executable, "-c", UNKNOWN, *tasks], capture_output=True, text=True, env=environment())
     if done.returncode:
         raise UserError(f"evaluate.lm_eval: {cause_in(done.stderr)}")

@@ -34,6 +34,7 @@ def init(
     from pipelines.show.console import say
     from pipelines.tracking.mlflow.settings import checked_uri
     from pipelines.verbs.doctor import print_examination
+    from trainer.install import clone
     from trainer.store import replacing
 
     path, from_shell = Path(FILE), os.environ.get("SKYTRAIN_STORE")
@@ -62,7 +63,8 @@ def init(
     works = print_examination(store)
     launches = store.startswith("s3://")
     if not works and launches:
-        say("to make a bucket: `aws cloudformation deploy --template-file infra/aws/stack.yaml`, see infra/README.md")
+        deploy = "aws cloudformation deploy --template-file infra/aws/stack.yaml`, see infra/README.md"
+        say(f"to make a bucket: `{deploy if clone() else 'aws s3 mb s3://BUCKET`'}")
     if works:
         say(f"next: skytrain {'launch' if launches else 'run'} smoke")
     sys.exit(0 if works else 2)

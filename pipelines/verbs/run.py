@@ -25,6 +25,7 @@ from pipelines.verbs.options import (
     store_uri,
 )
 from trainer.errors import EXIT_DONE, Crashed, Interrupted, Stopped, StoreUnavailable, UserError
+from trainer.install import how_to_install
 
 if TYPE_CHECKING:
     from pipelines.artifacts.manifest import ArtifactPlan
@@ -171,7 +172,7 @@ def refuse_what_ends_late(
         check_inputs(recipe, home() / "cache")
     if any(one.startswith(TUNE) for one in todo):
         if not find_spec("trl"):
-            raise UserError("tune: needs the package trl: make install, or pip install -e '.[tune]'; then run again")
+            raise UserError(f"tune: needs the package trl: {how_to_install('tune')}; then run again")
         checked_rows(recipe, store, plans["tokenize"])
 
 
