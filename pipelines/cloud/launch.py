@@ -7,6 +7,7 @@ launch is in `launches/<run>.json`, from which `resume` launches it again.
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,10 @@ from pipelines.cloud.skypilot import (
     managed_tasks,
     reach_api_server,
     server_name,
+    skypilot_version,
     submit_job,
 )
-from pipelines.cloud.tasks import ManagedJob, managed_job
+from pipelines.cloud.tasks import ManagedJob, make_work_tree, managed_job
 from pipelines.plan import stage_plan
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, TUNE, missing
@@ -103,12 +105,13 @@ def planned_launch(
 
 def checked_job(
     launch: Launch, report: Report, note: Callable[[str], None], dry_run: bool = False
-) -> "tuple[ManagedJob, Dag, float, list[Finding]]":
+) -> "tuple[ManagedJob, Dag | None, float, list[Finding]]":
     """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's, its expected
     dollars, and the findings that would keep it from running: only a dry run continues after those.
 
     `report` gets every finding and the plan, as they come; `note` gets a line when SkyPilot's API server starts.
-    UserError for a request that can't be met. A dry run starts no server.
+    UserError for a request that can't be met. A dry run starts no server; without SkyPilot or a network it has no job
+    in SkyPilot's types.
     """
     request, store, job, wrong = launch.request, launch.store, launch.job, list[Finding]()
 
@@ -132,13 +135,15 @@ def checked_job(
         refuse_second_launch(store, request)
         job, findings = on_enabled_clouds(job)
         check(findings)
-    else:
+    elif skypilot_version():
         seen = "not up, so it is unknown which clouds are enabled and which machines are free"
         report(Finding("SkyPilot's server", seen, "note", "sky api start"))
     work = workload(launch.recipe, store, launch.plans, launch.stages, request.installs)
-    job, usd = priced_job(job, request, limits_of(request, store), work, report)
-    dag = dag_of(job, launch.secrets)
-    if ask and not wrong:
+    job, usd = priced_job(job, request, limits_of(request, store), work, report, shipped=dry_run)
+    dag = None
+    with suppress(OSError) if dry_run else nullcontext():  # it may lack SkyPilot's price lists
+        dag = dag_of(job.to_yaml(), launch.secrets) if skypilot_version() else None
+    if dag and ask and not wrong:
         ask_optimizer(dag)
     return job, dag, usd, wrong
 
@@ -150,16 +155,19 @@ def nothing_launched(wrong: Iterable[Finding]) -> str:
 
 
 def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
-    """The job without the machines of clouds that SkyPilot may not use, and what is left."""
+    """The job without the machines of clouds that SkyPilot may not use, and a finding about those. With all machines if
+    a task would have none."""
     enabled = enabled_clouds()
     names = {cloud: {"k8s": "kubernetes"}.get(cloud, cloud) for cloud in job.clouds}
     if not (lost := [cloud for cloud, name in names.items() if name not in enabled]):
         return job, []
     kept = [tuple(machine for machine in task.machines if machine.cloud not in lost) for task in job.tasks]
     seen = f"SkyPilot may use {', '.join(enabled) or 'no cloud'}, but not {', '.join(lost)}"
-    state, remedy = "note" if all(kept) else "broken", f"sky check {' '.join(lost)} lists what each needs"
+    remedy = f"sky check {' '.join(lost)} lists what each needs"
+    if not all(kept):
+        return job, [Finding("clouds", seen, "broken", remedy)]
     tasks = tuple(replace(task, machines=machines) for task, machines in zip(job.tasks, kept, strict=True))
-    return replace(job, tasks=tasks), [Finding("clouds", seen, state, remedy)]
+    return replace(job, tasks=tasks), [Finding("clouds", seen, "note", remedy)]
 
 
 # Submission
@@ -177,6 +185,7 @@ def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
     UserError if another launch of the run is not over.
     """
     request, store = launch.request, launch.store
+    make_work_tree()
     with claim_launch(store, request):
         record(store, request.run, launch.recipe, launch.plans, request.until)
         keep_tokenizer(launch.recipe, launch.plans["tokenize"], store)

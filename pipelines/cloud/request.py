@@ -13,7 +13,6 @@ from trainer.record import Count, DamagedRecord, Key, StoredRecord, UnixSeconds,
 from trainer.store import Store
 
 REMEDY = "remove it, and launch the run with its options again"
-INSTALL = "make install, or pip install -e '.[cloud]'"
 WORK_TREE = "none"  # as an image: no container; SkyPilot syncs the work tree
 
 

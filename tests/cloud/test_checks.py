@@ -17,11 +17,12 @@ from pipelines.artifacts.s3_store import S3Store
 from pipelines.cli import app
 from pipelines.cloud.checks import Finding, mlflow_answers, store_commits
 from pipelines.cloud.preflight import credentials, preflight
-from pipelines.cloud.request import INSTALL, LaunchRequest, secrets_from_shell, variables_from_shell
+from pipelines.cloud.request import LaunchRequest, secrets_from_shell, variables_from_shell
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
 from trainer.errors import UserError
+from trainer.install import how_to_install
 from trainer.store import LocalStore, Store
 
 pytestmark = pytest.mark.usefixtures("clean_shell")
@@ -178,7 +179,7 @@ def test_a_machine_without_clouds_can_run_and_learns_what_a_launch_needs(tmp_pat
     found = {finding["what"]: finding for finding in json.loads(done.stdout)}
     assert done.exit_code == 0
     assert {found[name]["state"] for name in ("python", "store")} == {"ok"}
-    assert found["skypilot"]["remedy"] in ("sky api start", f"needed to launch: {INSTALL}")
+    assert found["skypilot"]["remedy"] in ("sky api start", f"needed to launch: {how_to_install('cloud')}")
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
