@@ -107,8 +107,11 @@ def reach_api_server(note: Callable[[str], None]) -> bool:
     if not common.is_api_server_local() or api_server_is_up():
         return False
     note("starting SkyPilot's API server on this machine; `sky api stop` ends it")
-    with skypilot_silent():
-        answered_within(ASK_SECONDS, sdk.api_start)
+    try:
+        with skypilot_silent():
+            answered_within(ASK_SECONDS, sdk.api_start)
+    except (RuntimeError, TimeoutError) as error:
+        raise UserError(f"SkyPilot's API server does not start: {' '.join(str(error).split())}") from error
     return True
 
 
