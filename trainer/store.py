@@ -159,9 +159,7 @@ class LocalStore:
         path = self.path_of(key)
         with unavailable_if_failing(path):
             try:
-                with open_regular(path) as file:
-                    refuse_huge(str(path), os.fstat(file.fileno()).st_size)
-                    return file.read()
+                return read_regular(path)
             except ABSENT:
                 return None
 
@@ -275,14 +273,21 @@ def read_through(read: Callable[[memoryview], int], size: int, buffer: memoryvie
     return done
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
     """A file, opened for reading. NotAFile for a device, a pipe or a socket, which might never answer or end."""
     # The caller closes it; a pipe's opening waits for no writer.
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    file = open(path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise NotAFile(f"{path}: not a regular file; name one, or remove it from the store")
+        raise NotAFile(f"{path}: not a regular file, but a pipe, a device or a socket; remove it, or name a file")
     return file
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file. NotAFile for a device, a pipe or a socket, and for more than LARGEST bytes."""
+    with open_regular(path) as file:
+        refuse_huge(str(path), os.fstat(file.fileno()).st_size)
+        return file.read()
 
 
 def part_length(size: int) -> int:

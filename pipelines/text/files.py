@@ -14,7 +14,7 @@ from pipelines.text.documents import column_documents, utf8
 from pipelines.text.hub import reading, with_retries
 from pipelines.text.machine import free_memory, memory_error_at_the_limit
 from trainer.errors import UserError
-from trainer.store import Entry, sha256_of
+from trainer.store import Entry, open_regular, sha256_of
 
 KINDS = ("parquet", "jsonl", "txt")
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # names of files, and of pyarrow's codecs
@@ -142,8 +142,10 @@ class Files:
             return None
         if self.objects:
             return self.objects[path].size
-        with reading(path):
-            return None if "://" in path else os.path.getsize(path)
+        if "://" in path:
+            return None
+        with reading(path), open_regular(Path(path)) as file:
+            return os.fstat(file.fileno()).st_size
 
     def _ranges(self, path: str) -> Iterator[TextShare]:
         """A file of lines in ranges of PIECE_BYTES; a line belongs to the range in which it begins."""
@@ -234,7 +236,7 @@ def pieces_of(path: str, groups: list[tuple[int, int]]) -> Iterator[TextShare]:
 def opened(path: str) -> IO[bytes]:
     """A file at a path or a URL, for reading."""
     if "://" not in path:
-        return open(path, "rb", buffering=BUFFER_BYTES)
+        return open_regular(Path(path), BUFFER_BYTES)
     if path.startswith("s3://"):
         from pipelines.text.objects import opened_object
 
