@@ -1,6 +1,7 @@
 """Text files of one kind, local or remote, as a source of text."""
 
 import functools
+import gzip
 import io
 import json
 import os
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
-from pipelines.text.documents import column_documents, utf8
+from pipelines.text.documents import BATCH_DOCUMENTS, column_documents, utf8
 from pipelines.text.hub import reading, with_retries
 from pipelines.text.machine import free_memory, memory_error_at_the_limit
 from trainer.errors import UserError
@@ -19,6 +20,7 @@ from trainer.store import Entry, open_regular, sha256_of
 KINDS = ("parquet", "jsonl", "txt")
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # names of files, and of pyarrow's codecs
 PIECE_BYTES = 64 << 20  # of text
+DICTIONARY_BYTES = 2 << 20  # of a row group's different texts: a writer that has more writes each text as it comes
 COLUMN_BYTES = 8 << 20  # of text, decoded at once
 BUFFER_BYTES = 1 << 20  # of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of some editors
@@ -44,6 +46,7 @@ class Files:
     """Files of one kind, read one after the other: a text of a fixed order, pinned to a version.
 
     A document is a row of parquet, a line of jsonl that is not blank, or a file of txt (invalid UTF-8 becomes U+FFFD).
+    A null of parquet or jsonl is an empty document: to leave it out would change the tokens of recorded fingerprints.
     """
 
     kind: str
@@ -183,10 +186,9 @@ class Files:
         row = self.row_of(line, piece, number, "replace")
         if not isinstance(row, dict) or self.column not in row:
             raise no_column(self.column, self._place(piece, number), row if isinstance(row, dict) else ())
-        value = row[self.column]
+        value = "" if row[self.column] is None else row[self.column]
         if not isinstance(value, str):
-            kind = "null" if value is None else type(value).__name__
-            place = self._place(piece, number)
+            kind, place = type(value).__name__, self._place(piece, number)
             raise UserError(f"tokens.text_column: '{self.column}' of {place} is {kind}, not a string")
         return value
 
@@ -247,13 +249,16 @@ def opened(path: str) -> IO[bytes]:
     return io.BufferedReader(file, BUFFER_BYTES)  # whose readline takes a limit
 
 
-def parquet_batches(path: str, rows: int, groups: Iterable[int] | None, columns: list[str] | None) -> Iterator[Any]:
+def parquet_batches(
+    path: str, rows: int, groups: Iterable[int] | None, columns: list[str] | None, dictionary: list[str] | None = None
+) -> Iterator[Any]:
     """Rows of a parquet file, so many at once, from all groups and columns by default. This thread alone reads: one of
     Arrow's that still reads at the end of the process would abort it. With a buffer, memory does not depend on the size
-    of a row group."""
+    of a row group. Columns of `dictionary` come with each value once."""
     import pyarrow.parquet as pq
 
     how = {"metadata": metadata_of(path), "buffer_size": BUFFER_BYTES, "pre_buffer": False}
+    how |= {"read_dictionary": dictionary}
     with opened(path) as file, pq.ParquetFile(file, **how) as parquet:
         yield from parquet.iter_batches(rows, groups, columns, use_threads=False)
 
@@ -269,8 +274,8 @@ def metadata_of(path: str) -> Any:
 
 @functools.cache
 def row_groups(path: str, column: str) -> list[tuple[int, int]]:
-    """The rows, and the bytes of text before compression, of each row group of a parquet file. UserError unless the
-    column exists and holds strings."""
+    """The rows, and about the bytes of text, of each row group of a parquet file. UserError unless there is one such
+    column and it holds strings."""
     import pyarrow as pa
 
     with reading(path):
@@ -278,13 +283,40 @@ def row_groups(path: str, column: str) -> list[tuple[int, int]]:
     schema = metadata.schema.to_arrow_schema()
     if column not in schema.names:
         raise no_column(column, f"'{path}'", schema.names)
+    if (same := schema.names.count(column)) > 1:
+        raise UserError(f"tokens.text_column: '{path}' has {same} columns '{column}'; rename all but the text")
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise UserError(f"tokens.text_column: '{column}' in '{path}' holds {kind}, not strings")
-    at = metadata.schema.names.index(column)
-    groups = map(metadata.row_group, range(metadata.num_row_groups))
-    return [(one.num_rows, one.column(at).total_uncompressed_size) for one in groups]
+    # By its path: a field inside another column may have the same name.
+    at = next(n for n in range(metadata.num_columns) if metadata.schema.column(n).path == column)
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    rows, columns = [group.num_rows for group in groups], [group.column(at) for group in groups]
+    sizes = [one.total_uncompressed_size for one in columns]
+    small = [may_repeat(one) for one in columns]
+    if any(small):  # the first of them shows how often a text is repeated
+        first = small.index(True)
+        with reading(path):
+            times = max(1.0, decoded_bytes(path, column, first) / sizes[first])
+        sizes = [int(size * times) if is_small else size for size, is_small in zip(sizes, small, strict=True)]
+    return list(zip(rows, sizes, strict=True))
+
+
+def may_repeat(chunk: Any) -> bool:
+    """Whether the texts of a row group may lie in the file once each, with a number for each of the rows."""
+    return bool(chunk.has_dictionary_page and chunk.total_uncompressed_size < DICTIONARY_BYTES + 4 * chunk.num_values)
+
+
+def decoded_bytes(path: str, column: str, group: int) -> int:
+    """The bytes of text of a row group, from its dictionary: without a copy of a value for each of its rows."""
+    import pyarrow.compute as pc
+
+    total = 0
+    for batch in parquet_batches(path, BATCH_DOCUMENTS, [group], [column], [column]):
+        words = batch.column(0)
+        total += pc.sum(pc.binary_length(words.dictionary).take(words.indices)).as_py() or 0
+    return total
 
 
 def no_column(column: str, where: str, names: Iterable[str]) -> UserError:
@@ -294,12 +326,16 @@ def no_column(column: str, where: str, names: Iterable[str]) -> UserError:
 
 def unpacked(path: str) -> IO[bytes]:
     """The contents of a file at a path or a URL, without its compression."""
-    codec = PACKED.get(os.path.splitext(path)[1])
+    codec, file = PACKED.get(os.path.splitext(path)[1]), opened(path)
     if codec is None:
-        return opened(path)
+        return file
+    if codec == "gzip":  # Python's, as zeros behind its last member end a file
+        packed = gzip.GzipFile(fileobj=file)
+        packed.myfileobj = file  # type: ignore[assignment]  # closed with it
+        return io.BufferedReader(packed, BUFFER_BYTES)  # type: ignore[arg-type]
     import pyarrow as pa
 
-    return io.BufferedReader(pa.input_stream(opened(path), compression=codec), BUFFER_BYTES)
+    return io.BufferedReader(pa.input_stream(file, compression=codec), BUFFER_BYTES)
 
 
 def bounded(path: str, read: Callable[[int], bytes]) -> bytes:

@@ -3,6 +3,7 @@
 import functools
 import logging
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -74,7 +75,7 @@ def reading(where: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         # pyarrow's by its name: texts other than parquet don't wait for its import.
-        known = isinstance(error, OSError | ImportError) or is_transient(error)
+        known = isinstance(error, OSError | ImportError | EOFError | zlib.error) or is_transient(error)
         if not (known or type(error).__name__ == "ArrowInvalid"):
             raise
         raise UserError(f"tokens.source: '{where}' cannot be read ({reason_of(error)})") from error
