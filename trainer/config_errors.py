@@ -13,28 +13,16 @@ from trainer.models.model_config import REMOVED_FIELDS
 
 # pydantic's words, and ours.
 WORDS = {"Input should be ": "must be ", "greater than or equal to ": "at least ", "less than or equal to ": "at most "}
-
-
 MOST_ERRORS = 20  # of a recipe, in one message
-# Fields, and their names in other tools.
+# Names in other tools, and ours.
 ALIASES = {
-    other: name
-    for name, others in {
-        "source": "data dataset path files",
-        "block_size": "context_length max_seq_len n_ctx n_positions seq_len sequence_length",
-        "n_embd": "d_model dim hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "batch_tokens": "batch batch_size total_batch_size",
-        "max_steps": "epochs iterations max_iters num_iterations num_train_epochs",
-        "learning_rate": "lr max_lr peak_lr",
-        "min_lr_fraction": "min_lr",
-        "warmup_steps": "warmup_iters",
-        "weight_decay": "wd",
-        "grad_clip": "clip max_grad_norm",
-        "processes": "gpus nproc_per_node num_gpus",
-    }.items()
-    for other in others.split()
+    **dict.fromkeys(("data", "dataset", "path"), "source"),
+    **dict.fromkeys(("context_length", "max_seq_len", "n_ctx", "seq_len"), "block_size"),
+    **dict.fromkeys(("d_model", "hidden_size"), "n_embd"),
+    **dict.fromkeys(("batch", "batch_size"), "batch_tokens"),
+    **dict.fromkeys(("epochs", "max_iters", "num_iterations", "num_train_epochs"), "max_steps"),
+    **dict.fromkeys(("lr", "max_lr", "peak_lr"), "learning_rate"),
+    **{"min_lr": "min_lr_fraction", "wd": "weight_decay", "max_grad_norm": "grad_clip", "gpus": "processes"},
 }
 
 

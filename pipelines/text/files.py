@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
-from pipelines.text.documents import BATCH_DOCUMENTS, column_documents, utf8
+from pipelines.text.documents import column_documents, utf8
 from pipelines.text.hub import reading, with_retries
 from pipelines.text.machine import free_memory, memory_error_at_the_limit
 from trainer.errors import UserError
@@ -20,7 +20,8 @@ from trainer.store import Entry, open_regular, sha256_of
 KINDS = ("parquet", "jsonl", "txt")
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # names of files, and of pyarrow's codecs
 PIECE_BYTES = 64 << 20  # of text
-DICTIONARY_BYTES = 2 << 20  # of a row group's different texts: a writer that has more writes each text as it comes
+DICTIONARY_BYTES = 4 << 20  # of a row group: a writer whose dictionary is larger writes each text as it comes
+SAMPLE_ROWS = 100
 COLUMN_BYTES = 8 << 20  # of text, decoded at once
 BUFFER_BYTES = 1 << 20  # of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of some editors
@@ -249,16 +250,13 @@ def opened(path: str) -> IO[bytes]:
     return io.BufferedReader(file, BUFFER_BYTES)  # whose readline takes a limit
 
 
-def parquet_batches(
-    path: str, rows: int, groups: Iterable[int] | None, columns: list[str] | None, dictionary: list[str] | None = None
-) -> Iterator[Any]:
+def parquet_batches(path: str, rows: int, groups: Iterable[int] | None, columns: list[str] | None) -> Iterator[Any]:
     """Rows of a parquet file, so many at once, from all groups and columns by default. This thread alone reads: one of
     Arrow's that still reads at the end of the process would abort it. With a buffer, memory does not depend on the size
-    of a row group. Columns of `dictionary` come with each value once."""
+    of a row group."""
     import pyarrow.parquet as pq
 
     how = {"metadata": metadata_of(path), "buffer_size": BUFFER_BYTES, "pre_buffer": False}
-    how |= {"read_dictionary": dictionary}
     with opened(path) as file, pq.ParquetFile(file, **how) as parquet:
         yield from parquet.iter_batches(rows, groups, columns, use_threads=False)
 
@@ -291,32 +289,19 @@ def row_groups(path: str, column: str) -> list[tuple[int, int]]:
         raise UserError(f"tokens.text_column: '{column}' in '{path}' holds {kind}, not strings")
     # By its path: a field inside another column may have the same name.
     at = next(n for n in range(metadata.num_columns) if metadata.schema.column(n).path == column)
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    rows, columns = [group.num_rows for group in groups], [group.column(at) for group in groups]
-    sizes = [one.total_uncompressed_size for one in columns]
-    small = [may_repeat(one) for one in columns]
-    if any(small):  # the first of them shows how often a text is repeated
-        first = small.index(True)
+    chunks, times = [metadata.row_group(number).column(at) for number in range(metadata.num_row_groups)], 1.0
+
+    def may_repeat(chunk: Any) -> bool:
+        """Whether each text may lie there once, for several rows."""
+        dictionary = chunk.has_dictionary_page and chunk.num_values
+        return bool(dictionary and chunk.total_uncompressed_size < DICTIONARY_BYTES)
+
+    if repeated := [number for number, chunk in enumerate(chunks) if may_repeat(chunk)]:
         with reading(path):
-            times = max(1.0, decoded_bytes(path, column, first) / sizes[first])
-        sizes = [int(size * times) if is_small else size for size, is_small in zip(sizes, small, strict=True)]
-    return list(zip(rows, sizes, strict=True))
-
-
-def may_repeat(chunk: Any) -> bool:
-    """Whether the texts of a row group may lie in the file once each, with a number for each of the rows."""
-    return bool(chunk.has_dictionary_page and chunk.total_uncompressed_size < DICTIONARY_BYTES + 4 * chunk.num_values)
-
-
-def decoded_bytes(path: str, column: str, group: int) -> int:
-    """The bytes of text of a row group, from its dictionary: without a copy of a value for each of its rows."""
-    import pyarrow.compute as pc
-
-    total = 0
-    for batch in parquet_batches(path, BATCH_DOCUMENTS, [group], [column], [column]):
-        words = batch.column(0)
-        total += pc.sum(pc.binary_length(words.dictionary).take(words.indices)).as_py() or 0
-    return total
+            sample = next(parquet_batches(path, SAMPLE_ROWS, repeated[:1], [column]))
+        first = chunks[repeated[0]]
+        times = max(1.0, sample.nbytes / len(sample) * first.num_values / first.total_uncompressed_size)
+    return [(one.num_values, int(one.total_uncompressed_size * (times if may_repeat(one) else 1))) for one in chunks]
 
 
 def no_column(column: str, where: str, names: Iterable[str]) -> UserError:
