@@ -62,7 +62,10 @@ def tokens_of(
     pieces = files.pieces()
     first, skipped = _place(files, pieces, start) if start else (0, 0)
     tasks = [(piece, 0 if number else skipped) for number, piece in enumerate(pieces[first:])]
-    if (processes := min(processes or cores(), len(tasks))) > 1:
+    at_once = processes or cores()
+    processes = max(1, min(at_once, len(tasks)))
+    encoder.threads = at_once // processes  # of a few long documents each has parts for several cores
+    if processes > 1:
         yield from _tokens_of_processes(files, encoder, tasks, folder / "batches", check, processes)
     else:
         for task in tasks:
