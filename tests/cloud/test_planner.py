@@ -96,6 +96,7 @@ def planned(tmp_path: Path, recipe: str = "gpt2-124m", **options: Any) -> CloudP
 # Hours and dollars of the cheapest candidate, with the tests' catalog.
 EXPECTED = {
     "smoke": (0.165, 0.025),
+    "laptop": (0.165, 0.025),
     "smoke-chat": (0.165, 0.025),  # without tune
     "smoke-modern": (0.165, 0.025),
     "gpt2-124m": (1.05, 13.17),

@@ -97,16 +97,27 @@ def test_a_shipped_recipe_divides_its_batch_over_one_gpu_and_over_eight(name: st
     assert sequences % (recipe.runtime.micro_batch_size * processes) == 0
 
 
+def test_the_recipe_laptop_takes_three_small_texts_and_a_name_of_the_users(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("a few words. " * 340)
+    recipe = load_recipe("laptop", ["name=mine", f"tokens.source={tmp_path}/*.txt"])
+    assert run_name(plans_of(recipe)).startswith("mine-")
+    size = sum(1 + path.stat().st_size for path in tmp_path.iterdir())
+    held_out = recipe.tokens.held_out(size)
+    assert size < 13_300
+    recipe.tokens.check_splits(size - held_out, held_out, recipe.model.block_size)
+
+
 # --- mistakes
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert complaint("smoek") == "smoek: neither a shipped recipe nor a file; did you mean 'smoke'?"
-    assert "shipped are smoke, smoke-chat, smoke-modern, gpt2-124m" in complaint("zzz")
+    assert "shipped are smoke, laptop, smoke-chat, smoke-modern, gpt2-124m" in complaint("zzz")
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path)
     assert complaint("my").endswith("did you mean 'my.yaml'?")
-    assert "shipped are smoke, smoke-chat" in complaint("a" * 300)  # longer than a file's name may be
+    assert "shipped are smoke, laptop, smoke-chat" in complaint("a" * 300)  # longer than a file's name may be
 
 
 @pytest.mark.parametrize(
