@@ -17,12 +17,11 @@ MOST_ERRORS = 20  # of a recipe, in one message
 # Names in other tools, and ours.
 ALIASES = {
     **dict.fromkeys(("data", "dataset", "path"), "source"),
-    **dict.fromkeys(("context_length", "max_seq_len", "n_ctx", "seq_len"), "block_size"),
+    **dict.fromkeys(("context_length", "n_ctx", "seq_len"), "block_size"),
     **dict.fromkeys(("d_model", "hidden_size"), "n_embd"),
     **dict.fromkeys(("batch", "batch_size"), "batch_tokens"),
-    **dict.fromkeys(("epochs", "max_iters", "num_iterations", "num_train_epochs"), "max_steps"),
+    **dict.fromkeys(("epochs", "num_train_epochs"), "max_steps"),
     **dict.fromkeys(("lr", "max_lr", "peak_lr"), "learning_rate"),
-    **{"min_lr": "min_lr_fraction", "wd": "weight_decay", "max_grad_norm": "grad_clip", "gpus": "processes"},
 }
 
 
@@ -90,10 +89,10 @@ def _nearest_field(name: str, known: list[str], model: type[BaseModel]) -> str:
 
 
 def _fields(model: type[BaseModel], before: str = "") -> Iterator[str]:
-    """The paths of all fields outside of lists."""
+    """The paths of all fields."""
     for name, field in model.model_fields.items():
         yield f"{before}{name}"
-        for section in _sections(field.annotation, lists=False):
+        for section in _sections(field.annotation):
             yield from _fields(section, f"{before}{name}.")
 
 
@@ -123,8 +122,9 @@ def _place(model: type[BaseModel], loc: list[str]) -> tuple[list[str], list[type
     return path, sections
 
 
-def _sections(annotation: Any, lists: bool = True) -> list[type[BaseModel]]:
-    """The sections that a field may hold: one, one a family, or, with `lists`, several in a list."""
-    kinds = (Annotated, list) if lists else (Annotated,)
-    members = [get_args(m)[0] if get_origin(m) in kinds else m for m in get_args(annotation) or (annotation,)]
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold: one, one a family, or several in a list."""
+    members = [
+        get_args(m)[0] if get_origin(m) in (Annotated, list) else m for m in get_args(annotation) or (annotation,)
+    ]
     return [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]

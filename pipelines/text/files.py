@@ -19,6 +19,7 @@ from trainer.store import Entry, open_regular, sha256_of
 
 KINDS = ("parquet", "jsonl", "txt")
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # names of files, and of pyarrow's codecs
+LOADABLE = ("csv", "arrow")  # by the library `datasets`, also on the Hub
 PIECE_BYTES = 64 << 20  # of text
 DICTIONARY_BYTES = 4 << 20  # of a row group: a writer whose dictionary is larger writes each text as it comes
 SAMPLE_ROWS = 100
@@ -317,7 +318,7 @@ def unpacked(path: str) -> IO[bytes]:
     if codec == "gzip":  # Python's, as zeros behind its last member end a file
         packed = gzip.GzipFile(fileobj=file)
         packed.myfileobj = file  # type: ignore[assignment]  # closed with it
-        return io.BufferedReader(packed, BUFFER_BYTES)  # type: ignore[arg-type]
+        return io.BufferedReader(packed, BUFFER_BYTES)
     import pyarrow as pa
 
     return io.BufferedReader(pa.input_stream(file, compression=codec), BUFFER_BYTES)
@@ -372,8 +373,10 @@ def kind_of(path: str) -> str:
     stem, packing = os.path.splitext(path.rpartition("/")[2].lower())
     kind = (os.path.splitext(stem)[1] if packing in PACKED else packing).removeprefix(".")
     if kind not in KINDS or (kind == "parquet" and packing in PACKED):
+        load = f"datasets.load_dataset('{kind}', data_files='{path}', split='train').to_parquet('text.parquet')"
+        convert = f'; convert it: python -c "import datasets; {load}"' if kind in LOADABLE else ""
         raise UserError(
-            f"tokens.source: '{path}': unknown kind of file; use .parquet, .jsonl or .txt, the last "
-            "two also with .gz or .zst"
+            f"tokens.source: '{path}': unknown kind of file; use .parquet, .jsonl or .txt files (in a folder: "
+            f"FOLDER/*.parquet), the last two also with .gz or .zst{convert}"
         )
     return kind

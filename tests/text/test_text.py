@@ -220,6 +220,26 @@ def test_a_folder_is_refused_with_the_pattern_of_most_of_its_files(tmp_path: Pat
     assert f"name its files: '{tmp_path}/*.{kind}', or llmc://{tmp_path} for token shards" in str(caught.value)
 
 
+def test_csv_and_arrow_files_are_refused_with_the_line_that_converts_them_and_an_empty_folder_is_called_empty(
+    tmp_path: Path,
+) -> None:
+    def refusal(source: str, revision: str | None = None) -> str:
+        with pytest.raises(UserError) as caught:
+            open_source(source, None, revision, "text").identity()
+        return str(caught.value)
+
+    (tmp_path / "texts").mkdir()
+    assert refusal(f"{tmp_path}/texts").endswith("is an empty folder; put .parquet, .jsonl or .txt files there")
+    assert "use .parquet, .jsonl or .txt files (in a folder: FOLDER/" in refusal("hf://datasets/o/n/texts", COMMIT)
+    assert "load_dataset('csv', data_files='hf://datasets/o/n/a.csv'" in refusal("hf://datasets/o/n/a.csv", COMMIT)
+    assert "load_dataset('arrow', data_files='hf://datasets/o/n/" in refusal("hf://datasets/o/n/a.arrow", COMMIT)
+    (tmp_path / "texts" / "a.csv").write_text('id,text\n1,"two\nlines"\n2,x\n')
+    for source in (f"{tmp_path}/texts", f"{tmp_path}/texts/a.csv"):
+        _, convert = refusal(source).split("convert it: ")
+        subprocess.run(convert, shell=True, check=True, cwd=tmp_path, env=os.environ | {"HF_HOME": f"{tmp_path}/home"})
+        assert read(tmp_path / "text.parquet") == ["two\nlines", "x"]
+
+
 @pytest.mark.parametrize("kind", ["nested", "repeated", "dictionary", "plain"])
 def test_the_size_of_a_parquet_column_is_that_of_its_text(tmp_path: Path, kind: str) -> None:
     texts = (
