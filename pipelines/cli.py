@@ -226,10 +226,11 @@ def sky_ending_of(error: BaseException) -> Ending | None:
 
 
 def exit_with(ending: Ending) -> NoReturn:
-    """Print the message of an ending on stderr, and exit with its code."""
+    """Print the message of an ending on stderr, without secrets, and exit with its code."""
+    from pipelines.secrets import redacted
     from pipelines.show.console import say
 
-    say(ending.message, on_stderr=True)
+    say(redacted(ending.message), on_stderr=True)
     sys.exit(ending.exit_code)
 
 

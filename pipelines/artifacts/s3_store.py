@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from pipelines.artifacts.s3_answers import brief, code_of, explained, is_refusal, is_transient, understood
 from pipelines.artifacts.s3_client import CONNECTIONS_OF_NODE, SENT, clients_from_environment
+from pipelines.secrets import redacted
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import (
@@ -61,6 +62,9 @@ class S3Store:
 
     def __init__(self, bucket: str, prefix: str = "", time_limit_s: float = 120) -> None:
         """`time_limit_s` bounds the repetitions of a request or a transfer, from its first failure on."""
+        if "@" in bucket or (":" in bucket and "@" in prefix):
+            where = redacted(f"s3://{bucket}/{prefix}")
+            raise UserError(f"{where}: has a user or password in it; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
         self.bucket = bucket
         self.prefix = checked_key(prefix) + "/" if prefix else ""
         self.uri = f"s3://{bucket}/{self.prefix}".rstrip("/")
@@ -366,6 +370,7 @@ def write_at(file: int, body: memoryview, start: int) -> None:
 def open_store(uri: str) -> Store:
     """The store of a URI: "s3://bucket/prefix", "file://path" (relative or absolute), or a plain path.
     Reads and writes nothing yet. UserError for any other URI."""
+    shown = redacted(uri)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", uri)
     kind, _, rest = uri.partition("://")
     if kind == "s3" and rest:
@@ -376,14 +381,14 @@ def open_store(uri: str) -> Store:
         except UserError:
             raise
         except ValueError:
-            raise UserError(f"store {uri!r}: {prefix!r} is not a valid prefix; use one such as 'team/runs'") from None
+            raise UserError(f"store {shown!r}: {prefix!r} is not a valid prefix; use one such as 'team/runs'") from None
     if kind == "file" and rest:
-        return _local(uri, Path(rest))
+        return _local(shown, Path(rest))
     if re.fullmatch(r"[\w.-]*\w", uri) and not os.path.isdir(uri):
-        raise UserError(f"store {uri!r}: neither a bucket nor a folder that exists; write s3://{uri} or ./{uri}")
+        raise UserError(f"store {shown!r}: neither a bucket nor a folder that exists; write s3://{shown} or ./{shown}")
     if uri and not scheme:
-        return _local(uri, Path(uri))
-    raise UserError(f"store {uri!r}: not a store; give s3://BUCKET/PREFIX, file://PATH or a path (./NAME)")
+        return _local(shown, Path(uri))
+    raise UserError(f"store {shown!r}: not a store; give s3://BUCKET/PREFIX, file://PATH or a path (./NAME)")
 
 
 def _local(uri: str, root: Path) -> LocalStore:

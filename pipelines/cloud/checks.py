@@ -4,6 +4,7 @@
 found a problem. It does not retry, so it takes seconds.
 """
 
+import math
 import platform
 import re
 import uuid
@@ -13,14 +14,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipelines.artifacts.s3_store import open_store
+from pipelines.artifacts.s3_store import S3Store, open_store
+from pipelines.cloud.bucket import ANSWER_SECONDS, days_of_old_versions
 from pipelines.cloud.request import INSTALL
 from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds
+from pipelines.secrets import redacted
 from pipelines.tracking.mlflow.settings import checked_uri
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import Store
-
-ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,17 @@ def store_commits(store: Store) -> Finding:
         remedy = "this server ignores If-None-Match: *; commits need a server that obeys it (S3, R2, MinIO, Ceph 17, …)"
         return broken("store", f"{store.uri}: a second create replaced the first", remedy)
     return Finding("store", f"{store.uri} is writable, and refuses a second create")
+
+
+def old_versions(store: Store) -> Iterator[Finding]:
+    """Whether a bucket keeps, and so bills, what a run removes: of a checkpoint, gigabytes each time."""
+    days = days_of_old_versions(store) if isinstance(store, S3Store) else 0
+    if days == math.inf:
+        seen = "the bucket is versioned, and keeps every checkpoint that a run removes, for $0.023 a GB and month on S3"
+        remedy = "end old versions after a day by a lifecycle rule (NoncurrentVersionExpiration), or suspend versioning"
+        yield Finding("old versions", seen, "note", remedy)
+    elif days:
+        yield Finding("old versions", f"the bucket keeps what a run removes for {days:.0f} days, at its usual price")
 
 
 def mlflow_answers(uri: str, environment: Mapping[str, str]) -> Finding:
@@ -101,9 +113,11 @@ def examine(home: Path, store_uri: str, environment: dict[str, str]) -> Iterator
     else:
         yield Finding("gpus", "none here", "note", "runs train on the CPU; skytrain launch rents GPUs")
     try:
-        yield store_commits(open_store(store_uri))
+        store = open_store(store_uri)
+        yield store_commits(store)
+        yield from old_versions(store)
     except UserError as error:
-        yield broken("store", store_uri, str(error))
+        yield broken("store", redacted(store_uri), str(error))
     if environment.get("SKYTRAIN_TRACKING") == "off":
         yield Finding("mlflow server", "off")
     elif uri := environment.get("MLFLOW_TRACKING_URI"):

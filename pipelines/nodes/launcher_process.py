@@ -2,11 +2,11 @@
 and asks the store. So this module imports little."""
 
 import atexit
-import os
 import signal
 import subprocess
 import sys
 
+from pipelines.secrets import environment_for
 from trainer.process import die_with_parent
 
 LAUNCHER_MODULE = "pipelines.nodes.launcher"
@@ -41,7 +41,7 @@ def new_launcher() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,  # until it has its task, and so a log
-        env=DEFAULTS | os.environ,
+        env=DEFAULTS | environment_for(),  # the secrets of the ranks come with their task
         start_new_session=True,
         preexec_fn=before_launcher,
     )

@@ -6,9 +6,11 @@ A rank that fails leaves its error in its attempt's folder, in a file `<kind>-<r
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ from pipelines.nodes.results import (
     signal_name,
 )
 from pipelines.recipe import Recipe
+from pipelines.secrets import environment_for, services_of
+from pipelines.tokens_config import LLMC
 from trainer.health import STUCK as STUCK_LINE
 from trainer.record import StoredRecord, record_in
 
@@ -77,7 +81,7 @@ def start_ranks(
     `grace_seconds`."""
     (folder / SPEC_FILE).write_bytes(spec.to_json())
     (folder / LOG_FILE).touch()
-    environment = dict(os.environ)
+    environment = environment_for(services_of(*asked_by_ranks(spec)))
     if address.count > 1 and (interface := interface_to(address.first)):
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     launcher = prepared_launcher()
@@ -89,6 +93,14 @@ def start_ranks(
     except BrokenPipeError:  # it has died, if not of a signal then because it can't import itself
         (folder / LOG_FILE).write_bytes(launcher.stderr.read())
     return launcher
+
+
+def asked_by_ranks(spec: RankSpec) -> Iterator[str]:
+    """The URIs of what the ranks ask: the store, shards that lie elsewhere, and weights on the Hub."""
+    yield spec.store
+    yield from (text.source.removeprefix(LLMC) for text in spec.recipe.tokens.each() if text.adopts)
+    if re.fullmatch(r"[^:]+@[0-9a-f]{40}", spec.recipe.train.init_from or ""):
+        yield f"hf://{spec.recipe.train.init_from}"
 
 
 def wait_or_kill(launcher: subprocess.Popen[bytes]) -> int:

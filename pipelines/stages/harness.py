@@ -8,7 +8,6 @@ metrics have the prefix lm_eval/.
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,12 +18,12 @@ from typing import Any
 
 from pipelines.formats import hf
 from pipelines.formats.export_weights import Weights
+from pipelines.secrets import HUB, environment_for
 from pipelines.stage import Work
 from pipelines.text.tokenizer import tokenizer_of
 from trainer.errors import UserError, cut
 
 PACKAGE = "lm_eval"
-OTHERS_SETTINGS = ("AWS_", "MLFLOW_", "SKYTRAIN_", "SKYPILOT_")
 POLL_SECONDS = 0.2  # between two checks of the stop signal
 # Prints the names of its arguments that the harness does not know. It takes some seconds to list 14,000 tasks.
 UNKNOWN = """
@@ -88,10 +87,8 @@ def harness_facts(work: Work, path: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """That of the harness: without the secrets of the store, of MLflow and of SkyPilot. Gated data sets, such as
-    gpqa's, need HF_TOKEN."""
-    known = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS_SETTINGS)}
-    return known | {"TOKENIZERS_PARALLELISM": "false"}  # otherwise it prints how to use threads
+    """That of the harness. Of the secrets, gated data sets such as gpqa's need HF_TOKEN."""
+    return environment_for(HUB) | {"TOKENIZERS_PARALLELISM": "false"}  # otherwise it prints how to use threads
 
 
 def scores_in(results: Mapping[str, Any]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelines.secrets import environment_for, services_of
 from pipelines.text.documents import batches_of, read_ahead
 from pipelines.text.encode import Encoder, TokenBatch
 from pipelines.text.files import Files, TextShare
@@ -101,7 +102,7 @@ def _tokens_of_processes(
     child = subprocess.Popen(
         [sys.executable, "-m", "pipelines.text.pool", *map(str, theirs)],
         pass_fds=theirs,
-        env=os.environ | ENVIRONMENT,
+        env=environment_for(services_of(*files.paths)) | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # the parent alone ends them: not Ctrl-C

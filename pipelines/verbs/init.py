@@ -31,6 +31,7 @@ def init(
     from pipelines.cloud.checks import check_image_name
     from pipelines.cloud.skypilot import check_places
     from pipelines.project import FILE, Project
+    from pipelines.secrets import redacted
     from pipelines.show.console import say
     from pipelines.tracking.mlflow.settings import checked_uri
     from pipelines.verbs.doctor import print_examination
@@ -57,7 +58,7 @@ def init(
         raise UserError(f"init: {path} cannot be written ({error.strerror}); check the folder's permissions") from error
     say(f"{FILE}: written")
     if from_shell and from_shell != project.store:
-        say(f"note: SKYTRAIN_STORE={from_shell} of this shell wins over the file")
+        say(f"note: SKYTRAIN_STORE={redacted(from_shell)} of this shell wins over the file")
     project.set_in(os.environ)
     works = print_examination(store)
     launches = store.startswith("s3://")

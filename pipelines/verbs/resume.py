@@ -21,7 +21,8 @@ def resume(
 ) -> None:
     """Launch a stopped or ended run again with the options of its last launch."""
     from pipelines.cloud.launch import planned_launch
-    from pipelines.cloud.request import SECRETS, last_launch, secrets_from_shell
+    from pipelines.cloud.request import last_launch, secrets_from_shell
+    from pipelines.secrets import SECRETS
     from pipelines.show.console import say
     from pipelines.stage import planned
     from pipelines.tracking.stop_request import read_stop_request

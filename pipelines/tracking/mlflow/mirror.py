@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from posixpath import normpath
 from typing import TYPE_CHECKING, Any
 
+from pipelines.secrets import redacted
 from pipelines.tracking.account import cost_metrics
-from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, log, redacted
+from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, log
 from pipelines.tracking.runs import Run, read_run
 from trainer.checkpoint.commits import series as series_of
 from trainer.errors import UserError
@@ -47,7 +50,9 @@ class Mirror:
     def __init__(self, store: Store, name: str, uri: str, origin: Mapping[str, Any] | None = None) -> None:
         from mlflow import MlflowClient
 
-        self.client, self.origin = MlflowClient(uri), origin or {}
+        client = MlflowClient(uri)
+        self.client: Any = BoundedClient(client) if uri.startswith("http") else client
+        self.origin = origin or {}
         self.run = read_run(store, name)
         self.refused = False  # whether MLflow has refused a metric
         self.run_id = _found_or_created(self.client, self.run, uri)
@@ -166,6 +171,36 @@ def rebuild(store: Store, name: str, uri: str) -> None:
     except Exception as error:
         reason = redacted(" ".join(str(error).split()))[:200]
         raise UserError(f"{redacted(uri)} takes no records ({reason}); start it, or name another server") from error
+
+
+class BoundedClient:
+    """MLflow's client of a server, whose calls end after twice the silence that MLflow bears: its time-outs don't end
+    an answer that drips."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
+
+        self._client = client
+        self._seconds = 2.0 * MLFLOW_HTTP_REQUEST_TIMEOUT.get() * (1 + MLFLOW_HTTP_REQUEST_MAX_RETRIES.get())
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._client, name)
+        return partial(within, self._seconds, value) if callable(value) else value
+
+
+def within(seconds: float, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The result of a call. TimeoutError, or what the call makes of it, if it takes longer. In the main thread."""
+
+    def give_up(*_: Any) -> None:
+        raise TimeoutError(f"no whole answer within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again and again: a library may try once more
+    try:
+        return call(*arguments, **options)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def legal_name(name: str) -> str:
