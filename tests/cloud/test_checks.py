@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +165,18 @@ def test_a_secret_is_not_taken_as_a_plain_variable(text: str) -> None:
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder and a shell without a server of SkyPilot, which else remembers the address that it has used before: that
+    of another server on this machine, for instance."""
+    from sky.server import common
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SKYTRAIN_STORE", raising=False)
     monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SKYPILOT_API_SERVER_ENDPOINT", closed_port())
+    common.get_server_url.cache_clear()
+    yield
+    common.get_server_url.cache_clear()
 
 
 @pytest.mark.usefixtures("alone")
