@@ -8,7 +8,6 @@ that dumps its environment then shows no other. Whatever a server or a library w
 import os
 import re
 from base64 import b64encode
-from collections.abc import Iterator
 from urllib.parse import quote, unquote
 
 # The beginnings of the names of a service's variables.
@@ -44,37 +43,30 @@ def has_own_keys() -> bool:
 def services_of(*uris: str) -> tuple[str, ...]:
     """The beginnings of the names of variables for the services of URIs: of S3, of the Hub, or of none."""
     s3 = ("SKYTRAIN_S3_",) if has_own_keys() else ("SKYTRAIN_S3_", "AWS_")
-    return (
-        *(s3 if any(uri.startswith("s3://") for uri in uris) else ()),
-        *(HUB if any(uri.startswith("hf://") for uri in uris) else ()),
-    )
+    services = {"s3": s3, "hf": HUB}
+    return tuple(name for uri in uris for name in services.get(uri.partition("://")[0], ()))
 
 
 def environment_for(services: tuple[str, ...] = ()) -> dict[str, str]:
     """The environment of this process, of its secrets only those of `services`. The password of a proxy is for every
     process."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(services)
-        or name.lower().endswith("_proxy")
-        or not (is_secret_name(name) or SECRET_TEXT.search(value))
-    }
+
+    def is_given(name: str, value: str) -> bool:
+        own = name.startswith(services) or name.lower().endswith("_proxy")
+        return own or not (is_secret_name(name) or SECRET_TEXT.search(value))
+
+    return {name: value for name, value in os.environ.items() if is_given(name, value)}
 
 
 def redacted(text: str) -> str:
     """The text without the secrets of this process, and without users and passwords in URLs and headers."""
-    for form in sorted(filter(None, _forms()), key=len, reverse=True):
+    user, password, uri = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD", "URI"))
+    address = uri.partition("://")[2].partition("/")[0]
+    secrets = {os.environ.get(name, "") for name in SECRETS if HIDDEN.search(name)}
+    secrets.add(address.rpartition("@")[0].partition(":")[2])  # of a database
+    if password:
+        secrets.add(b64encode(f"{user}:{password}".encode()).decode().rstrip("="))  # as HTTP sends them
+    forms = {form for secret in secrets for form in (secret, unquote(secret), quote(secret, safe=""))}
+    for form in sorted(forms - {""}, key=len, reverse=True):
         text = text.replace(form, "***")
     return USER_IN_URL.sub("://***@", IN_HEADER.sub(r"\1***", text))
-
-
-def _forms() -> Iterator[str]:
-    """The forms in which SECRETS, and the password of a database, can stand in a text."""
-    secrets = [value for name in SECRETS if HIDDEN.search(name) and (value := os.environ.get(name))]
-    user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD"))
-    if password:
-        yield b64encode(f"{user}:{password}".encode()).decode().rstrip("=")  # as HTTP sends them
-    address = os.environ.get("MLFLOW_TRACKING_URI", "").partition("://")[2].partition("/")[0]
-    for secret in (*secrets, address.rpartition("@")[0].partition(":")[2]):
-        yield from (secret, unquote(secret), quote(secret, safe=""))

@@ -4,7 +4,6 @@
 found a problem. It does not retry, so it takes seconds.
 """
 
-import math
 import platform
 import re
 import uuid
@@ -15,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipelines.artifacts.s3_store import S3Store, open_store
-from pipelines.cloud.bucket import ANSWER_SECONDS, days_of_old_versions
+from pipelines.cloud.bucket import ANSWER_SECONDS, keeps_old_versions
 from pipelines.cloud.request import INSTALL
 from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds
 from pipelines.secrets import redacted
@@ -55,14 +54,11 @@ def store_commits(store: Store) -> Finding:
 
 
 def old_versions(store: Store) -> Iterator[Finding]:
-    """Whether a bucket keeps, and so bills, what a run removes: of a checkpoint, gigabytes each time."""
-    days = days_of_old_versions(store) if isinstance(store, S3Store) else 0
-    if days == math.inf:
+    """Whether a bucket keeps, and bills, what a run removes: of a checkpoint, gigabytes each time."""
+    if isinstance(store, S3Store) and keeps_old_versions(store):
         seen = "the bucket is versioned, and keeps every checkpoint that a run removes, for $0.023 a GB and month on S3"
         remedy = "end old versions after a day by a lifecycle rule (NoncurrentVersionExpiration), or suspend versioning"
         yield Finding("old versions", seen, "note", remedy)
-    elif days:
-        yield Finding("old versions", f"the bucket keeps what a run removes for {days:.0f} days, at its usual price")
 
 
 def mlflow_answers(uri: str, environment: Mapping[str, str]) -> Finding:

@@ -15,7 +15,6 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pipelines.text.files import KINDS, Files, TextShare, common_kind, identity_of_files, sha256_of_text
 from pipelines.text.hub import HUB, asked, datasets_library, pinned_commit
@@ -161,8 +160,6 @@ def open_source(source: str, subset: str | None, revision: str | None, text_colu
     if separator:
         from pipelines.text.objects import matching_objects
 
-        if "@" in urlsplit(source).netloc:  # manifests are published
-            raise UserError("tokens.source: the address contains a user name; use the plain address")
         if revision is not None:
             raise UserError(
                 f"tokens.revision: '{source}' is identified by the ETags of its objects; remove the revision"

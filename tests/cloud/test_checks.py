@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.cli import app
-from pipelines.cloud.checks import Finding, mlflow_answers, store_commits
+from pipelines.cloud.checks import Finding, mlflow_answers, old_versions, store_commits
 from pipelines.cloud.preflight import credentials, preflight
 from pipelines.cloud.request import INSTALL, LaunchRequest, secrets_from_shell, variables_from_shell
 from pipelines.cloud.tasks import managed_job
@@ -33,6 +33,30 @@ def test_a_bucket_that_refuses_a_second_create_is_accepted_and_nothing_is_left_i
     store = fresh_s3_store(moto_server)
     assert store_commits(store).state == "ok"
     assert store.entries("") == []
+
+
+def test_a_versioned_bucket_is_named_with_its_cost_unless_a_rule_ends_old_versions(
+    moto_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store]
+) -> None:
+    store = fresh_s3_store(moto_server)
+    assert list(old_versions(store)) == list(old_versions(LocalStore(Path("store")))) == []
+    store._client.put_bucket_versioning(Bucket=store.bucket, VersioningConfiguration={"Status": "Enabled"})
+
+    (found,) = old_versions(store)
+    assert found.state == "note" and "$0.023 a GB and month" in found.seen and "lifecycle rule" in found.remedy
+
+    def named(rule: dict[str, Any]) -> bool:
+        ends = {"ID": "a", "Status": "Enabled", "NoncurrentVersionExpiration": {"NoncurrentDays": 1}}
+        store._client.put_bucket_lifecycle_configuration(
+            Bucket=store.bucket, LifecycleConfiguration={"Rules": [ends | rule]}
+        )
+        return bool(list(old_versions(store)))
+
+    assert named({"Filter": {"Prefix": "other/"}}) and named({"Filter": {"Prefix": ""}, "Status": "Disabled"})
+    assert named({"Filter": {"Tag": {"Key": "a", "Value": "b"}}})
+    assert not named({"Filter": {"Prefix": "some/"}}) and not named({"Prefix": ""})
+    store._client.put_bucket_versioning(Bucket=store.bucket, VersioningConfiguration={"Status": "Suspended"})
+    assert list(old_versions(store)) == []
 
 
 def test_a_tracking_server_that_is_gone_or_refuses_us_is_named() -> None:

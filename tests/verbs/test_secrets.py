@@ -132,7 +132,7 @@ def test_a_secret_is_redacted_in_each_form_in_which_others_repeat_it(
 def test_addresses_without_a_password_are_shown_whole(clean_shell: None) -> None:
     for text in (
         *("http://127.0.0.1:9000/bucket/a@b", f"hf://datasets/a/b@{'0' * 40}", "authorization required"),
-        *("ghcr.io/ann/skytrain@sha256:0", "run:a@12", "file:///home/ann@work/store", "s3://bucket/runs@home"),
+        *("ghcr.io/ann/skytrain@sha256:0", "run:a@12", "file:///mnt/ann@work/store", "s3://bucket/runs@home"),
     ):
         assert redacted(text) == text
 

@@ -57,16 +57,13 @@ class MirrorProcess:
         exit_code = self._child.poll() if self._child else -1
         if self.off or exit_code is None or exit_code >= 0 or time.monotonic() < self._started + RESTART_SECONDS:
             return
-        self._started = time.monotonic()
+        self._started, own = time.monotonic(), environment_for(MLFLOW + services_of(self.store))
         with suppress(OSError):  # no disk, no memory: `close` reports it
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with open(os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
                 self._child = subprocess.Popen(
                     [sys.executable, "-m", MODULE, self.store, self.run, str(self.home)],
-                    env=QUICK_MLFLOW
-                    | environment_for((*MLFLOW, *services_of(self.store)))
-                    | SMALL
-                    | {"MLFLOW_TRACKING_URI": self.uri},
+                    env=QUICK_MLFLOW | own | SMALL | {"MLFLOW_TRACKING_URI": self.uri},
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.DEVNULL,  # libraries repeat the URI of a database, with its password

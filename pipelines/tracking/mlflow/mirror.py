@@ -174,8 +174,8 @@ def rebuild(store: Store, name: str, uri: str) -> None:
 
 
 class BoundedClient:
-    """MLflow's client of a server, whose calls end after twice the silence that MLflow bears: its time-outs don't end
-    an answer that drips."""
+    """MLflow's client of a server, for the main thread. A call ends after twice the silence that MLflow bears: its own
+    time-outs don't end an answer that drips."""
 
     def __init__(self, client: MlflowClient) -> None:
         from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
@@ -183,24 +183,22 @@ class BoundedClient:
         self._client = client
         self._seconds = 2.0 * MLFLOW_HTTP_REQUEST_TIMEOUT.get() * (1 + MLFLOW_HTTP_REQUEST_MAX_RETRIES.get())
 
+        signal.signal(signal.SIGALRM, give_up)
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._client, name)
-        return partial(within, self._seconds, value) if callable(value) else value
+        return partial(self._within, value) if callable(value) else value
+
+    def _within(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        signal.setitimer(signal.ITIMER_REAL, self._seconds, 1.0)  # again and again: a library may try once more
+        try:
+            return call(*arguments, **options)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def within(seconds: float, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The result of a call. TimeoutError, or what the call makes of it, if it takes longer. In the main thread."""
-
-    def give_up(*_: Any) -> None:
-        raise TimeoutError(f"no whole answer within {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again and again: a library may try once more
-    try:
-        return call(*arguments, **options)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def give_up(*_: Any) -> None:
+    raise TimeoutError("the answer takes too long")
 
 
 def legal_name(name: str) -> str:
