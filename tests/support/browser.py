@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LONG_SECONDS
 
 KEYS = {"Tab": 9, "ArrowLeft": 37}
 COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
@@ -100,4 +101,4 @@ def open_browser(tmp_path: Path) -> Iterator[Browser]:
     started = Browser(tmp_path / "profile")
     yield started
     started.process.terminate()
-    started.process.wait(20)
+    started.process.wait(LONG_SECONDS)

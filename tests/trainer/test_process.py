@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from waiting import LONG_SECONDS
 
 from trainer.process import Background
 
@@ -16,7 +17,7 @@ def test_a_background_thread_reports_the_error_that_ended_it(error: BaseExceptio
     reported: list[Background] = []
     thread = Background("odd jobs", work, reported.append)
     thread.start()
-    thread.join(10)
+    thread.join(LONG_SECONDS)
     assert reported == [thread] and thread.error is error
 
 
