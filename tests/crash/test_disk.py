@@ -7,7 +7,7 @@ import pytest
 import trainer_runs
 from interfering import Interfering
 from pipeline_runs import Project
-from small_disk import small_disk
+from small_disk import Disk, small_disk
 from trainer_runs import EVERY_STEP, Runner, Runners, configured
 
 from trainer.errors import FULL
@@ -15,25 +15,6 @@ from trainer.events import CheckpointFailed
 
 _one_thread, data = trainer_runs._one_thread, trainer_runs.data
 endings, runner = trainer_runs.endings, trainer_runs.runner
-
-
-class Disk:
-    """A file system of 8 MB at `root`, which can be filled up."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self._ballast = root, root / "ballast"
-
-    def fill(self) -> None:
-        with self._ballast.open("ab", buffering=0) as file:
-            for size in (1 << 16, 1 << 12, 1):
-                try:
-                    while True:
-                        file.write(bytes(size))
-                except OSError as error:
-                    assert error.strerror == "No space left on device"
-
-    def empty(self) -> None:
-        self._ballast.unlink()
 
 
 @pytest.fixture
