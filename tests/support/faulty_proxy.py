@@ -27,7 +27,7 @@ class Fault:
     - reset_at: read so many bytes of the request's body, then reset the connection.
     - damage: flip a bit of the request's body.
     - silence_s: wait before anything else.
-    - flip: pass the response on with one of its bits flipped.
+    - flip: pass the response on, with one bit of an object flipped.
     - drip_s: pass the response on with so many seconds before each byte of its body.
     - date_s: pass the response on with a Date that is wrong by so much.
     """
@@ -149,7 +149,7 @@ class FaultyProxy:
         status, whole, headers = self._pass_on(request, request.body)
         if fault.date_s:
             headers["Date"] = formatdate(time.time() + fault.date_s, usegmt=True)
-        if fault.flip and whole:
+        if fault.flip and whole and status < 300:
             flipped = bytearray(whole)
             flipped[random.randrange(len(whole))] ^= 1 << random.randrange(8)
             whole = bytes(flipped)
