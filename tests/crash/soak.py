@@ -46,12 +46,12 @@ from trainer.errors import FULL
 STEPS = 600
 KEEP_LAST = 2
 POLL_SECONDS = 0.1
-STORE_POLL_SECONDS = 0.5  # less than there is between three commits
+STORE_POLL_SECONDS = 0.5
 LEAST_SECONDS = 20.0  # for a further run
 # Generous: a machine may be busy with everything else.
 HANG_SECONDS = 300.0  # without a new commit or artifact
 STOP_SECONDS = 120.0  # from SIGTERM to the end of the command; the grace is 30 s
-LEAVE_SECONDS = 15.0  # from the last heartbeat to the end of the command
+LEAVE_SECONDS = 30.0  # from the last heartbeat to the end of the command
 METER_SECONDS = 1.0  # by which a bill may differ from the meter
 RECIPE: dict[str, Any] = TINY | {
     "train": TINY["train"] | {"max_steps": STEPS, "val_every": 100},
