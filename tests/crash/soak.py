@@ -14,6 +14,7 @@ time is up; the last one goes on to its end. These are failures:
 """
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -48,6 +49,7 @@ KEEP_LAST = 2
 POLL_SECONDS = 0.1
 STORE_POLL_SECONDS = 0.5
 LEAST_SECONDS = 20.0  # for a further run
+ORPHAN_SECONDS = 2.0  # of ranks without a launcher
 # Generous: a machine may be busy with everything else.
 HANG_SECONDS = 300.0  # without a new commit or artifact
 STOP_SECONDS = 120.0  # from SIGTERM to the end of the command; the grace is 30 s
@@ -95,15 +97,21 @@ class Disturbance:
     before: LastRow
     commits: int  # so far
     at: float = 0.0  # unix seconds
+    first_row: float = math.inf  # after it
     seconds: float | None = None
     redone: int = 0
 
-    def over(self, row: LastRow) -> None:
-        """Training goes on with this row."""
-        self.seconds = row.time - self.at
-        if row.events and row.events != self.before.events:
+    def see(self, row: LastRow) -> None:
+        """Look whether training goes on. Ranks without a launcher or a command log their last step, too."""
+        if self.seconds is not None or row.events is None or row.time <= self.at:
+            return
+        if row.events != self.before.events:
+            self.seconds = row.time - self.at
             resumed = STARTED.search(row.events.read_bytes())
             self.redone = max(0, self.before.step - int(resumed[1])) if resumed else 0
+        elif row.time > self.at + ORPHAN_SECONDS:
+            self.seconds = self.first_row - self.at
+        self.first_row = min(self.first_row, row.time)
 
 
 class Moment:
@@ -224,9 +232,8 @@ class DisturbedRun:
         newest = max((LastRow.of(host) for host in self.scene.hosts), key=lambda row: row.time)
         if newest.time > self.row.time:
             self.row = newest
-        last = self.disturbances[-1] if self.disturbances else None
-        if last and last.seconds is None and self.row.time > last.at:
-            last.over(self.row)
+        for last in self.disturbances[-1:]:
+            last.see(self.row)
 
     def watch_store(self) -> None:
         """Look for lost commits, and for progress."""
