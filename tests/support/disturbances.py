@@ -170,15 +170,27 @@ def of_create(request: Request) -> bool:
     return request.command == "PUT" and "If-None-Match" in request.headers
 
 
-def answers(matches: Callable[[Request], bool], shortest: float, longest: float, *faults: Fault) -> Disturb:
+def of_weights(request: Request) -> bool:
+    return request.command == "GET" and "/checkpoints/" in request.path and ".safetensors" in request.path
+
+
+def of_any(request: Request) -> bool:
+    return True
+
+
+Matches = Callable[[Request], bool]
+
+
+def answers(matches: tuple[Matches, ...], shortest: float, longest: float, *faults: Fault) -> Disturb:
     """One of the faults in all answers that match, from the first one on. Half of the times a kill comes before, so
     that the run reads its records and its commit meanwhile."""
 
     def disturb(scene: Scene, chance: Random) -> str:
-        fault, seconds = chance.choice(faults), chance.uniform(shortest, longest)
-        did = f"in answers for {seconds:.1f} s" + (f", by {fault.date_s:+.0f} s" if fault.date_s else "")
+        match, fault, seconds = chance.choice(matches), chance.choice(faults), chance.uniform(shortest, longest)
+        what = match.__name__.replace("_", " ")
+        did = f"in answers {what} for {seconds:.1f} s" + (f", by {fault.date_s:+.0f} s" if fault.date_s else "")
         scene.proxy.windows = [one for one in scene.proxy.windows if one.ends > time.monotonic()]
-        scene.proxy.windows.append(Window(fault, matches, seconds))
+        scene.proxy.windows.append(Window(fault, match, seconds))
         part = chance.choice(("rank", "command", "group", None, None, None))
         return f"{did}, and {kill(part)(scene, chance)}" if part else did
 
@@ -222,12 +234,12 @@ DISTURBANCES: dict[str, Disturb] = {
     **{f"kill-{part}": kill(part) for part in PARTS},
     "stop": kill("command", signal.SIGTERM),
     **{f"freeze-{part}": freeze(part) for part in PARTS},
-    "flip": answers(of_object, 0.3, 2.5, Fault(flip=True)),
-    "short": answers(of_read, 0.3, 4, Fault(body_bytes=7)),
-    "drip": answers(of_read, 0.3, 4, Fault(drip_s=3)),
-    "absent": answers(of_object, 0.3, 2.5, Fault(404, "NoSuchKey")),
-    "refused": answers(of_create, 0.3, 2.5, Fault(412, "PreconditionFailed")),
-    "date": answers(lambda request: True, 5, 30, *WRONG_DATES),
+    "flip": answers((of_object, of_weights), 0.3, 2.5, Fault(flip=True)),
+    "short": answers((of_read, of_weights), 0.3, 4, Fault(body_bytes=7)),
+    "drip": answers((of_read, of_weights), 0.3, 4, Fault(drip_s=3)),
+    "absent": answers((of_object, of_weights), 0.3, 2.5, Fault(404, "NoSuchKey")),
+    "refused": answers((of_create,), 0.3, 2.5, Fault(412, "PreconditionFailed")),
+    "date": answers((of_any,), 5, 30, *WRONG_DATES),
     "disk": fill_disk,
     "rival": begin_rival,
     "gc": collect,
