@@ -26,6 +26,7 @@ from pipelines.nodes.launcher_process import LAUNCHER_MODULE
 
 DAY = 86_400.0
 AWAY_SECONDS = 30.0  # of a host whose work another one takes over after 20 s
+LONG_SECONDS = 200.0  # more than a stop may take
 COMMAND = ("run", "tiny.yaml", "--price-per-hour", "3600")  # a dollar a second
 AS_ANOTHER_HOST = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
 
@@ -151,9 +152,14 @@ def freeze(part: str) -> Disturb:
     def disturb(scene: Scene, chance: Random) -> str:
         host, seconds = scene.training_host(), chance.choice((chance.uniform(1, 8), chance.uniform(8, 30)))
         then = chance.choice((signal.SIGCONT, signal.SIGKILL))
+        stop = part in ("rank", "launcher") and chance.random() < 0.3
+        if stop:  # the command has to end without an answer of the frozen process
+            seconds = LONG_SECONDS
         frozen = host.send_to_a(part, signal.SIGSTOP, chance)
         scene.after(seconds, lambda: host.send(then, frozen))
-        return f"SIGSTOP to {part} of {host.name}; {then.name} after {seconds:.1f} s"
+        if stop:
+            host.send(signal.SIGTERM, host.processes("command"))
+        return f"SIGSTOP to {part} of {host.name}; {then.name} after {seconds:.1f} s{', and a stop' if stop else ''}"
 
     return disturb
 
