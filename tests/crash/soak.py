@@ -49,6 +49,7 @@ KEEP_LAST = 2
 POLL_SECONDS = 0.1
 STORE_POLL_SECONDS = 0.5
 LEAST_SECONDS = 20.0  # for a further run
+EARLY_SECONDS = 8.0  # from a disturbance to an early one
 ORPHAN_SECONDS = 2.0  # of ranks without a launcher
 # Generous: a machine may be busy with everything else.
 HANG_SECONDS = 300.0  # without a new commit or artifact
@@ -120,7 +121,7 @@ class Moment:
 
     def __init__(self, chance: Random, was_early: bool) -> None:
         self.early = not was_early and chance.random() < 0.25
-        self.delay = chance.uniform(0.2, 8 if self.early else 4)
+        self.delay = chance.uniform(0.2, EARLY_SECONDS if self.early else 4)
         self.since = time.monotonic() if self.early else None
 
     def has_come(self, calm: bool) -> bool:
@@ -188,6 +189,8 @@ class DisturbedRun:
             self.scene.end()
             chance = Random(f"{self.seed}/{len(self.disturbances)}")
             moment = moment or Moment(chance, was_early=False)
+            if any(host.running and time.monotonic() > host.asked + EARLY_SECONDS for host in self.scene.hosts):
+                continue  # nothing else may end a command that does not obey
             if time.monotonic() > until:
                 self.end_disturbances()
             elif moment.has_come(self.calm):
