@@ -106,13 +106,13 @@ class Disturbance:
         """Look whether training goes on. Ranks without a launcher or a command log their last step, too."""
         if self.seconds is not None or row.events is None or row.time <= self.at:
             return
+        self.first_row = min(self.first_row, row.time)
         if row.events != self.before.events:
             self.seconds = row.time - self.at
             resumed = STARTED.search(row.events.read_bytes())
             self.redone = max(0, self.before.step - int(resumed[1])) if resumed else 0
         elif row.time > self.at + ORPHAN_SECONDS:
             self.seconds = self.first_row - self.at
-        self.first_row = min(self.first_row, row.time)
 
 
 class Moment:
@@ -164,7 +164,7 @@ class DisturbedRun:
         with ExitStack() as stack:
             home = Project(self.folder / "main", RECIPE).home
             disk = Disk(stack.enter_context(small_disk(home, "64m"))) if "disk" in kinds else None
-            self.scene = Scene(new_host(), new_host, self.training_host, self.proxy, disk)
+            self.scene = Scene(new_host(), new_host, self.training_host, self.proxy, disk, kinds)
             stack.callback(self.leave)
             try:
                 self.disturb(kinds, until)

@@ -114,6 +114,7 @@ class Scene:
     training_host: Callable[[], Host]
     proxy: FaultyProxy
     disk: Disk | None
+    kinds: list[str]
     rival: Host | None = None
     gc: "subprocess.Popen[bytes] | None" = None
     gc_log: Path = Path()
@@ -234,6 +235,17 @@ def collect(scene: Scene, chance: Random) -> str:
     return "beside the run"
 
 
+def wrong_date(scene: Scene, chance: Random) -> str:
+    """A Date that is wrong by minutes, hours or days; often beside another host, or gc while no attempt works."""
+    did, beside = answers((of_any,), 10, 40, *WRONG_DATES)(scene, chance), chance.choice(("gc", "rival", ""))
+    if beside not in scene.kinds:
+        return did
+    if beside == "gc":
+        scene.main.away_until = time.monotonic() + AWAY_SECONDS
+        scene.main.send(signal.SIGKILL, scene.main.processes("group"))
+    return f"{did}, and {beside}: {DISTURBANCES[beside](scene, chance)}"
+
+
 PARTS = ("rank", "launcher", "command", "group")
 WRONG_DATES = [Fault(date_s=sign * seconds) for sign in (1, -1) for seconds in (90.0, 2 * 3600.0, 9 * DAY)]
 DISTURBANCES: dict[str, Disturb] = {
@@ -245,7 +257,7 @@ DISTURBANCES: dict[str, Disturb] = {
     "drip": answers((of_read, of_weights), 0.3, 4, Fault(drip_s=3)),
     "absent": answers((of_object, of_weights), 0.3, 2.5, Fault(404, "NoSuchKey")),
     "refused": answers((of_create,), 0.3, 2.5, Fault(412, "PreconditionFailed")),
-    "date": answers((of_any,), 5, 30, *WRONG_DATES),
+    "date": wrong_date,
     "disk": fill_disk,
     "rival": begin_rival,
     "gc": collect,
