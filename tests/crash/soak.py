@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -278,7 +279,7 @@ class DisturbedRun:
         if gc and gc.poll() is not None:
             # It refuses to judge the age of objects by a wrong clock.
             refused = 2 if "clock" in self.scene.gc_log.read_text() else 0
-            self.judge("gc", gc.returncode - refused, self.scene.gc_log, set())
+            self.judge("gc", gc.returncode - refused, self.scene.gc_log, {signal.SIGKILL})  # with its group
             self.scene.gc = None
 
     def judge(self, who: str, code: int, log: Path, sent: set[int]) -> None:
