@@ -54,13 +54,11 @@ class Window:
     matches: Callable[[Request], bool]
     seconds: float
     ends: float = math.inf  # by time.monotonic
-    hits: int = 0
 
     def hit(self, request: Request) -> bool:
         if not self.matches(request) or time.monotonic() > self.ends:
             return False
         self.ends = min(self.ends, time.monotonic() + self.seconds)
-        self.hits += 1
         return True
 
 
