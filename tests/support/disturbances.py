@@ -94,7 +94,7 @@ class Host:
     def send_to_a(self, part: str, number: signal.Signals, chance: Random) -> list[psutil.Process]:
         """Send a signal to one process of a part, or to the whole group. Returns them."""
         found = self.processes(part)
-        chosen = found if part == "group" else [chance.choice(found)] * bool(found)
+        chosen = found if part == "group" or not found else [chance.choice(found)]
         self.send(number, chosen)
         return chosen
 
