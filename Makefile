@@ -10,6 +10,8 @@ HERE := $(shell pwd | cksum | cut -d ' ' -f 1)
 INSTALLED := .venv/installed-$(HERE)
 # What `make demo` needs: the package without its extras.
 CORE := .venv/core-$(HERE)
+# Whether .venv is a link of this work tree to the environment of another clone, which is not ours to empty or to fill.
+BORROWED := $(if $(wildcard .venv/*-$(HERE)),,$(shell [ -L .venv ] && ls .venv/pyvenv.cfg 2>/dev/null))
 
 # Shells and images that forbid Python to write bytecode would have every process compile all that it imports again:
 # `import torch` takes 4.2 s of a core instead of 2.3 s, SkyPilot 8.1 instead of 3.1 s, TRL 29 instead of 12 s.
@@ -34,6 +36,8 @@ install: $(INSTALLED)
 # editable_mode=compat links the clone by a plain path entry. The default may use an import hook instead, which
 # runs after the path search: there a folder of the same name in the working directory would win.
 $(INSTALLED) $(CORE): pyproject.toml constraints.txt
+	@[ -z "$(BORROWED)" ] || { \
+	    echo "make: .venv links to that of another clone, $$(readlink .venv); remove the link for one of this clone" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
 	    echo "make: $(PYTHON) is not Python 3.11 or 3.12; name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@[ -n "$(wildcard .venv/*-$(HERE))" ] || { echo "making .venv"; "$(PYTHON)" -m venv --clear .venv; }
@@ -56,17 +60,20 @@ test: install
 test-all: install
 	$(PYTEST) -n 4
 
-format: install
+# These run from the sources here, with any environment.
+format lint docs: $(if $(BORROWED),,install)
+
+format:
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-lint: install
+lint:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 # The tables of README.md and docs/ that come from models and measurements.
-docs: install
+docs:
 	$(PY) -m benchmarks.documents
 
 clean:

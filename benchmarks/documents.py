@@ -1,12 +1,14 @@
-"""The generated parts of the documentation: tables of fields, recipes and measurements.
+"""The generated parts of the documentation: tables of fields, recipes, costs and measurements, and a plan.
 
 `make docs` (`python -m benchmarks.documents`) writes them again, each between two comments of a Markdown file:
 `<!-- generated: NAME -->` and `<!-- end -->`. `tests/repository/test_docs.py` fails when a part is stale.
 """
 
+import io
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,8 +17,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from pipelines.artifacts.unread_store import UnreadStore
 from pipelines.bench.measurements import OURS, Measurements, Speed, measurements
+from pipelines.cloud.catalog import cheapest_of, shipped_machines, shipped_prices
+from pipelines.cloud.planner import NO_LIMITS, Candidate, CloudPlan, Offered, plan_run, workload
+from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.tasks import managed_job
+from pipelines.plan import plan_of
 from pipelines.recipe import Recipe, load_recipe, shipped
+from pipelines.show.cloud_plan import print_cloud_plan
+from pipelines.show.plan import print_plan
+from pipelines.stage import STAGES, plans_of
 from trainer.models.family import SECTIONS
 from trainer.models.model_config import ModelConfig
 
@@ -133,10 +144,70 @@ def recipes() -> Iterator[str]:
             family = "" if model.family == "gpt2" else f"{model.family}, "
             shape = f"{family}{model.n_layer} x {model.n_embd}, {model.n_head} heads, T = {model.block_size}"
             batch, flops = f"{train.batch_tokens:,}", f"{recipe.train_flops:.1e}"
-            tokens = f"{recipe.train_tokens / 1e9:,.1f}B" if recipe.train_tokens > 1e8 else f"{recipe.train_tokens:,}"
-            yield f"`{name}`", f"{model.parameters / 1e6:,.1f}M", shape, batch, f"{train.max_steps:,}", tokens, flops
+            parameters, steps = f"{model.parameters / 1e6:,.1f}M", f"{train.max_steps:,}"
+            yield f"`{name}`", parameters, shape, batch, steps, tokens_of(recipe), flops
 
     yield from table(("recipe", "parameters", "shape", "batch, tokens", "steps", "tokens", "FLOPs"), rows())
+
+
+# --- costs
+
+NOWHERE = UnreadStore("s3://bucket/prefix", "an example")
+MACHINES = "H100:8"
+
+
+def shipped_plan(recipe: Recipe, gpus: str = MACHINES) -> CloudPlan:
+    """The plan of a whole run with the shipped prices, so that it is the same with every network."""
+    offered, plans = Offered(), plans_of(recipe)
+    for spot in (False, True):
+        job = managed_job(LaunchRequest("a-run", NOWHERE.uri, spot=spot, gpus=gpus), STAGES)
+        for task in job.tasks:
+            sold = offered.setdefault(task.name, {})
+            for wanted in task.machines:
+                sold |= cheapest_of(wanted, shipped_machines(wanted))
+    stages = [stage for stage in STAGES if stage != "tokenize" or recipe.tokens.subset]  # a small text is made here
+    work = workload(recipe, NOWHERE, plans, stages, installs=True)
+    return plan_run(work, offered, {}, NO_LIMITS, [f"prices of {shipped_prices()['date']}, which ship with skytrain"])
+
+
+def costs() -> Iterator[str]:
+    """Hours and dollars of the shipped recipes on 8 x H100."""
+
+    def cheapest(plan: CloudPlan, spot: bool) -> Candidate:
+        return next(one for one in plan.candidates if one.machine and one.machine.spot == spot)
+
+    def cell(one: Candidate) -> str:
+        time = f"{one.hours:,.1f} h" if one.hours < 8760 else f"{one.hours / 8760:,.0f} years"
+        return f"{time}, ${one.usd:,.{2 if one.usd < 100 else 0}f}"
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name in shipped():
+            recipe = load_recipe(name)
+            plan = shipped_plan(recipe)
+            lasting, spot = cheapest(plan, spot=False), cheapest(plan, spot=True)
+            nodes = lasting.stages["train"].nodes
+            yield (
+                f"`{name}`{', without its tune' if recipe.tune else ''}",
+                tokens_of(recipe),
+                f"{nodes} x 8 x H100" if nodes > 1 else "8 x H100",
+                cell(lasting),
+                cell(spot) if spot.usd < lasting.usd else "dearer",
+            )
+
+    yield from table(("recipe", "tokens", "machine", "on demand", "on spot"), rows())
+
+
+def tokens_of(recipe: Recipe) -> str:
+    return f"{recipe.train_tokens / 1e9:,.1f}B" if recipe.train_tokens > 1e8 else f"{recipe.train_tokens:,}"
+
+
+def sample_plan() -> Iterator[str]:
+    """What `skytrain plan gpt2-124m --cloud` prints without a network."""
+    recipe = load_recipe("gpt2-124m")
+    with redirect_stdout(io.StringIO()) as output:
+        print_plan(plan_of(recipe, NOWHERE))
+        print_cloud_plan(shipped_plan(recipe))
+    yield from ("```", "$ skytrain plan gpt2-124m --cloud", *output.getvalue().splitlines(), "```")
 
 
 # --- measurements
@@ -228,6 +299,8 @@ def figures() -> Iterator[str]:
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "fields": fields,
     "recipes": recipes,
+    "costs": costs,
+    "plan": sample_plan,
     "results": results,
     "speeds": speeds,
     "ratios": ratios,

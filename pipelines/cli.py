@@ -58,7 +58,7 @@ GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --hel
 
 
 # One answer shows whether a bucket exists. A run retries for two minutes; these commands do not.
-BRIEF = {verb.__name__ for verb in (report, status, logs, launch, resume, stop, down)}
+BRIEF = {verb.__name__ for verb in (report, status, logs, launch, resume, stop, down, plan)}
 
 
 class Verb(TyperCommand):
@@ -76,7 +76,9 @@ class Verb(TyperCommand):
         try:
             return super().invoke(ctx)
         except StoreUnavailable as error:
-            rest = "" if ctx.info_name in ("down", "report") else "; `skytrain down RUN` works without the store"
+            rest = (
+                "" if ctx.info_name in ("down", "report", "plan") else "; `skytrain down RUN` works without the store"
+            )
             raise UserError(f"{ctx.info_name}: {error}{rest}") from error
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -226,10 +228,11 @@ def sky_ending_of(error: BaseException) -> Ending | None:
 
 
 def exit_with(ending: Ending) -> NoReturn:
-    """Print the message of an ending on stderr, and exit with its code."""
+    """Print the message of an ending on stderr, without secrets, and exit with its code."""
+    from pipelines.secrets import redacted
     from pipelines.show.console import say
 
-    say(ending.message, on_stderr=True)
+    say(redacted(ending.message), on_stderr=True)
     sys.exit(ending.exit_code)
 
 

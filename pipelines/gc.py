@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from pipelines.artifacts.manifest import FOLDERS, Manifest, key_of, read_manifest
@@ -23,6 +24,7 @@ from pipelines.tracking.ledger import (
     HEARTBEAT_SECONDS,
     Attempt,
     Meter,
+    agreed_clock,
     attempts,
     claim,
     is_alive,
@@ -67,12 +69,14 @@ def collect(
     in any case. An artifact with an unreadable manifest or heartbeat, damaged or of a newer format, stays as it is;
     `on_damage` gets the error. A dry run removes nothing.
     """
-    keep, listed = _commits_to_keep(store, on_damage), artifacts(store)
+    keep, listed = commits_to_keep(store, on_damage), artifacts(store)
+    unfinished = any(key_of(prefix) not in {e.key for e in entries} for prefix, entries in listed.items())
+    now = agreed_clock(store) if unfinished else 0.0  # once, and early: no age is too large
 
     def look(prefix: str, own: int | None = None) -> tuple[list[Leftover], int | None]:
         entries = store.entries(f"{prefix}/") if own else listed[prefix]
         try:
-            return _leftovers(store, prefix, entries, older_than_days, keep, own)
+            return _leftovers(store, prefix, entries, older_than_days, now, keep, own)
         except UserError as error:
             on_damage(f"{store.uri}/{prefix}: {error}")
             return [], None
@@ -128,7 +132,7 @@ def remove_run(store: Store, name: str, dry_run: bool = False) -> Iterator[Lefto
             raise UserError(f"{run.run}: {other.name} begins with it and has not trained yet; remove that run first")
     shared = {prefix for other in runs for stage in other.record.stages for prefix in other.record.all_prefixes(stage)}
     own = {prefix for stage in run.stages for prefix in run.all_prefixes(stage)} - shared
-    if working := [prefix for prefix in sorted(own) if working_attempt(store, prefix)]:
+    if working := [prefix for prefix in sorted(own) if working_attempt(store, prefix, lambda: agreed_clock(store))]:
         raise UserError(f"{run.run}: an attempt works on {working[0]}; `skytrain stop {run.run}` stops it")
     records = [f"{folder}/{run.run}" for folder in ("control", "launches", "summaries", "runs")]
     for prefix in [*sorted(own), *records]:
@@ -168,11 +172,13 @@ def _leftovers(
     prefix: str,
     everything: list[Entry],
     older_than_days: float,
+    now: float,
     keep: Callable[[str], bool],
     own: int | None = None,
 ) -> tuple[list[Leftover], int | None]:
     """The leftovers among the objects of an artifact, records before the files that they name, and the number of its
-    next attempt; None for a finished one. `own`: the attempt of the caller, which does not count."""
+    next attempt; None for a finished one. `now`: by the store's clock. `own`: the attempt of the caller, which does
+    not count."""
     fence = f"{prefix}/attempts/{own or 0:04d}/"
     everything = [entry for entry in everything if not entry.key.startswith(fence)]
     kept = tuple(entry.key.removesuffix("COMMIT.json") for entry in everything if keep(entry.key))
@@ -185,22 +191,22 @@ def _leftovers(
     found: Iterator[Leftover]
     if manifest:
         found = _unnamed(manifest, entries)
-    elif beats and not is_over(store, beats[-1], max((e.modified for e in everything), default=0.0)):
+    elif beats and not is_over(beats[-1], max((e.modified for e in everything), default=0.0), lambda: now):
         found = iter(())
     else:
         of_gc = tuple(f"{prefix}/attempts/{beat.attempt:04d}/" for beat in beats if beat.run == GC)
         worked = max((e.modified for e in everything if not e.key.startswith(of_gc)), default=0.0)
-        age_days = (store.clock() - worked) / 86_400
+        age_days = (now - worked) / 86_400
         finishing = any(beat.progress.finishing and is_alive(beat) is not False for beat in beats)
         if age_days < older_than_days or finishing:
-            found = _uncommitted(entries)
+            found = _uncommitted(store, entries)
         else:
             why = f"unfinished, and no attempt has worked on it for {age_days:.1f} days"
             found = (Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/"))
     return sorted(found, key=lambda leftover: not RECORDS.fullmatch(leftover.key)), number
 
 
-def _commits_to_keep(store: Store, on_damage: Callable[[str], None]) -> Callable[[str], bool]:
+def commits_to_keep(store: Store, on_damage: Callable[[str], None]) -> Callable[[str], bool]:
     """Whether an object is the COMMIT.json of a commit that stays: one that its run keeps for good
     (`runtime.keep_every_steps`), or one that a run begins with which has not trained yet. Where a run cannot be read,
     every commit stays."""
@@ -227,6 +233,17 @@ def _commits_to_keep(store: Store, on_damage: Callable[[str], None]) -> Callable
     return keep
 
 
+def needed_by_runs(store: Store, on_damage: Callable[[str], None]) -> Callable[[str], bool]:
+    """Whether the commit in a folder stays although newer ones exist, see `commits_to_keep`. The runs are read again
+    once their list has changed."""
+
+    @lru_cache(maxsize=1)
+    def keep(runs: tuple[Entry, ...]) -> Callable[[str], bool]:
+        return commits_to_keep(store, on_damage)
+
+    return lambda folder: keep(tuple(store.entries("runs/")))(f"{folder}/COMMIT.json")
+
+
 def _source_of(run: Run) -> re.Match[str] | None:
     """The run and the step that a run begins with, as long as it has not trained. UserError if that cannot be read."""
     train, prefix = run.recipe.train, run.record.prefixes.get("train")
@@ -238,16 +255,19 @@ def _unnamed(manifest: Manifest, entries: list[Entry]) -> Iterator[Leftover]:
     needed = {f"{manifest.prefix}/{file.key}" for file in manifest.files if file.at is None} | {
         f"{manifest.prefix}/MANIFEST.json"
     }
+    if lost := min(needed - {entry.key for entry in entries}, default=None):
+        raise UserError(f"{lost}: named by the manifest, and not in the store, so nothing of this artifact is removed")
     for entry in entries:
         if entry.key not in needed and not entry.key.startswith(f"{manifest.prefix}/metrics/"):
             yield Leftover(entry.key, entry.size, "not in the manifest of its finished artifact")
 
 
-def _uncommitted(entries: list[Entry]) -> Iterator[Leftover]:
-    keys = {e.key for e in entries}
-    for entry in entries:
-        folder = re.match(r".*/checkpoints/[^/]+/", entry.key)
-        if folder and f"{folder[0]}COMMIT.json" not in keys:
+def _uncommitted(store: Store, entries: list[Entry]) -> Iterator[Leftover]:
+    folders = [re.match(r".*/checkpoints/[^/]+/", entry.key) for entry in entries]
+    commits = {f"{folder[0]}COMMIT.json" for folder in folders if folder}
+    missing = {key for key in commits - {e.key for e in entries} if store.get(key) is None}  # a listing may be wrong
+    for folder, entry in zip(folders, entries, strict=True):
+        if folder and f"{folder[0]}COMMIT.json" in missing:
             yield Leftover(entry.key, entry.size, "part of a checkpoint without a commit")
 
 

@@ -27,7 +27,7 @@ from pipelines.tracking.ledger import (
     claim,
     close_attempt,
     is_alive,
-    newest_report,
+    newest_attempt,
 )
 from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat
@@ -44,7 +44,7 @@ from trainer.errors import (
     UserError,
 )
 from trainer.process import StopSignal, failpoint
-from trainer.store import Store
+from trainer.store import WAITING, Store, Waiting
 
 # On a rented machine: how long to wait, at full price, while another machine works on the same artifact.
 RIVAL_SECONDS = 300.0
@@ -68,6 +68,7 @@ class Pipeline:
     watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
     before_ranks: Callable[[Work], None] | None = None  # called before train starts its ranks; may raise Interrupted
     began: float | None = None  # unix seconds, the start of the process, which the first attempt bills
+    allow_code: bool = False  # see `Work`
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
     _recorded: RunRecord | None = None
@@ -78,11 +79,12 @@ class Pipeline:
     def run(self) -> str:
         return run_name(self.plans)
 
-    def execute(self, until: str) -> None:
-        """Make the missing artifacts up to the stage `until`, and account for them."""
+    def execute(self, until: str, found: Mapping[str, Manifest | None] | None = None) -> None:
+        """Make the missing artifacts up to the stage `until`, and account for them. `found`: the artifacts of these
+        stages, if the caller has decided something by them; the store may say something else now."""
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
         keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
-        found = artifacts(self.store, self.plans, until)
+        found = found or artifacts(self.store, self.plans, until)
         mirrored = not all(found.values())
         if mirrored:
             self.mirror.start()
@@ -148,6 +150,7 @@ class Pipeline:
                 time.sleep(1)
                 continue
             try:
+                WAITING.check = Waiting.check  # from now on the run ends in order
                 with attempt:
                     manifest = self._build(stage, attempt, [one.beat for one in earlier if one.prefix == plan.prefix])
             except StaleAttempt:
@@ -173,17 +176,16 @@ class Pipeline:
     def _wait_for_rival(self, plan: ArtifactPlan) -> Heartbeat | None:
         """Wait until no attempt of another process is alive. Returns the newest attempt, None if there is none.
 
-        A silence counts from the last heartbeat, by the store's clock. A rented machine does not wait for longer than
-        RIVAL_SECONDS: it raises Stopped, or Interrupted if the other attempt is of the same job, which its controller
-        then places anew.
+        A silence is one that this process has watched, by its own clock: no date decides. A rented machine does not
+        wait for longer than RIVAL_SECONDS: it raises Stopped, or Interrupted if the other attempt is of the same job,
+        which its controller then places anew.
         """
         last: Heartbeat | None = None
         began = silent_since = time.monotonic()
-        while report := newest_report(self.store, plan.prefix):
-            newest, stored = report
+        while newest := newest_attempt(self.store, plan.prefix):
             alive = is_alive(newest)
             if newest != last:
-                silent_since = time.monotonic() - max(0.0, self.store.clock() - stored)
+                silent_since = time.monotonic()
             if alive is False or (alive is None and time.monotonic() - silent_since > SILENT_SECONDS):
                 return newest
             if last is None:
@@ -214,6 +216,7 @@ class Pipeline:
             self.stop,
             before_ranks=self.before_ranks,
             earlier=earlier,
+            allow_code=self.allow_code,
         )
         self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
         shutil.rmtree(work.folder)  # left from a store that was deleted: a new store counts attempts from 1 again

@@ -105,7 +105,7 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
     fields = [f"{field}: {shortened(a)}, not {shortened(b)}" for field, (a, b) in differs.items()]
     more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
     reason = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}" if sibling else ""
-    other = how_to_resume(store, plan, entries) or how_to_continue(store, sibling, differs)
+    other = how_to_resume(store, plan, entries) or how_to_continue(store, plan, sibling)
     return StagePlan(plan.prefix, plan.fingerprint, False, "; ".join(filter(None, (reason, other))) or None, other)
 
 
@@ -126,13 +126,15 @@ def how_to_resume(store: Store, plan: ArtifactPlan, entries: list[Entry]) -> str
     return f"it starts at step 0; the recipe run:{run} resumes {run} at step {commits[prefix].step} instead"
 
 
-def how_to_continue(store: Store, sibling: Manifest | None, differs: Mapping[str, tuple[Any, Any]]) -> str | None:
-    """The option that continues a finished training which differs in its number of steps alone, and has fewer."""
-    more, less = differs.get("train.max_steps", (0, 0))
-    if sibling is None or len(differs) > 1 or more <= less or not (commits := committed_folders(store, sibling.prefix)):
+def how_to_continue(store: Store, plan: ArtifactPlan, sibling: Manifest | None) -> str | None:
+    """The ways to go on from a finished training of this label, unless the recipe names where it begins."""
+    if sibling is None or plan.stage != "train" or {"branch_from", "init_from"} & set(plan.identity["train"]):
         return None
-    source = f"run:{sibling.run}@{step_of(commits[0])}"
-    return f"it starts at step 0; --set train.branch_from={source} continues {sibling.run} instead"
+    run, steps = sibling.run, map(step_of, committed_folders(store, sibling.prefix))
+    before_the_end = [step for step in steps if step < plan.identity["train"]["max_steps"]]
+    ways = [f"--set train.branch_from=run:{run}@{step} continues it" for step in before_the_end[:1]]
+    ways += [f"--set train.init_from=run:{run} begins with its weights", f"run:{run} is its recipe"]
+    return f"it starts at step 0, beside the finished {run}: {', '.join(ways)}"
 
 
 def nearest_sibling(store: Store, plan: ArtifactPlan, entries: list[Entry]) -> tuple[Manifest | None, dict[str, Any]]:

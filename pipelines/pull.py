@@ -1,17 +1,27 @@
-"""The export of a run on this machine, verified."""
+"""The export of a run on this machine, verified.
 
+All that could end a pull is looked for before the first byte: the names and sizes of the files, and what lies in their
+places. Files arrive in a folder of their own below DIR, so the next pull removes what a killed one left.
+"""
+
+import fcntl
 import os
+import shutil
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from pipelines.artifacts.manifest import File, Manifest, download_verified, read_manifest
+from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest, download_verified, key_of, read_manifest
 from pipelines.formats.hf import COMPONENTS
 from pipelines.recipe import HF, OTHER_FORMATS
 from pipelines.tracking.run_record import read_records
 from pipelines.tracking.runs import tuned_model
-from trainer.errors import UserError, cut, is_full
-from trainer.store import Store, sha256_of
+from trainer.errors import StoreUnavailable, UserError, cut, is_full, shown
+from trainer.store import PARTIAL, Store, sha256_of
+
+ARRIVING = f"{PARTIAL}pull"  # the folder
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ def pull_run(store: Store, run: str, folder: Path, format: str | None, tuned: bo
     once it is there.
 
     Complete files of an earlier pull stay, so a second pull continues the first. UserError, before anything is copied,
-    if another file is in the place of one, or if the export does not exist or lacks the format.
+    if anything else is in the place of one, or if the export does not exist, is damaged, or lacks the format.
     """
     (record,) = read_records(store, [run])
     prefix = record.prefixes.get("export")
@@ -38,14 +48,18 @@ def pull_run(store: Store, run: str, folder: Path, format: str | None, tuned: bo
     if manifest is None:
         raise UserError(f"{record.run}: the run has no export yet; `skytrain run run:{record.run}` finishes it")
     files = files_of(manifest, format, record.run)
-    present = {file.name for file in files if is_present(folder / file.name, file)}
+    check_names_and_sizes(store, manifest)
+    present = {file.name for file in files if is_present(folder, file)}
 
     def pulled() -> Iterator[Pulled]:
-        for file in files:
-            path = folder / file.name
-            if file.name not in present:
-                fetch_to(store, manifest, file, path)
-            yield Pulled(path, file.size, file.name in present)
+        with arriving_in(folder) as arriving:
+            for file in files:
+                path = folder / file.name
+                if file.name not in present:
+                    download_verified(store, f"{manifest.prefix}/{file.key}", file, arriving / file.sha256)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    (arriving / file.sha256).rename(path)
+                yield Pulled(path, file.size, file.name in present)
 
     return pulled()
 
@@ -66,22 +80,63 @@ def files_of(manifest: Manifest, format: str | None, run: str) -> list[File]:
     return by_format[format]
 
 
-def is_present(path: Path, file: File) -> bool:
-    """Whether a file is there from an earlier pull. UserError if something else is."""
+def check_names_and_sizes(store: Store, manifest: Manifest) -> None:
+    """DamagedArtifact for a name that stands for two files, or for an object of another size than in the manifest."""
+    names = Counter(file.name for file in manifest.files)
+    folders = {str(folder) for name in names for folder in PurePosixPath(name).parents}
+    if twice := next((name for name, count in names.items() if count > 1 or name in folders), None):
+        raise DamagedArtifact(f"{store.uri}/{key_of(manifest.prefix)}", f"damaged: it names {shown(twice)} twice")
+    stored = {entry.key: entry.size for entry in store.entries(f"{manifest.prefix}/")}
+    for file in manifest.files:
+        key = f"{manifest.prefix}/{file.key}"
+        if (size := stored.get(key)) != file.size:
+            found = "missing" if size is None else f"{size:,} bytes long, but {file.size:,} bytes in its manifest"
+            raise DamagedArtifact(f"{store.uri}/{key}", f"damaged: it is {found}", f"remove {key_of(manifest.prefix)}")
+
+
+def is_present(folder: Path, file: File) -> bool:
+    """Whether a file is there from an earlier pull. UserError if something else is, or stands where its folder must be;
+    a link might lead out of `folder`."""
+    path = folder / file.name
+    for above in [*path.parents][: file.name.count("/")]:
+        if os.path.lexists(above) and (above.is_symlink() or not above.is_dir()):
+            raise UserError(f"{above}: not a folder, but a file or a link; choose an empty folder, or remove it")
     if not os.path.lexists(path):
         return False
-    if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
+    if path.is_file() and not path.is_symlink() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
         return True
     raise UserError(f"{path}: another file is there; choose an empty folder, or remove it")
 
 
-def fetch_to(store: Store, manifest: Manifest, file: File, path: Path) -> None:
-    """Download and verify a file."""
+@contextmanager
+def arriving_in(folder: Path) -> Iterator[Path]:
+    """A new folder inside of `folder`, for files that are not complete, removed at the end. UserError while another
+    pull has one there, and for a folder that cannot be written."""
+    path = folder / ARRIVING
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        download_verified(store, f"{manifest.prefix}/{file.key}", file, path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            shutil.rmtree(path, ignore_errors=True)
+            try:
+                path.mkdir()
+                yield path
+            finally:
+                shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
-        if is_full(error):
-            error.filename = str(path.parent)
+        if isinstance(error, StoreUnavailable) or is_full(error):
             raise
-        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another folder") from error
+        where = error.filename or folder
+        raise UserError(f"{where}: cannot be written ({error.strerror}); choose another folder") from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with the process. UserError if another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise UserError(f"{folder}: another pull is at work there; wait for its end") from error
+    finally:
+        os.close(descriptor)

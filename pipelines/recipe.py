@@ -38,8 +38,8 @@ REMOVED_FORMATS = {
     "onnx": "run `optimum-cli export onnx` on the files of hf",
 }
 SHIPPED = (
-    *("smoke", "smoke-chat", "smoke-modern", "gpt2-124m", "gpt2-124m-chat", "llama-124m", "modern-124m", "gpt3-125m"),
-    *("gpt2-350m", "gpt2-774m", "llama-1b", "modern-d24", "gpt2-1558m", "llama-8b"),
+    *("smoke", "laptop", "smoke-chat", "smoke-modern", "gpt2-124m", "gpt2-124m-chat", "llama-124m", "modern-124m"),
+    *("gpt3-125m", "gpt2-350m", "gpt2-774m", "llama-1b", "modern-d24", "gpt2-1558m", "llama-8b"),
     *("gpt3-6.7b", "gpt3-13b", "gpt3-175b"),
 )
 FIELDS_OF = {"beta": ("dpo", *REWARDED), "rewards": REWARDED, "held_out": ("sft", "dpo", *REWARDED)}  # by method
@@ -133,7 +133,7 @@ class RewardConfig(Section):
                 raise ValueError(f"{field} belongs to kind {kind}, and {kind} needs it (kind is {self.kind})")
         try:
             re.compile(self.pattern or "")
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"pattern {shown(self.pattern)} is not a regular expression: {error}") from error
         return self
 

@@ -12,7 +12,7 @@ from pipelines.recipe import CHAT_TOKENS
 from pipelines.text.chat import ChatTokens
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.runs import Run, read_run, tuned_model
-from trainer.checkpoint.commits import Commit, committed_folders, step_of
+from trainer.checkpoint.commits import committed_folders, read_commit, step_of
 from trainer.errors import NotAFile, UserError
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import open_weights
@@ -204,13 +204,10 @@ def load_commit(store: Store, folder: str, config: ModelConfig) -> "LanguageMode
 
     model = plain_model(config)
     pieces = {f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}
-    alone, damage = World(0, 0, 1, torch.device("cpu")), None
+    alone = World(0, 0, 1, torch.device("cpu"))
     try:
-        if body := store.get(f"{folder}/COMMIT.json"):
-            damage = load_files(store, folder, Commit.decode(body, folder).files, pieces, alone)
-    except DamagedRecord as error:
-        damage = error.reason
-    except NotAFile as error:
+        damage = load_files(store, folder, read_commit(store, folder).files, pieces, alone)
+    except (DamagedRecord, NotAFile) as error:
         damage = str(error)
     if store.get(f"{folder}/COMMIT.json") is None:
         raise UserError(f"{store.uri}/{folder}: was removed while it was read; run the same command again")

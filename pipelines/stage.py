@@ -57,6 +57,7 @@ class Work:
     clock: PhaseClock = field(default_factory=PhaseClock)
     before_ranks: "Callable[[Work], None] | None" = None  # called before train starts its ranks; may raise Interrupted
     earlier: list[Heartbeat] = field(default_factory=list)  # the attempts at this artifact before this one
+    allow_code: bool = False  # whether the recipe's own code may run, which its user alone decides
     # Of the ranks: seconds by phase, and the phase since then.
     rank_phases: tuple[dict[str, float], str] = field(default_factory=lambda: ({}, "setup"))
 

@@ -25,6 +25,7 @@ from trainer.checkpoint.commits import committed_folders, step_of
 from trainer.errors import UserError
 from trainer.models.model_config import ModelConfig
 from trainer.models.weights import CONFIG_FILE, StoredTensor, WeightsFile, from_hub_layout, open_weights, weight_files
+from trainer.record import decoded_at
 from trainer.store import Store, sha256_of
 
 RUN = "run:"
@@ -251,9 +252,10 @@ def _final(store: Store, run: Run, prefix: str, where: str) -> ParentWeights:
 def _commit(store: Store, run: Run, prefix: str, named: re.Match[str], where: str) -> ParentWeights:
     folders = committed_folders(store, prefix)
     found = [
-        ParentWeights(run, prefix, sha256(body).hexdigest(), folder=folder)
+        ParentWeights(run, prefix, digest, folder=folder)
         for folder in folders
-        if step_of(folder) == int(named["step"]) and (body := store.get(f"{folder}/COMMIT.json"))
+        if step_of(folder) == int(named["step"])
+        and (digest := decoded_at(store, f"{folder}/COMMIT.json", lambda body, _: sha256(body).hexdigest()))
     ]
     if not found:
         raise UserError(f"{where}: step {named['step']} is not a commit of {run.name}; {steps_text(folders)}")

@@ -201,7 +201,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Callable[[str], Wo
 @pytest.fixture
 def clean_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell without any variable or secret that a launch takes over."""
-    from pipelines.cloud.request import SECRETS, VARIABLES
+    from pipelines.cloud.request import VARIABLES
+    from pipelines.secrets import SECRETS
 
     for name in (*VARIABLES, *SECRETS):
         monkeypatch.delenv(name, raising=False)

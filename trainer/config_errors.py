@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -12,21 +13,33 @@ from trainer.models.model_config import REMOVED_FIELDS
 
 # pydantic's words, and ours.
 WORDS = {"Input should be ": "must be ", "greater than or equal to ": "at least ", "less than or equal to ": "at most "}
+MOST_ERRORS = 20  # of a recipe, in one message
+# Names in other tools, and ours.
+ALIASES = {
+    **dict.fromkeys(("data", "dataset", "path"), "source"),
+    **dict.fromkeys(("context_length", "n_ctx", "seq_len"), "block_size"),
+    **dict.fromkeys(("d_model", "hidden_size"), "n_embd"),
+    **dict.fromkeys(("batch", "batch_size"), "batch_tokens"),
+    **dict.fromkeys(("epochs", "num_train_epochs"), "max_steps"),
+    **dict.fromkeys(("lr", "max_lr", "peak_lr"), "learning_rate"),
+}
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserError:
     """pydantic's errors as one line each: `where: train.learning_rte: unknown field; did you mean …`."""
     lines: dict[str, list[str]] = {}  # a union reports one error for each member: join them into one line a field
     # Misspelt fields first: they are why others are missing.
-    for e in sorted(error.errors(), key=lambda e: e["type"] == "missing"):
+    for e in sorted(error.errors(), key=lambda e: e["type"] == "missing")[:MOST_ERRORS]:
         path, message = _one_line(e, model)
         meant = {line.rpartition("'?")[0].rpartition("did you mean '")[2] for known in lines.values() for line in known}
-        if e["type"] != "missing" or path.rpartition(".")[2] not in meant:
+        if e["type"] != "missing" or not meant & {path, path.rpartition(".")[2]}:
             if found := lines.setdefault(path, []):
                 found[-1] = found[-1].removesuffix(f" (got {shown(e['input'])})")
                 message = message.removeprefix("must be ")
             found.append(message)
-    complaints = (": ".join(filter(None, (where, path, ", or ".join(m)))) for path, m in lines.items())
+    complaints = [": ".join(filter(None, (where, path, ", or ".join(m)))) for path, m in lines.items()]
+    if error.error_count() > MOST_ERRORS:
+        complaints.append(f"{where}: and {error.error_count() - MOST_ERRORS:,} more errors")
     return UserError("\n".join(complaints))
 
 
@@ -37,9 +50,7 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     if error["type"] == "extra_forbidden":
         if removed := REMOVED_FIELDS.get(".".join(path)):
             return ".".join(path), f"was {removed}"
-        if near := difflib.get_close_matches(path[-1], known, 1):
-            return ".".join(path), f"unknown field; did you mean '{near[0]}'?"
-        return ".".join(path), f"unknown field; known fields: {', '.join(known)}"
+        return ".".join(path), f"unknown field; {_nearest_field(path[-1], known, model)}"
     if error["type"] == "missing":
         return ".".join(path), "missing; a value is required"
     if error["type"] == "union_tag_invalid":
@@ -61,6 +72,28 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     message = message[0].lower() + message[1:]
     got = "" if error["type"] == "value_error" else f" (got {shown(error['input'])})"
     return ".".join(path), f"{message}{got}{_near_value(error)}"
+
+
+def _nearest_field(name: str, known: list[str], model: type[BaseModel]) -> str:
+    """A hint at the field that an unknown name resembles: one of its section, else of another section."""
+    others = {path.rpartition(".")[2]: path for path in reversed([*_fields(model)])}
+    usual = ALIASES.get(name.lower(), name)
+    if usual in known:
+        return f"did you mean '{usual}'?"
+    if name not in others and (near := difflib.get_close_matches(name, known, 1)):
+        return f"did you mean '{near[0]}'?"
+    if near := difflib.get_close_matches(usual, others, 1, cutoff=0.75):
+        return f"did you mean '{others[near[0]]}'?"
+    nearest = difflib.get_close_matches(name, known, 3, cutoff=0)
+    return f"the nearest are {', '.join(nearest)}"
+
+
+def _fields(model: type[BaseModel], before: str = "") -> Iterator[str]:
+    """The paths of all fields."""
+    for name, field in model.model_fields.items():
+        yield f"{before}{name}"
+        for section in _sections(field.annotation):
+            yield from _fields(section, f"{before}{name}.")
 
 
 def _near_value(error: ErrorDetails) -> str:

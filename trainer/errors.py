@@ -13,7 +13,7 @@ EXIT_INTERRUPTED = 75  # the same command resumes the run; a managed job does th
 EXIT_STOPPED = 76  # nothing restarts the run automatically
 
 SHOWN_CHARACTERS = 200  # of a user's value in a message
-FULL = "no space left on the disk; free some space, or choose another folder"
+FULL = "no space left on the disk, or a file beyond `ulimit -f`; free some space, or choose another folder"
 # Errors of a path that the user named, or of a folder that belongs to somebody else.
 UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
 
@@ -71,6 +71,10 @@ class StoreUnavailable(OSError):
     """The store did not answer within the time limit. Not the user's mistake: the same command may work later."""
 
 
+class NoSoundCommit(StoreUnavailable):
+    """A run has commits, and none of them can be read. Starting over would lose them."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """The message that a command prints on stderr as it ends, and its exit code."""
@@ -109,8 +113,8 @@ def ending_of(error: BaseException) -> Ending | None:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a disk or a quota is used up. Trying again later would not help."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    """Whether a disk, a quota or the limit of a file is used up. Trying again later would not help."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def shown(value: object) -> str:

@@ -7,7 +7,6 @@ series of metrics is complete wherever the run resumes. No torch in this module.
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO, get_args
 
 from trainer.metrics import PhaseClock
+from trainer.process import steady_time
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class EventLog:
 
     def row(self, step: int, metrics: Mapping[str, float], samples: list[str] | None = None) -> None:
         """Log the metrics after `step` updates, without those that JSON cannot represent, and generated texts."""
-        now = round(time.time(), 3)
+        now = round(steady_time(), 3)  # the clock of the bill, on which reports place it
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         texts = {"samples": samples} if samples else {}
         self.uncommitted.append({"step": step, "time": now, **metrics, **texts})

@@ -112,8 +112,8 @@ class Watchdog:
 
     Calls of `progress` and changes of phase are progress. A thread polls for them. It adds up its own polling
     intervals instead of reading the clock: a machine that was suspended, or a process that was stopped, did not poll.
-    The thread needs the interpreter: the peers of a rank that hangs while it holds the GIL end it, because they wait
-    for it.
+    The thread needs the interpreter: a rank that hangs while it holds the GIL is ended by its peers, which wait for it,
+    or by its command (pipelines/nodes/ranks.py).
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import Interrupted
+from trainer.errors import Interrupted, UserError, cut
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 BOOTED = "SKYTRAIN_BOOTED"  # unix seconds of the boot, from a command to its children
@@ -64,9 +64,12 @@ def log_crash(thread: "Background") -> None:
 def steady_time() -> float:
     """Unix seconds that never jump: those of the wall clock when a command begins, and the boot clock from then on.
 
-    For durations and bills. The wall clock is for dates alone."""
-    booted = float(os.environ.setdefault(BOOTED, repr(time.time() - since_boot())))  # the ranks inherit it
-    return booted + since_boot()
+    For durations and bills. The wall clock is for dates alone. UserError for an impossible SKYTRAIN_BOOTED."""
+    text = os.environ.setdefault(BOOTED, repr(time.time() - since_boot()))  # the ranks inherit it
+    with suppress(ValueError):
+        if 0 <= (booted := float(text)) < 1e11:  # the year 5138: records hold dates up to 9999
+            return booted + since_boot()
+    raise UserError(f"{BOOTED}={cut(text)}: must be the unix seconds of the boot; unset it, and skytrain computes them")
 
 
 def since_boot() -> float:

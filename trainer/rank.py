@@ -53,6 +53,7 @@ class RankJob:
     origin: Callable[[World], Origin] | None = None  # of a run that does not begin with weights drawn from its seed
     weights: tuple[float, ...] = ()  # of the sources of a mixture
     eot: int | None = None  # begins the documents of packed shards
+    needed: Callable[[str], bool] = lambda folder: False  # whether another run needs this commit
     starting: Callable[[str], None] = lambda phase: None  # told each phase of the start, for a watchdog
 
 
@@ -78,6 +79,7 @@ def run_rank(job: RankJob, stop: StopSignal) -> tuple[TrainState, bool]:
         job.runtime.keep_last,
         superseded=lambda: job.superseded(attempt),
         keep_every=job.runtime.keep_every_steps,
+        needed=job.needed,
     )
     evaluation = job.evaluation(world)
     settings = (job.model, job.train, job.runtime, train_data, val_data)

@@ -8,15 +8,15 @@ code behind the reader handles sound values alone.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from trainer.errors import UserError, cut, shown
-from trainer.store import Store, checked_key
+from trainer.errors import NotAFile, UserError, cut, shown
+from trainer.store import Store, checked_key, read_again
 
 FORMAT = 1  # of a record without the field `format`
 SMALL_BYTES = 1 << 20  # of a record
@@ -35,7 +35,7 @@ class DamagedRecord(UserError):
 
     def __init__(self, where: str, reason: str, remedy: str = "") -> None:
         super().__init__(f"{where}: damaged ({cut(reason)})" + (f"; {remedy}" if remedy else ""))
-        self.reason = cut(reason)
+        self.where, self.reason = where, cut(reason)
 
 
 class NewerRecord(UserError):
@@ -81,10 +81,28 @@ def record_in(kind: type[T], body: bytes, where: str, version: int = FORMAT, mos
     return typed(kind, decoded(body, where, most_bytes), where, version)
 
 
-def record_at(kind: type[T], store: Store, key: str) -> T | None:
-    """The record in an object of the store; None if there is none. DamagedRecord, or NewerRecord."""
-    body = store.get(key)
-    return None if body is None else record_in(kind, body, f"{store.uri}/{key}")
+def record_at(kind: type[T], store: Store, key: str, polled: bool = False) -> T | None:
+    """The record in an object of the store, as `decoded_at` reads it."""
+    return decoded_at(store, key, lambda body, where: record_in(kind, body, where), polled)
+
+
+def decoded_at(store: Store, key: str, decode: Callable[[bytes, str], T], polled: bool = False) -> T | None:
+    """The record in an object of the store, by `decode(body, where)`; None if there is none. DamagedRecord, or
+    NewerRecord.
+
+    A record that looks damaged is read again on other connections, and so is one that is absent although the store
+    lists it. `polled`: its absence is usual and harmless, so it costs no listing.
+    """
+    where = f"{store.uri}/{key}"
+
+    def read() -> T | None:
+        if (body := store.get(key)) is not None:
+            return decode(body, where)
+        if not polled and any(entry.key == key for entry in store.entries(key)):
+            raise DamagedRecord(where, "the store lists it, and finds no such object")
+        return None
+
+    return read_again(store, read, DamagedRecord, NewerRecord, NotAFile)
 
 
 def decoded(body: bytes, where: str, most_bytes: int = SMALL_BYTES) -> Any:

@@ -10,6 +10,7 @@ import errno
 import itertools
 import os
 import stat
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,13 +21,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
-from trainer.errors import FULL, DiskFull, NotAFile, StoreUnavailable, UserError, is_full
+from trainer.errors import FULL, DiskFull, Interrupted, NotAFile, StoreUnavailable, UserError, is_full
 
 # An incomplete file has a temporary name with this prefix. `entries` leaves such names out, because a killed process
 # leaves such files. So no key may have the prefix.
 PARTIAL = ".partial-"
 # Bytes of an object that `get` reads as a whole. The largest of ours are records of 64 MiB.
 LARGEST = 512 << 20
+POLL_SECONDS = 0.5  # between two looks of a thread that waits
 READERS = 16  # small objects at once: a bucket answers each request after a hundredth of a second
 PART_BYTES = 16 << 20  # of a large object; the repetition of a lost one costs 0.2 s
 MOST_PARTS = 10_000  # that a bucket takes
@@ -105,6 +107,10 @@ class Store(Protocol):
     def clock(self) -> float:
         """Unix seconds by the store's clock, for comparison with `Entry.modified`: clocks of machines may differ."""
 
+    def other_connections(self) -> Iterator[None]:
+        """Take other connections for the next requests, after a pause, at each step; a few seconds in all. None where
+        objects come without a network."""
+
 
 class LocalStore:
     """A store in a folder of a local (or strictly POSIX) file system. The first write creates the folder."""
@@ -159,9 +165,7 @@ class LocalStore:
         path = self.path_of(key)
         with unavailable_if_failing(path):
             try:
-                with open_regular(path) as file:
-                    refuse_huge(str(path), os.fstat(file.fileno()).st_size)
-                    return file.read()
+                return read_regular(path)
             except ABSENT:
                 return None
 
@@ -240,6 +244,9 @@ class LocalStore:
                 except OSError:
                     break
 
+    def other_connections(self) -> Iterator[None]:
+        return iter(())
+
     def clock(self) -> float:
         try:
             if not self.root.is_dir():  # nothing to compare with, and a look at the clock makes no folder
@@ -255,11 +262,55 @@ def share_of_node(most: int) -> int:
     return max(2, min(most, 4 * (os.cpu_count() or 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+class Waiting(threading.local):
+    """What this thread calls while it waits for an answer of a store; its exception ends the wait."""
+
+    check: Check = staticmethod(lambda: None)
+
+
+WAITING = Waiting()
+
+
+def pause(seconds: float) -> None:
+    """Sleep until `WAITING.check` ends it."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        WAITING.check()
+        time.sleep(min(POLL_SECONDS, left))
+
+
 def side_by_side(read: Callable[[A], B], items: Iterable[A]) -> list[B]:
     """What `read` returns for each item, in order, in several threads: for small objects of a store. Raises the first
-    error."""
+    error, which ends the other reads, as an exception of this thread does."""
+    check, ended = WAITING.check, threading.Event()
+
+    def check_both() -> None:
+        check()
+        if ended.is_set():
+            raise Interrupted
+
+    def read_in_thread(item: A) -> B:
+        WAITING.check = check_both
+        return read(item)
+
     with ThreadPoolExecutor(READERS, thread_name_prefix="read") as readers:
-        return list(readers.map(read, items))
+        try:
+            return list(readers.map(read_in_thread, items))
+        except BaseException:
+            ended.set()
+            raise
+
+
+def read_again(store: Store, read: Callable[[], A], *damage: type[Exception]) -> A:
+    """What `read` returns. After `damage`, which the network may have done, it reads again on other connections, before
+    it raises the last one: only then is the object itself damaged."""
+    others = store.other_connections()
+    while True:
+        try:
+            return read()
+        except damage:
+            if next(others, "none is left") == "none is left":
+                raise
 
 
 def read_through(read: Callable[[memoryview], int], size: int, buffer: memoryview, take: Take | None = None) -> int:
@@ -275,14 +326,21 @@ def read_through(read: Callable[[memoryview], int], size: int, buffer: memoryvie
     return done
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
     """A file, opened for reading. NotAFile for a device, a pipe or a socket, which might never answer or end."""
     # The caller closes it; a pipe's opening waits for no writer.
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    file = open(path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise NotAFile(f"{path}: not a regular file; name one, or remove it from the store")
+        raise NotAFile(f"{path}: not a regular file, but a pipe, a device or a socket; remove it, or name a file")
     return file
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file. NotAFile for a device, a pipe or a socket, and for more than LARGEST bytes."""
+    with open_regular(path) as file:
+        refuse_huge(str(path), os.fstat(file.fileno()).st_size)
+        return file.read()
 
 
 def part_length(size: int) -> int:

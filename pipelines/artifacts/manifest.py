@@ -32,6 +32,7 @@ from trainer.record import (
     Size,
     StoredRecord,
     UnixSeconds,
+    decoded_at,
     record_in,
     typed,
 )
@@ -41,6 +42,7 @@ from trainer.store import (
     Check,
     LocalStore,
     Store,
+    read_again,
     sha256_of,
     side_by_side,
     unavailable_if_failing,
@@ -120,6 +122,13 @@ class Manifest(StoredRecord):
     def prefix(self) -> str:
         return prefix_of(self.stage, self.label, self.fingerprint)
 
+    @property
+    def versions(self) -> str:
+        """The packages that made it, for people."""
+        found = self.provenance.get("versions")
+        named = found.items() if isinstance(found, dict) else ()
+        return ", ".join(f"{name} {version}" for name, version in named if version)
+
     def file(self, name: str) -> File:
         for file in self.files:
             if file.name == name:
@@ -184,19 +193,20 @@ def fingerprint_of(identity: Mapping[str, Any]) -> str:
 
 def read_manifest(store: Store, prefix: str) -> Manifest | None:
     """The manifest under `prefix`, or None if the artifact does not exist (yet)."""
-    key, where = key_of(prefix), f"{store.uri}/{key_of(prefix)}"
-    body = store.get(key)
-    if body is None:
-        return None
-    try:
+
+    def decode(body: bytes, where: str) -> Manifest:
         manifest = Manifest.from_json(body, where)
         check_facts(manifest, f"{where}: facts")
+        matches = manifest.stage in FOLDERS and fingerprint_of(manifest.identity) == manifest.fingerprint
+        if not (matches and manifest.prefix == prefix):
+            raise DamagedRecord(where, "its identity and its fingerprint do not match")
+        return manifest
+
+    try:
+        return decoded_at(store, key_of(prefix), decode)
     except DamagedRecord as error:
+        where = f"{store.uri}/{key_of(prefix)}"
         raise DamagedArtifact(where, str(error).removeprefix(f"{where}: ")) from error
-    known_stage = manifest.stage in FOLDERS
-    if not (known_stage and fingerprint_of(manifest.identity) == manifest.fingerprint and manifest.prefix == prefix):
-        raise DamagedArtifact(where, "its identity and its fingerprint do not match")
-    return manifest
 
 
 def check_facts(manifest: Manifest, where: str) -> None:
@@ -308,11 +318,16 @@ def fetch_folder(store: Store, manifest: Manifest, cache: Path, folder: Path) ->
 def download_verified(store: Store, key: str, file: File, path: Path) -> None:
     """Download the file that a manifest names, stored under `key`, to `path`, where it appears once it is verified. See
     `verify`."""
-    arriving, digest = path.with_name(f"{PARTIAL}{path.name[:40]}-{file.sha256[:16]}"), None
-    try:
+    arriving = path.with_name(f"{PARTIAL}{path.name[:40]}-{file.sha256[:16]}")
+
+    def download() -> None:
+        digest = None
         with suppress(FileNotFoundError):  # `verify` names the missing object
             digest = store.download(key, arriving)
         verify(store, key, file, arriving, digest)
+
+    try:
+        read_again(store, download, DamagedArtifact)
         arriving.rename(path)
     finally:
         arriving.unlink(missing_ok=True)
@@ -375,13 +390,14 @@ def verify(store: Store, key: str, file: File, path: Path, digest: str | None = 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The fields (dotted) in which two identities differ, with both values."""
-    flat_a, flat_b = _flat(a), _flat(b)
+    flat_a, flat_b = flat(a), flat(b)
     keys = dict.fromkeys([*flat_a, *flat_b])
     return {k: (flat_a.get(k), flat_b.get(k)) for k in keys if flat_a.get(k) != flat_b.get(k)}
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """The fields (dotted) with their values."""
+    fields: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
-    return flat
+        fields |= flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return fields

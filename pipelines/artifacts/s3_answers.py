@@ -4,11 +4,12 @@ A refusal (wrong or expired credentials, no rights, no such bucket) is not trans
 takes it for one.
 """
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
+from pipelines.secrets import redacted
 from trainer.errors import StoreUnavailable, UserError, cut
 from trainer.record import MOST_FILE_BYTES
 
@@ -24,14 +25,14 @@ TRANSIENT_CODES = {
 }  # fmt: skip
 TRANSIENT_STATUS = {408, 409, 429}
 
-# The remedies of permanent errors.
+# The remedies of permanent errors, see `with_names_in_use`.
 REMEDIES = {
     "NoSuchBucket": "the bucket does not exist; create it, or correct the store's URI",
     "InvalidBucketName": "the bucket's name is not valid; correct the store's URI",
     "AccessDenied": "the credentials may not do that; they need s3:GetObject, PutObject, DeleteObject and "
     "AbortMultipartUpload on the objects and s3:ListBucket on the bucket",
-    "InvalidAccessKeyId": "the server does not know the access key; set AWS_ACCESS_KEY_ID, "
-    "AWS_PROFILE or SKYTRAIN_S3_ACCESS_KEY_ID to a key of this server, or AWS_ENDPOINT_URL to the key's server",
+    "InvalidAccessKeyId": "the server does not know the access key; set AWS_ACCESS_KEY_ID "
+    "or AWS_PROFILE to a key of this server, or AWS_ENDPOINT_URL to the key's server",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key; correct "
     "AWS_SECRET_ACCESS_KEY or the profile",
     "ExpiredToken": "the credentials have expired; log in again",
@@ -44,6 +45,8 @@ REMEDIES = {
     "NotImplemented": "this server lacks an operation that commits need; use one with If-None-Match: *",
     "QuotaExceeded": "the quota of the bucket or its owner is used up",
 }  # fmt: skip
+OWN = "SKYTRAIN_S3_"  # before the names of settings for the store alone
+KEYS = {"ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"}  # all are the store's own, or all are those of AWS
 # An answer without a body (HEAD) has no error code, only a status.
 CODE_OF_STATUS = {
     "301": "PermanentRedirect",
@@ -131,28 +134,34 @@ def explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -
     """The error for the caller: StoreUnavailable, UserError, or `error` itself if it is a bug."""
     from botocore import exceptions
 
-    where = f"{what} at {_without_secrets(endpoint)}"
+    server = redacted(endpoint)
+    where = f"{what} at {server}"
     if is_transient(error):
         last = f"no success within {time_limit_s:g} s; last: {brief(error)}"
-        return StoreUnavailable(f"{_without_secrets(endpoint)} does not answer: {last} (to {what}); check the network")
+        return StoreUnavailable(f"{server} does not answer: {last} (to {what}); check the network")
     if isinstance(error, exceptions.ClientError):
         code = code_of(error)
         if code in REMEDIES:
-            return UserError(f"{where}: {REMEDIES[code]} ({code})")
+            return UserError(f"{where}: {with_names_in_use(REMEDIES[code])} ({code})")
         said = cut(" ".join(str(error.response.get("Error", {}).get("Message", "")).split()))
         return UserError(f"{where}: the server refused the request: {said or 'no reason given'} ({brief(error)})")
     if is_outdated(error):
         return UserError(f"{where}: {REMEDIES['ExpiredToken']}")
     if isinstance(error, _credential_errors()):
-        return UserError(
-            f"{where}: no usable credentials ({type(error).__name__}); set AWS_ACCESS_KEY_ID and "
-            f"AWS_SECRET_ACCESS_KEY, or AWS_PROFILE to a profile of ~/.aws"
-        )
+        remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE to a profile of ~/.aws"
+        return UserError(f"{where}: no usable credentials ({type(error).__name__}); {with_names_in_use(remedy)}")
     if isinstance(error, exceptions.SSLError):
         return UserError(f"{where}: its certificate is not trusted; set AWS_CA_BUNDLE to its authority")
     if isinstance(error, exceptions.ParamValidationError):
         return UserError(f"{where}: {' '.join(str(error).split())}")
     return error
+
+
+def with_names_in_use(remedy: str) -> str:
+    """The remedy with SKYTRAIN_S3_… for AWS_…, where the store has settings of that name."""
+    own = {name[len(OWN) :] for name, value in os.environ.items() if value and name.startswith(OWN)}
+    own |= KEYS if own & KEYS else set()
+    return re.sub(r"AWS_(\w+)", lambda found: f"{OWN}{found[1]}" if found[1] in own else found[0], remedy)
 
 
 def refuse_odd_answer(event_name: str, http_response: Any, parsed: dict[str, Any], **_: Any) -> None:
@@ -183,9 +192,3 @@ def brief(error: BaseException | None) -> str:
     if isinstance(error, ClientError):
         return f"{code_of(error)} (HTTP {status_of(error)})"
     return re.sub(r"(Error|Exception)$", "", type(error).__name__)
-
-
-def _without_secrets(endpoint: str) -> str:
-    """The endpoint without a user and password."""
-    parts = urlsplit(endpoint)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"

@@ -39,12 +39,14 @@ def clients_from_environment(uri: str, time_limit_s: float, *attempts: int) -> l
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
+    from pipelines.artifacts.s3_connection import POOLS
+
     own = {option: os.environ.get(f"SKYTRAIN_S3_{name}") or None for name, option in OWN_SETTINGS.items()}
     configs = [
         Config(
             retries={"total_max_attempts": total, "mode": "standard"},
             connect_timeout=min(10, time_limit_s),
-            read_timeout=min(SILENCE_SECONDS / total, time_limit_s),  # of silence, not of the whole answer
+            read_timeout=min(SILENCE_SECONDS / total, time_limit_s),  # of silence, and of LEAST_BYTES
             max_pool_connections=2 * CONNECTIONS_OF_NODE,
             # S3's newer checksums may use a chunked encoding that older servers (Ceph 16) store as data. We send
             # Content-MD5 or sign the body instead, which all servers check.
@@ -62,6 +64,7 @@ def clients_from_environment(uri: str, time_limit_s: float, *attempts: int) -> l
     except (BotoCoreError, ValueError) as error:
         raise UserError(f"{uri}: {error}; correct SKYTRAIN_S3_*, AWS_* or ~/.aws/config") from error
     for client in clients:
+        client._endpoint.http_session._pool_classes_by_scheme.update(POOLS)
         client.meta.events.register("before-send.s3", count_request)
         client.meta.events.register("before-send.s3.UploadPart", keep_sha256)
         client.meta.events.register("after-call.s3", refuse_odd_answer)

@@ -18,19 +18,21 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from pipelines.artifacts.s3_answers import brief, code_of, explained, is_refusal, is_transient, understood
+from pipelines.artifacts.s3_answers import OddAnswer, brief, code_of, explained, is_refusal, is_transient, understood
 from pipelines.artifacts.s3_client import CONNECTIONS_OF_NODE, SENT, clients_from_environment
+from pipelines.secrets import redacted
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import (
     PART_BYTES,
+    WAITING,
     Check,
     Entry,
     LocalStore,
@@ -39,6 +41,7 @@ from trainer.store import (
     checked_key,
     checked_prefix,
     part_length,
+    pause,
     read_through,
     refuse_huge,
     replacing,
@@ -51,6 +54,7 @@ T = TypeVar("T")
 
 # Of a download: their answer tells the size of the object, for which the other parts wait. And of a thread's buffer.
 FIRST_BYTES = 1 << 20
+READ_AGAIN_SECONDS = (0.3, 0.7, 1.5, 3.0)  # before each new read of an object that arrived damaged
 LINE_SECONDS = 30.0  # between two lines about an outage
 PART_ATTEMPTS = 5  # then the whole transfer begins again, until the time limit
 CONTENT_TYPES = {".json": "application/json", ".jsonl": "application/x-ndjson", ".md": "text/markdown; charset=utf-8"}
@@ -61,6 +65,9 @@ class S3Store:
 
     def __init__(self, bucket: str, prefix: str = "", time_limit_s: float = 120) -> None:
         """`time_limit_s` bounds the repetitions of a request or a transfer, from its first failure on."""
+        if "@" in bucket or (":" in bucket and "@" in prefix):
+            where = redacted(f"s3://{bucket}/{prefix}")
+            raise UserError(f"{where}: has a user or password in it; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
         self.bucket = bucket
         self.prefix = checked_key(prefix) + "/" if prefix else ""
         self.uri = f"s3://{bucket}/{self.prefix}".rstrip("/")
@@ -68,6 +75,7 @@ class S3Store:
         self._time_limit_s = time_limit_s
         self._accepted: set[str] = set()  # kinds of requests that the server has accepted from this process
         self._line_at = -math.inf  # by time.monotonic
+        self._etags_are_md5 = False  # as far as this process has seen
         self._connect()
 
     def _connect(self) -> None:
@@ -84,7 +92,9 @@ class S3Store:
                     raise
             # The server may have stored the body that it refuses now: an earlier attempt whose answer was lost, or
             # this one, delivered twice. Then we have created the object.
-            return self._get_object(key) == body
+            if (stored := self._get_object(key)) is None:
+                raise OddAnswer("a refusal to replace an object that does not exist")
+            return stored == body
 
         return self._until_answered(f"create {self._uri_of(key)}", attempt)
 
@@ -217,22 +227,26 @@ class S3Store:
     def objects(self, prefix: str) -> list[Entry]:
         """The objects whose keys begin with `prefix`, in order of their keys; they need not be ours."""
         request = {"Bucket": self.bucket, "Prefix": self.prefix + prefix}
-        found: list[Entry] = []
+        found, known = list[Entry](), set[str | None]()
 
         def attempt() -> tuple[list[Entry], str | None]:
             page = self._client.list_objects_v2(**request)
+            more = page["NextContinuationToken"] if page["IsTruncated"] else None
+            if more in known:
+                raise OddAnswer("the same continuation token again")
             entries = [
                 Entry(item["Key"][len(self.prefix) :], item["Size"], item["LastModified"].timestamp(), item["ETag"])
                 for item in page.get("Contents", [])
                 if not item["Key"].endswith("/")  # folder markers of web consoles
             ]
-            return entries, page["NextContinuationToken"] if page["IsTruncated"] else None
+            return entries, more
 
         while True:
             entries, more = self._until_answered(f"list {self.uri}/{prefix}", attempt)
             found += entries
             if more is None:
                 return sorted(found, key=lambda one: one.key)
+            known.add(more)
             request["ContinuationToken"] = more
 
     def delete(self, key: str) -> None:
@@ -246,6 +260,13 @@ class S3Store:
             return parsedate_to_datetime(date).timestamp() if date else time.time()
 
         return self._until_answered(f"list {self.uri}/", attempt)
+
+    def other_connections(self) -> Iterator[None]:
+        for seconds in READ_AGAIN_SECONDS:
+            pause(seconds)
+            for client in (self._client, self._transfer_client):
+                client.close()  # of its connections; the next request opens one
+            yield
 
     @property
     def endpoint(self) -> str:
@@ -273,11 +294,22 @@ class S3Store:
         try:
             answer = self._client.get_object(**self._where(key))
             refuse_huge(self._uri_of(key), answer.get("ContentLength", 0))
-            return bytes(answer["Body"].read())
+            body = bytes(answer["Body"].read())
+            self._check_md5(body, answer)
+            return body
         except self._client.exceptions.ClientError as error:
             if code_of(error) == "NoSuchKey":
                 return None
             raise
+
+    def _check_md5(self, body: bytes, answer: Mapping[str, Any]) -> None:
+        """OddAnswer for a body that is not the one that was stored. The ETag of an object that was sent in one part is
+        its MD5, unless a key of KMS encrypts it or the server has ETags of its own."""
+        tag, digest = answer["ETag"].strip('"'), hashlib.md5(body, usedforsecurity=False).hexdigest()
+        self._etags_are_md5 |= tag == digest
+        encrypted = answer.get("ServerSideEncryption", "AES256") != "AES256"
+        if self._etags_are_md5 and tag != digest and re.fullmatch("[0-9a-f]{32}", tag) and not encrypted:
+            raise OddAnswer("the body does not have the MD5 of its ETag")
 
     def _until_answered(self, what: str, request: Callable[[], T]) -> T:
         """Call `request` until it answers, fails for good, or reaches the time limit, which begins with its first
@@ -296,6 +328,7 @@ class S3Store:
 
         def log_retry(state: tenacity.RetryCallState) -> None:
             nonlocal began
+            WAITING.check()
             assert state.outcome is not None
             error, now = state.outcome.exception(), time.monotonic()
             began = now if began is None else began
@@ -310,6 +343,7 @@ class S3Store:
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception(may_pass),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
+            sleep=pause,
             stop=is_too_late,
             before_sleep=log_retry,
             reraise=True,
@@ -366,6 +400,7 @@ def write_at(file: int, body: memoryview, start: int) -> None:
 def open_store(uri: str) -> Store:
     """The store of a URI: "s3://bucket/prefix", "file://path" (relative or absolute), or a plain path.
     Reads and writes nothing yet. UserError for any other URI."""
+    shown = redacted(uri)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", uri)
     kind, _, rest = uri.partition("://")
     if kind == "s3" and rest:
@@ -376,14 +411,14 @@ def open_store(uri: str) -> Store:
         except UserError:
             raise
         except ValueError:
-            raise UserError(f"store {uri!r}: {prefix!r} is not a valid prefix; use one such as 'team/runs'") from None
+            raise UserError(f"store {shown!r}: {prefix!r} is not a valid prefix; use one such as 'team/runs'") from None
     if kind == "file" and rest:
-        return _local(uri, Path(rest))
+        return _local(shown, Path(rest))
     if re.fullmatch(r"[\w.-]*\w", uri) and not os.path.isdir(uri):
-        raise UserError(f"store {uri!r}: neither a bucket nor a folder that exists; write s3://{uri} or ./{uri}")
+        raise UserError(f"store {shown!r}: neither a bucket nor a folder that exists; write s3://{shown} or ./{shown}")
     if uri and not scheme:
-        return _local(uri, Path(uri))
-    raise UserError(f"store {uri!r}: not a store; give s3://BUCKET/PREFIX, file://PATH or a path (./NAME)")
+        return _local(shown, Path(uri))
+    raise UserError(f"store {shown!r}: not a store; give s3://BUCKET/PREFIX, file://PATH or a path (./NAME)")
 
 
 def _local(uri: str, root: Path) -> LocalStore:

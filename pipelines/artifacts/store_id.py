@@ -12,10 +12,12 @@ from typing import Annotated
 
 from pydantic import Field
 
+from trainer.errors import UserError
 from trainer.record import StoredRecord, UnixSeconds, record_at
 from trainer.store import Store
 
 KEY = "store.json"
+OBEY = "this server ignores If-None-Match: *; commits need a server that obeys it (S3, R2, MinIO, Ceph 17, …)"
 StoreIdText = Annotated[str, Field(pattern="^([0-9a-f]{8})?$")]  # it becomes part of the names of jobs
 
 
@@ -39,9 +41,15 @@ def read_store_id(store: Store) -> str | None:
 
 
 def settled_store_id(store: Store, proposed: str | None = None) -> str:
-    """Write the id of a store that has none (`proposed`, or a new one). Returns the id that the store has."""
-    if (known := read_store_id(store)) is None:
-        made = StoreId(proposed or new_store_id(), time.time())
-        known = made.id if store.create(KEY, json.dumps(asdict(made)).encode()) else read_store_id(store)
+    """Write the id of a store that has none (`proposed`, or a new one). Returns the id that the store has. UserError
+    for a new store that does not refuse a second create, on which every attempt and commit relies."""
+    if known := read_store_id(store):
+        return known
+    ids = (proposed or new_store_id(), new_store_id())
+    created = [store.create(KEY, json.dumps(asdict(StoreId(one, time.time()))).encode()) for one in ids]
+    if created[1]:
+        store.delete(KEY)
+        raise UserError(f"{store.uri}: a second create replaced the first; {OBEY}")
+    known = ids[0] if created[0] else read_store_id(store)
     assert known, f"{store.uri}/{KEY} was removed"
     return known

@@ -1,17 +1,26 @@
-"""SkyPilot's prices: the machines of each cloud and region, and those of private clusters. They need no account."""
+"""SkyPilot's prices: the machines of each cloud and region, and those of private clusters. They need no account.
 
+Without a network, or without SkyPilot, a plan takes the prices of `prices.yaml`, which ships with this package. A job
+never gets those: its bill and its budget need the prices of the day.
+"""
+
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+import yaml
+
 from pipelines.artifacts.s3_store import S3Store
-from pipelines.cloud.request import INSTALL
+from pipelines.cloud.skypilot import FETCH_SECONDS, require_skypilot, skypilot_silent, skypilot_version
 from pipelines.job.prices import price_of
 from pipelines.tracking.records import Machine, without_none
+from trainer.answers import answered_within
 from trainer.errors import StoreUnavailable, UserError
-from trainer.store import Store
+from trainer.store import Store, side_by_side
 
 if TYPE_CHECKING:
     from sky import Resources
@@ -19,6 +28,7 @@ if TYPE_CHECKING:
 CLOUDS = ("aws", "gcp", "lambda")  # the default of `plan --cloud`: the clouds that the extra `cloud` installs
 CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # private clusters: no spot market, no price list
 MOST_PLACES = 10  # for a machine of a cloud: every trial takes its time
+SHIPPED = Path(__file__).with_name("prices.yaml")
 
 
 @dataclass(frozen=True)
@@ -67,31 +77,83 @@ def offers(wanted: MachineRequest, nodes: int = 1) -> dict[MachineRequest, Machi
     On spot the price is that of the region's cheapest zone, which SkyPilot tries first; `usd_by_zone` has all of them.
     UserError without SkyPilot, for an unknown cloud, or without a catalog.
     """
-    try:
-        from sky import sky_logging
-    except ImportError as error:
-        raise UserError(f"prices come from SkyPilot's catalog, which is not installed: {INSTALL}") from error
+    require_skypilot()
     if is_cluster(wanted.infra):
         return {} if wanted.use_spot else {wanted: cluster_machine(wanted)}
     # SkyPilot asks EC2 for the account's regions as soon as there are keys. Prices need none, so keys that can't ask,
     # such as those of another S3 service, must not fail the plan.
-    with sky_logging.silent():
-        try:
-            found = read(wanted, nodes)
-        except (OSError, ImportError) as error:
-            raise UserError(
-                f"{wanted.cloud}: its price list cannot be fetched ({type(error).__name__}); "
-                "connect this machine to the network once"
-            ) from error
-        except ValueError as error:
-            raise UserError(f"{wanted.infra}: {' '.join(str(error).split())}") from error
-        except Exception:  # of botocore, and of pandas where EC2's answer is a strange one
-            if wanted.cloud != "aws":
-                raise
-            from sky.catalog import aws_catalog
+    try:
+        found = answered_within(FETCH_SECONDS, lambda: read(wanted, nodes))
+    except (OSError, ImportError) as error:
+        raise UserError(
+            f"{wanted.cloud}: its price list cannot be fetched ({type(error).__name__}); "
+            "connect this machine to the network once"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{wanted.infra}: {' '.join(str(error).split())}") from error
+    except Exception:  # of botocore, and of pandas where EC2's answer is a strange one
+        if wanted.cloud != "aws":
+            raise
+        from sky.catalog import aws_catalog
 
-            aws_catalog._user_df = aws_catalog._default_df  # SkyPilot has no other way to read it with unusable keys
-            found = read(wanted, nodes)
+        aws_catalog._user_df = aws_catalog._default_df  # SkyPilot has no other way to read it with unusable keys
+        found = read(wanted, nodes)
+    return cheapest_of(wanted, found)
+
+
+def offers_of_all(
+    requests: Iterable[tuple[MachineRequest, int]], shipped: bool
+) -> tuple[dict[tuple[MachineRequest, int], dict[MachineRequest, Machine]], dict[str, str], list[str]]:
+    """The offers of each request for a number of nodes; by cloud why its price list can't be read; notes for the user.
+
+    All price lists are fetched at once. With `shipped`, a cloud without one has the shipped prices.
+    """
+    failed: dict[str, str] = {}
+
+    def ask(request: tuple[MachineRequest, int]) -> dict[MachineRequest, Machine]:
+        machine, nodes = request
+        if machine.cloud not in failed:
+            try:
+                return offers(machine, nodes)
+            except UserError as error:
+                failed[machine.cloud] = str(error)
+        return cheapest_of(machine, shipped_machines(machine)) if shipped else {}
+
+    requests = list(requests)
+    with skypilot_silent():
+        side_by_side(ask, {machine.cloud: (machine, nodes) for machine, nodes in requests}.values())
+        found = {request: ask(request) for request in requests}
+    prices = shipped_prices()
+    old = sorted(failed.keys() & {row["cloud"] for row in prices["machines"]}) if shipped else []
+    notes = [failed[cloud] for cloud in failed if cloud not in old]
+    if old:
+        reason = failed[old[0]].removeprefix(f"{old[0]}: ")
+        notes.append(f"prices of {prices['date']}, which ship with skytrain, for {', '.join(old)}: {reason}")
+    return found, failed, notes
+
+
+@cache
+def shipped_prices() -> dict[str, Any]:
+    return yaml.safe_load(SHIPPED.read_text(encoding="utf8"))
+
+
+def shipped_machines(wanted: MachineRequest) -> list[Machine]:
+    """The machines of `prices.yaml` that a request accepts."""
+    region = wanted.infra.partition("/")[2].partition("/")[0]
+    cpus, memory = (float((text or "0").rstrip("+")) for text in (wanted.cpus, wanted.memory))
+    return [
+        Machine(**row)
+        for row in shipped_prices()["machines"]
+        if (row["cloud"], row["spot"]) == (wanted.cloud, wanted.use_spot)
+        and region in ("", row["region"])
+        and row.get("accelerators", "").lower() == (wanted.accelerators or "").lower()
+        and row["vcpus"] >= cpus
+        and shipped_prices()["memory"][row["instance"]] >= memory
+    ]
+
+
+def cheapest_of(wanted: MachineRequest, found: Iterable[Machine]) -> dict[MachineRequest, Machine]:
+    """The MOST_PLACES cheapest machines, one of each type and region, by the request that names both."""
     cheapest: dict[MachineRequest, Machine] = {}
     for one in sorted(found, key=lambda m: (price_of(m), m.region or "", m.instance or "")):
         infra = wanted.infra if "/" in wanted.infra else f"{one.cloud}/{one.region}"
@@ -216,6 +278,8 @@ def usd_per_gb(origin: CloudRegion, target: CloudRegion) -> float | None:
         return None
     if origin.cloud == target.cloud:
         return 0.0 if origin.region == target.region else BETWEEN_REGIONS.get(origin.cloud)
+    if skypilot_version() is None:
+        return None
     from sky.utils.registry import CLOUD_REGISTRY
 
     with suppress(ValueError):

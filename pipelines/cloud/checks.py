@@ -9,18 +9,19 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipelines.artifacts.s3_store import open_store
-from pipelines.cloud.request import INSTALL
-from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds
+from pipelines.artifacts.s3_store import S3Store, open_store
+from pipelines.artifacts.store_id import OBEY
+from pipelines.cloud.bucket import ANSWER_SECONDS, keeps_old_versions
+from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds, skypilot_version
+from pipelines.secrets import redacted
 from pipelines.tracking.mlflow.settings import checked_uri
+from trainer.answers import answered_within
 from trainer.errors import StoreUnavailable, UserError
+from trainer.install import how_to_install
 from trainer.store import Store
-
-ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,16 @@ def store_commits(store: Store) -> Finding:
     except (UserError, StoreUnavailable) as error:
         return broken("store", store.uri, str(error).replace(f"/{key}", ""))
     if not first or second or body != b"first":
-        remedy = "this server ignores If-None-Match: *; commits need a server that obeys it (S3, R2, MinIO, Ceph 17, …)"
-        return broken("store", f"{store.uri}: a second create replaced the first", remedy)
+        return broken("store", f"{store.uri}: a second create replaced the first", OBEY)
     return Finding("store", f"{store.uri} is writable, and refuses a second create")
+
+
+def old_versions(store: Store) -> Iterator[Finding]:
+    """Whether a bucket keeps, and bills, what a run removes: of a checkpoint, gigabytes each time."""
+    if isinstance(store, S3Store) and keeps_old_versions(store):
+        seen = "the bucket is versioned, and keeps every checkpoint that a run removes, for $0.023 a GB and month on S3"
+        remedy = "end old versions after a day by a lifecycle rule (NoncurrentVersionExpiration), or suspend versioning"
+        yield Finding("old versions", seen, "note", remedy)
 
 
 def mlflow_answers(uri: str, environment: Mapping[str, str]) -> Finding:
@@ -65,13 +73,19 @@ def mlflow_answers(uri: str, environment: Mapping[str, str]) -> Finding:
     user, token = environment.get("MLFLOW_TRACKING_USERNAME"), environment.get("MLFLOW_TRACKING_TOKEN")
     import requests  # 0.1 s, for which `status` would wait, too
 
-    try:
-        status = requests.get(
+    def ask() -> int:
+        """Its status alone: a body may have any size."""
+        with requests.get(
             uri.rstrip("/") + "/api/2.0/mlflow/experiments/search?max_results=1",
             headers={"Authorization": f"Bearer {token}"} if token else {},
             auth=(user, environment.get("MLFLOW_TRACKING_PASSWORD", "")) if user and not token else None,
             timeout=ANSWER_SECONDS,
-        ).status_code
+            stream=True,
+        ) as answer:
+            return answer.status_code
+
+    try:
+        status = answered_within(ANSWER_SECONDS, ask)
     except (OSError, ValueError) as error:
         seen = f"{address}: no answer ({type(error).__name__})"
         return broken("mlflow", seen, "start it, correct MLFLOW_TRACKING_URI, or unset it")
@@ -101,9 +115,11 @@ def examine(home: Path, store_uri: str, environment: dict[str, str]) -> Iterator
     else:
         yield Finding("gpus", "none here", "note", "runs train on the CPU; skytrain launch rents GPUs")
     try:
-        yield store_commits(open_store(store_uri))
+        store = open_store(store_uri)
+        yield store_commits(store)
+        yield from old_versions(store)
     except UserError as error:
-        yield broken("store", store_uri, str(error))
+        yield broken("store", redacted(store_uri), str(error))
     if environment.get("SKYTRAIN_TRACKING") == "off":
         yield Finding("mlflow server", "off")
     elif uri := environment.get("MLFLOW_TRACKING_URI"):
@@ -117,13 +133,14 @@ def examine(home: Path, store_uri: str, environment: dict[str, str]) -> Iterator
 
 def skypilot() -> Finding:
     """Whether this machine can launch, and to which clouds."""
-    try:
-        found = version("skypilot")
-    except PackageNotFoundError:
-        return Finding("skypilot", "not installed", "note", f"needed to launch: {INSTALL}")
+    if (found := skypilot_version()) is None:
+        return Finding("skypilot", "not installed", "note", f"needed to launch: {how_to_install('cloud')}")
     if not api_server_is_up():
         return Finding("skypilot", f"{found}; its server does not answer", "note", "sky api start")
-    clouds = enabled_clouds()
+    try:
+        clouds = enabled_clouds(ANSWER_SECONDS)
+    except UserError as error:
+        return Finding("skypilot", f"{found}; {error}", "note", "sky api stop; sky api start")
     if not clouds:
         return Finding("skypilot", f"{found}; no cloud is enabled", "note", "sky check lists what each cloud needs")
     return Finding("skypilot", f"{found}; may use {', '.join(clouds)}")

@@ -113,11 +113,11 @@ def reported_tasks(note: Callable[[str], None]) -> tuple[list[TaskStatus], str |
 def tasks_of(launched: LaunchRecord, tasks: list[TaskStatus]) -> list[TaskStatus]:
     """The tasks of a run's last job, and of its other jobs that are not over, in order. Without those of a job that is
     over if a later launch went to another API server."""
-    own, here = [task for task in tasks if task.name == launched.request.job_name], is_this_server(launched.server)
+    own = [task for task in tasks if task.name == launched.request.job_name]
     # SkyPilot gives a job's only task the name of the job.
     own = [replace(task, stage=launched.stages[0]) if task.stage == task.name else task for task in own]
     last = max((task.job for task in own), default=0)
-    shown = {task.job for task in own if not task.over} | ({last} if here else set())
+    shown = {task.job for task in own if not task.over} | ({last} if own and is_this_server(launched.server) else set())
     return sorted((task for task in own if task.job in shown), key=lambda task: (task.job, task.task))
 
 

@@ -7,6 +7,7 @@ launch is in `launches/<run>.json`, from which `resume` launches it again.
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,21 +28,22 @@ from pipelines.cloud.skypilot import (
     managed_tasks,
     reach_api_server,
     server_name,
+    skypilot_version,
     submit_job,
 )
-from pipelines.cloud.tasks import ManagedJob, managed_job
+from pipelines.cloud.tasks import ManagedJob, make_work_tree, managed_job
 from pipelines.plan import stage_plan
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, TUNE, missing
 from pipelines.stages.tune import checked_rows
 from pipelines.text.tokenizer import keep_tokenizer
-from pipelines.tracking.ledger import Attempt, Meter, claim, latest_number, working_attempt
+from pipelines.tracking.ledger import Attempt, Meter, agreed_clock, claim, latest_number, working_attempt
 from pipelines.tracking.records import Billing
 from pipelines.tracking.run_record import record
 from pipelines.tracking.runs import find_run
-from pipelines.tracking.stop_request import clear_stop_request
+from pipelines.tracking.stop_request import stop_requests, withdraw_stop
 from trainer.errors import UserError
-from trainer.store import Store
+from trainer.store import Entry, Store
 
 if TYPE_CHECKING:
     from sky import Dag
@@ -61,6 +63,7 @@ class Launch:
     stages: list[str]  # that are missing, without those of `here`
     job: ManagedJob  # as requested, with all machines and without prices
     here: tuple[str, ...] = ()  # missing stages for which only this machine has the text: they run before the launch
+    stops: tuple[Entry, ...] = ()  # the requests to stop runs before this command
 
     def question(self, usd: float) -> str:
         """The question before anything is rented, with the expected dollars and the budget."""
@@ -82,7 +85,7 @@ def planned_launch(
 ) -> Launch | None:
     """None if no stage is missing. UserError for a request that no machine can fulfil."""
     check_places(request.infra)
-    stages = missing(store, plans, request.until)
+    stops, stages = tuple(stop_requests(store)), missing(store, plans, request.until)
     if not stages:
         return None
     request = replace(request, store_id=read_store_id(store) or new_store_id())
@@ -95,7 +98,7 @@ def planned_launch(
             f"skytrain run RECIPE --stage tokenize --store {store.uri}"
         )
     job = replace(job, tasks=tuple(task for task in job.tasks if task.name not in here))
-    return Launch(request, recipe, plans, store, secrets, stages, job, here)
+    return Launch(request, recipe, plans, store, secrets, stages, job, here, stops)
 
 
 # Checks
@@ -103,12 +106,13 @@ def planned_launch(
 
 def checked_job(
     launch: Launch, report: Report, note: Callable[[str], None], dry_run: bool = False
-) -> "tuple[ManagedJob, Dag, float, list[Finding]]":
+) -> "tuple[ManagedJob, Dag | None, float, list[Finding]]":
     """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's, its expected
     dollars, and the findings that would keep it from running: only a dry run continues after those.
 
     `report` gets every finding and the plan, as they come; `note` gets a line when SkyPilot's API server starts.
-    UserError for a request that can't be met. A dry run starts no server.
+    UserError for a request that can't be met. A dry run starts no server; without SkyPilot or a network it has no job
+    in SkyPilot's types.
     """
     request, store, job, wrong = launch.request, launch.store, launch.job, list[Finding]()
 
@@ -120,8 +124,8 @@ def checked_job(
         if wrong and not dry_run:
             raise UserError(nothing_launched(wrong))
 
-    if other := stage_plan(store, launch.plans["train"]).other:
-        report(Finding("train", other, "note"))
+    if (training := stage_plan(store, launch.plans["train"])).other:
+        report(Finding("train", training.why or "", "note"))
     check(preflight(job, request, launch.recipe, store, launch.secrets))
     if TUNE in job.stages:
         for name, rows in checked_rows(launch.recipe, store, launch.plans["tokenize"]).items():
@@ -132,13 +136,15 @@ def checked_job(
         refuse_second_launch(store, request)
         job, findings = on_enabled_clouds(job)
         check(findings)
-    else:
+    elif skypilot_version():
         seen = "not up, so it is unknown which clouds are enabled and which machines are free"
         report(Finding("SkyPilot's server", seen, "note", "sky api start"))
     work = workload(launch.recipe, store, launch.plans, launch.stages, request.installs)
-    job, usd = priced_job(job, request, limits_of(request, store), work, report)
-    dag = dag_of(job, launch.secrets)
-    if ask and not wrong:
+    job, usd = priced_job(job, request, limits_of(request, store), work, report, shipped=dry_run)
+    dag = None
+    with suppress(OSError) if dry_run else nullcontext():  # it may lack SkyPilot's price lists
+        dag = dag_of(job.to_yaml(), launch.secrets) if skypilot_version() else None
+    if dag and ask and not wrong:
         ask_optimizer(dag)
     return job, dag, usd, wrong
 
@@ -150,16 +156,19 @@ def nothing_launched(wrong: Iterable[Finding]) -> str:
 
 
 def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
-    """The job without the machines of clouds that SkyPilot may not use, and what is left."""
+    """The job without the machines of clouds that SkyPilot may not use, and a finding about those. With all machines if
+    a task would have none."""
     enabled = enabled_clouds()
     names = {cloud: {"k8s": "kubernetes"}.get(cloud, cloud) for cloud in job.clouds}
     if not (lost := [cloud for cloud, name in names.items() if name not in enabled]):
         return job, []
     kept = [tuple(machine for machine in task.machines if machine.cloud not in lost) for task in job.tasks]
     seen = f"SkyPilot may use {', '.join(enabled) or 'no cloud'}, but not {', '.join(lost)}"
-    state, remedy = "note" if all(kept) else "broken", f"sky check {' '.join(lost)} lists what each needs"
+    remedy = f"sky check {' '.join(lost)} lists what each needs"
+    if not all(kept):
+        return job, [Finding("clouds", seen, "broken", remedy)]
     tasks = tuple(replace(task, machines=machines) for task, machines in zip(job.tasks, kept, strict=True))
-    return replace(job, tasks=tasks), [Finding("clouds", seen, state, remedy)]
+    return replace(job, tasks=tasks), [Finding("clouds", seen, "note", remedy)]
 
 
 # Submission
@@ -177,10 +186,11 @@ def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
     UserError if another launch of the run is not over.
     """
     request, store = launch.request, launch.store
+    make_work_tree()
     with claim_launch(store, request):
         record(store, request.run, launch.recipe, launch.plans, request.until)
         keep_tokenizer(launch.recipe, launch.plans["tokenize"], store)
-        clear_stop_request(store, request.run)  # otherwise the job would end at once
+        withdraw_stop(store, request.run, launch.stops)  # otherwise the job would end at once
         launched = LaunchRecord(request, launch.stages, [], sorted(launch.secrets), time.time(), server_name())
         # Written before the submission too: if this machine fails during it, `status` and `down` still know the job.
         write_launch(store, launched)
@@ -216,7 +226,7 @@ def refuse_second_launch(store: Store, request: LaunchRequest) -> None:
         raise UserError(
             f"launch: {run} has job {max(jobs)}, still running; {see}, or end it with `skytrain stop {run}`"
         )
-    if launching := working_attempt(store, claims_of(run)):
+    if launching := working_attempt(store, claims_of(run), lambda: agreed_clock(store)):
         raise UserError(f"launch: {run} is being launched on {launching.process.host}; {see}")
     if before and (message := on_another_server(before)) and not has_ended_for_good(store, run):
         raise UserError(f"launch: {message}; if that job is over, remove {store.uri}/{key_of(run)}")

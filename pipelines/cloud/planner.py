@@ -24,7 +24,15 @@ from pipelines.bench.throughput import (
     speed_on,
     trains_on_a_small_gpu,
 )
-from pipelines.cloud.catalog import CLOUDS, CloudRegion, MachineRequest, is_cluster, offers, place_of, with_traffic
+from pipelines.cloud.catalog import (
+    CLOUDS,
+    CloudRegion,
+    MachineRequest,
+    is_cluster,
+    offers_of_all,
+    place_of,
+    with_traffic,
+)
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.preflight import slow_cards, text_is_only_here
 from pipelines.cloud.request import LaunchRequest
@@ -148,8 +156,8 @@ def cloud_plan(
     installs: bool = False,
     network: float | None = None,
 ) -> CloudPlan:
-    """Candidates for the rest of a run, on spot and on demand. UserError without prices, or without a machine that can
-    train it.
+    """Candidates for the rest of a run, on spot and on demand, with shipped prices where those of the day can't be
+    fetched. UserError without prices, or without a machine that can train it.
 
     Without `nodes`: the fewest that have the memory. Without `train_nodes`: TRAIN_NODES, or those of a launch for a
     small training and for private clusters. `network`: Gbit/s between nodes, in each direction; None: those of TCP.
@@ -166,7 +174,7 @@ def cloud_plan(
         for gpus in (*train_nodes,) or ((None,) if small or all(map(is_cluster, places)) else TRAIN_NODES)
         for spot in (False, True)
     ]
-    offered, notes = offers_of(jobs, work)
+    offered, notes = offers_of(jobs, work, shipped=True)
     notes += (f"{one.seen}; use {one.remedy}" for one in slow_cards(jobs))
     return plan_run(work, offered, {"train": nodes} if nodes else {}, limits, notes)
 
@@ -191,27 +199,23 @@ def workload(
     return Workload(recipe, stages, steps_left, own, installs, place_of(store), text, held_out or sys.maxsize)
 
 
-def offers_of(jobs: Iterable[ManagedJob], work: Workload) -> tuple[Offered, list[str]]:
-    """The machines of each task that are sold, with the prices of their traffic, and why clouds have no prices.
-    Evaluate's are those whose GPU holds all weights in float32, if there are any. UserError for a task without any."""
-    offered: Offered = {}
-    failed: dict[str, str] = {}  # by cloud
-    for task in (task for job in jobs for task in job.tasks):
+def offers_of(jobs: Iterable[ManagedJob], work: Workload, shipped: bool) -> tuple[Offered, list[str]]:
+    """The machines of each task that are sold, with the prices of their traffic, and notes on clouds without prices of
+    the day. Evaluate's are those whose GPU holds all weights in float32, if there are any. UserError for a task without
+    any. `shipped`: as for `offers_of_all`."""
+    tasks, offered = [task for job in jobs for task in job.tasks], Offered()
+    found, failed, notes = offers_of_all(((one, task.num_nodes) for task in tasks for one in task.machines), shipped)
+    for task in tasks:
         sold = offered.setdefault(task.name, {})
         for machine in task.machines:
-            try:
-                found = {} if machine.cloud in failed else offers(machine, task.num_nodes)
-            except UserError as error:
-                failed[machine.cloud] = str(error)
-            else:
-                sold |= {one: with_traffic(found[one], work.place) for one in found}
-    for task in (task for job in jobs for task in job.tasks):
+            sold |= {one: with_traffic(row, work.place) for one, row in found[machine, task.num_nodes].items()}
+    for task in tasks:
         if not offered[task.name]:
             several = f", or not {task.num_nodes} that share a network" if task.num_nodes > 1 else ""
             unsold = (failed.get(one.cloud, f"{one.infra} sells no {one}{several}") for one in task.machines)
             raise UserError(f"no machine for {task.name}: {'; '.join(dict.fromkeys(unsold))}")
     large = {one: sold for one, sold in offered.get("evaluate", {}).items() if holds(sold, work.recipe)}
-    return offered | ({"evaluate": large} if large else {}), list(failed.values())
+    return offered | ({"evaluate": large} if large else {}), notes
 
 
 def plan_run(
@@ -350,20 +354,21 @@ def evaluate_hours(work: Workload, machine: Machine) -> float:
 
 
 def priced_job(
-    job: ManagedJob, request: LaunchRequest, limits: Limits, work: Workload, report: Report
+    job: ManagedJob, request: LaunchRequest, limits: Limits, work: Workload, report: Report, shipped: bool = False
 ) -> tuple[ManagedJob, float]:
     """Report the job's plan, and pin its machines' types and regions, in the order in which SkyPilot is to try them.
 
     Each task gets their prices in SKYTRAIN_PRICES, those of traffic with the store included. Train keeps the machines
     that are expected to meet the deadline and the budget, the cheapest training first. UserError if there is none, for
-    a task without a machine, or for a budget if a price is unknown. Returns the expected dollars, too.
+    a task without a machine, or for a budget if a price is unknown. Returns the expected dollars, too. `shipped`: for a
+    dry run, which submits no prices.
     """
-    offered, failed = offers_of([job], work)
+    offered, notes = offers_of([job], work, shipped)
     unpriced = [one.infra for sold in offered.values() for one in sold if sold[one].usd_per_hour is None]
     if unpriced and request.budget is not None:
         raise UserError(f"--budget: can't be promised where SkyPilot's config has no price: {unpriced[0]}")
-    for reason in failed:
-        report(Finding("machines", reason, "note"))
+    for note in notes:
+        report(Finding("machines", note, "note"))
     plan = plan_run(work, offered, {task.name: task.num_nodes for task in job.tasks}, limits)
     report(plan)
     if plan.chosen is None:

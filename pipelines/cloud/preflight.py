@@ -5,15 +5,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
+from pipelines.artifacts.unread_store import UnreadStore
 from pipelines.bench.gpus import gpu_of
 from pipelines.cloud.catalog import CLUSTERS, is_cluster
 from pipelines.cloud.checks import Finding, broken, check_image_name, mlflow_answers, store_commits
-from pipelines.cloud.request import INSTALL, WORK_TREE, LaunchRequest
+from pipelines.cloud.request import WORK_TREE, LaunchRequest
+from pipelines.cloud.skypilot import skypilot_version
 from pipelines.cloud.tasks import ManagedJob
 from pipelines.recipe import Recipe
 from pipelines.stage import TUNE
@@ -26,6 +27,7 @@ from pipelines.tokens_config import LLMC, TokensConfig
 from pipelines.tracking.mlflow.settings import checked_uri
 from pipelines.weight_sources import Local, first_source
 from trainer.errors import StoreUnavailable, UserError
+from trainer.install import how_to_install
 from trainer.store import LocalStore, Store
 
 OWN_KEYS = ("SKYTRAIN_S3_ACCESS_KEY_ID", "SKYTRAIN_S3_SECRET_ACCESS_KEY")  # of a store that is not on AWS
@@ -39,11 +41,11 @@ def preflight(
 ) -> Iterator[Finding]:
     """All checks of a job, the cheapest first. UserError for a malformed name of an image or URI of MLflow."""
     remote = not all(map(is_cluster, job.clouds))
-    try:
-        yield Finding("skypilot", version("skypilot"))
+    if installed := skypilot_version():
+        yield Finding("skypilot", installed)
         yield from controller(job)
-    except PackageNotFoundError:
-        yield broken("skypilot", "not installed", INSTALL)
+    else:
+        yield broken("skypilot", "not installed", how_to_install("cloud"))
     if "SKYTRAIN_VENV" not in request.variables:
         yield from gpus_without_kernels(job)
     yield from slow_cards([job])
@@ -55,7 +57,9 @@ def preflight(
     yield from benchmarks_readable(recipe, job.stages, remote)
     yield from tuning(recipe, job.stages, remote, request.image)
     yield credentials(store, job.clouds, secrets)
-    if isinstance(store, LocalStore) and remote:
+    if isinstance(store, UnreadStore):
+        yield broken("store", store.uri, store.why)
+    elif isinstance(store, LocalStore) and remote:
         yield broken("store", f"{store.uri} is a folder of this machine", "--store s3://BUCKET/PREFIX")
     else:
         yield store_commits(store)
@@ -164,12 +168,12 @@ def tuning(recipe: Recipe, stages: Iterable[str], remote: bool, image: str) -> I
             seen = f"no job runs a function of a recipe ({sources[0]})"
             yield broken(name, seen, "--stage export, then `skytrain run --allow-code` where you agree to it")
     if TUNE in stages and image != WORK_TREE:
-        yield Finding("image", "tune needs the package trl, which docker/ does not install", "note", "--image none")
+        yield Finding("image", "tune needs the package trl, which the image does not have", "note", "--image none")
 
 
 def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str]) -> Finding:
     """Whether a job will have access to the bucket."""
-    if isinstance(store, LocalStore):
+    if not store.uri.startswith("s3:"):
         return Finding("credentials", "a folder needs none")
     aws, own = (("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), OWN_KEYS)
     names = own if any(name in secrets for name in own) else aws

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Self
 
 from pipelines.artifacts.store_id import StoreIdText
+from pipelines.secrets import SECRET_TEXT, SECRETS, has_own_keys, is_secret_name
 from trainer.errors import UserError
-from trainer.record import Count, DamagedRecord, Key, StoredRecord, UnixSeconds, decoded, typed
+from trainer.record import Count, DamagedRecord, Key, StoredRecord, UnixSeconds, decoded, decoded_at, typed
 from trainer.store import Store
 
 REMEDY = "remove it, and launch the run with its options again"
-INSTALL = "make install, or pip install -e '.[cloud]'"
 WORK_TREE = "none"  # as an image: no container; SkyPilot syncs the work tree
 
 
@@ -70,10 +70,11 @@ class LaunchRecord(StoredRecord):
 
 def last_launch(store: Store, run: str) -> LaunchRecord | None:
     """None if the run was never launched."""
-    body, where = store.get(key_of(run)), f"{store.uri}/{key_of(run)}"
-    launched = LaunchRecord.from_json(body, where) if body is not None else None
+    launched = decoded_at(store, key_of(run), LaunchRecord.from_json)
     if launched and (launched.request.run, launched.request.store) != (run, store.uri):
-        raise DamagedRecord(where, f"it launches {launched.request.run} in {launched.request.store}", REMEDY)
+        raise DamagedRecord(
+            f"{store.uri}/{key_of(run)}", f"it launches {launched.request.run} in {launched.request.store}", REMEDY
+        )
     return launched
 
 
@@ -104,18 +105,6 @@ VARIABLES = (
     "SKYTRAIN_S3_REGION", "SKYTRAIN_S3_ENDPOINT_URL",
     "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME",
 )  # fmt: skip
-SECRETS = (
-    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
-    "SKYTRAIN_S3_ACCESS_KEY_ID", "SKYTRAIN_S3_SECRET_ACCESS_KEY", "SKYTRAIN_S3_SESSION_TOKEN",
-    "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN",
-    "SKYPILOT_DOCKER_USERNAME", "SKYPILOT_DOCKER_PASSWORD", "SKYPILOT_DOCKER_SERVER",
-)  # fmt: skip
-
-SECRET_NAME = re.compile(r"(?i)(?:^|_)(?:password|passwd|secret|token|key|credentials?)(?:_|$)")
-SECRET_TEXT = re.compile(
-    r"AKIA[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@]+@|\bgh[pousr]_\w{30,}|\bhf_\w{30,}"
-    r"|(?i:\b\w*(?:password|secret|token|api_key)=[^\s$'\"]+)"
-)
 
 
 def variables_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
@@ -126,7 +115,7 @@ def variables_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not (equals and name.isidentifier()):
             raise UserError(f"--env {name}: not of the form NAME=VALUE")
-        if name in SECRETS or (SECRET_NAME.search(name) and not name.endswith("_FILE")):
+        if is_secret_name(name):
             raise UserError(
                 f"--env {name}: looks like a secret, and variables are shown; export it and use --secret {name}"
             )
@@ -141,8 +130,7 @@ def variables_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
 
 def of_a_job(names: Iterable[str]) -> list[str]:
     """The names that are set in this shell. With credentials of the store's own, those of AWS rent machines only."""
-    own_store = bool(os.environ.get("SKYTRAIN_S3_ACCESS_KEY_ID"))
-    return [name for name in names if os.environ.get(name) and not (own_store and name.startswith("AWS_"))]
+    return [name for name in names if os.environ.get(name) and not (has_own_keys() and name.startswith("AWS_"))]
 
 
 def secrets_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:

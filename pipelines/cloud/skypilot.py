@@ -5,28 +5,30 @@ Importing SkyPilot takes about 4 s, so every function imports it itself.
 
 import getpass
 import io
+import logging
 import platform
 import re
 import shlex
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import yaml
 
-from pipelines.cloud.request import INSTALL
+from trainer.answers import answered_within
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from trainer.install import how_to_install
 from trainer.store import LocalStore
 
 if TYPE_CHECKING:
     from sky import Dag
     from sky.schemas.api.responses import ManagedJobRecord, StatusResponse
-
-    from pipelines.cloud.tasks import ManagedJob
 
 PROJECT = "skytrain"  # the label `project` of every machine of ours
 SERVER_FILE = "skytrain-server"  # in the folder of SkyPilot's state
@@ -34,37 +36,91 @@ JOB_FIELDS = (
     *("job_id", "task_id", "job_name", "task_name", "status", "recovery_count", "submitted_at"),
     *("current_cluster_name", "cluster_name_on_cloud", "failure_reason", "details"),
 )
+FETCH_SECONDS = 6.0  # for a price list, of at most 4 MB
+ASK_SECONDS = 300.0  # for a question: 35 s were measured, through a controller on a machine of its own
+WORK_SECONDS = 3600.0  # for a request that starts or removes machines
+
+
+# The package
+
+
+def skypilot_version() -> str | None:
+    """None where SkyPilot is not installed. An import would not show it: in a clone, `sky` is the project's folder."""
+    try:
+        return version("skypilot")
+    except PackageNotFoundError:
+        return None
+
+
+def require_skypilot() -> None:
+    """UserError without SkyPilot, with the command that installs it."""
+    if skypilot_version() is None:
+        raise UserError(f"SkyPilot is not installed: {how_to_install('cloud')}")
+
+
+@contextmanager
+def skypilot_silent() -> Iterator[None]:
+    """Without SkyPilot's log, from its import on, errors included: each of them also arrives as an exception."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 # The server
 
 
-def api_server_is_up() -> bool:
-    """Whether SkyPilot's API server answers, on this machine or elsewhere."""
+def answer_to(ask: Callable[[], Any], seconds: float = ASK_SECONDS) -> Any:
+    """The API server's answer to a request. UserError if it takes longer than `seconds` in all."""
     from sky.client import sdk
 
     try:
-        sdk.api_info()
+        return answered_within(seconds, lambda: sdk.get(ask()))
+    except TimeoutError as error:
+        raise UserError(f"SkyPilot's API server: no answer within {seconds:g} s; see `sky api status`") from error
+
+
+def api_server_is_up() -> bool:
+    """Whether SkyPilot's API server answers, on this machine or elsewhere."""
+    if skypilot_version() is None:
+        return False
+    from sky.client import sdk
+
+    try:
+        answered_within(FETCH_SECONDS, sdk.api_info)
     except Exception:  # of any kind: there is no answer
         return False
     return True
 
 
-def reach_api_server(note: Callable[[str], None]) -> None:
-    """Start SkyPilot's API server if it is to run on this machine and is not up; `note` reports the start.
+def reach_api_server(note: Callable[[str], None]) -> bool:
+    """Start SkyPilot's API server if it is to run on this machine and is not up; `note` reports the start. Returns
+    whether it was started.
 
     UserError without SkyPilot.
     """
+    require_skypilot()
+    from sky.client import sdk
+    from sky.server import common
+
+    if not common.is_api_server_local() or api_server_is_up():
+        return False
+    note("starting SkyPilot's API server on this machine; `sky api stop` ends it")
     try:
-        from sky import sky_logging
-        from sky.client import sdk
-        from sky.server import common
-    except ImportError as error:
-        raise UserError(f"SkyPilot is not installed: {INSTALL}") from error
-    if common.is_api_server_local() and not api_server_is_up():
-        note("starting SkyPilot's API server on this machine; `sky api stop` ends it")
-        with sky_logging.silent():
-            sdk.api_start()
+        with skypilot_silent():
+            answered_within(ASK_SECONDS, sdk.api_start)
+    except (RuntimeError, TimeoutError) as error:
+        raise UserError(f"SkyPilot's API server does not start: {' '.join(str(error).split())}") from error
+    return True
+
+
+def stop_api_server() -> None:
+    """End the API server on this machine."""
+    from sky.client import sdk
+
+    with skypilot_silent():
+        answered_within(ASK_SECONDS, sdk.api_stop)
 
 
 def server_name() -> str:
@@ -93,11 +149,11 @@ def is_this_server(recorded: str) -> bool:
     return not recorded or recorded in (f"local-{common_utils.get_user_hash()}", server_name())
 
 
-def enabled_clouds() -> list[str]:
+def enabled_clouds(seconds: float = ASK_SECONDS) -> list[str]:
     """The clouds that SkyPilot may use, in its server's spelling, lower case. Starts a local server if none is up."""
     from sky.client import sdk
 
-    return sorted(cloud.lower() for cloud in sdk.get(sdk.enabled_clouds()))
+    return sorted(cloud.lower() for cloud in answer_to(sdk.enabled_clouds, seconds))
 
 
 def check_places(infra: str | None) -> None:
@@ -106,28 +162,32 @@ def check_places(infra: str | None) -> None:
     Without SkyPilot, a cloud's packages or, for regions, a network to fetch its catalog, names pass here; `preflight`
     reports a missing SkyPilot.
     """
-    try:
-        import sky
-    except ImportError:
+    if skypilot_version() is None:
         return
-    for place in map(str.strip, infra.split(",") if infra else ()):
-        try:
-            sky.Resources(infra=place).validate()
-        except (ImportError, OSError):
-            continue
-        except ValueError as error:
-            raise UserError(f"--infra {place}: {' '.join(str(error).split())}") from error
+    import sky
+
+    with skypilot_silent():
+        for place in map(str.strip, infra.split(",") if infra else ()):
+            try:
+                answered_within(FETCH_SECONDS, sky.Resources(infra=place).validate)
+            except (ImportError, OSError):
+                continue
+            except ValueError as error:
+                raise UserError(f"--infra {place}: {' '.join(str(error).split())}") from error
 
 
 # Launching
 
 
-def dag_of(job: "ManagedJob", secrets: Mapping[str, str]) -> "Dag":
-    """The job as SkyPilot's chain of tasks, checked against its schema. UserError with SkyPilot's objection."""
+def dag_of(job: str, secrets: Mapping[str, str]) -> "Dag":
+    """A job's YAML as SkyPilot's chain of tasks, checked against its schema. UserError with SkyPilot's objection,
+    OSError without its price lists."""
     from sky.utils import dag_utils
 
+    load = partial(dag_utils.load_chain_dag_from_yaml_str, job, secrets_overrides=list(secrets.items()))
     try:
-        return dag_utils.load_chain_dag_from_yaml_str(job.to_yaml(), secrets_overrides=list(secrets.items()))
+        with skypilot_silent():
+            return answered_within(FETCH_SECONDS, load)
     except ValueError as error:
         raise UserError(f"launch: SkyPilot refuses the job: {' '.join(str(error).split())}") from error
 
@@ -138,7 +198,7 @@ def ask_optimizer(dag: "Dag") -> None:
     from sky.client import sdk
 
     try:
-        sdk.get(sdk.optimize(dag))
+        answer_to(lambda: sdk.optimize(dag))
     except (exceptions.ResourcesUnavailableError, exceptions.NoCloudAccessError) as error:
         plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("To fix:")[0]  # its hints are about its own CLI
         reason = " ".join(plain.split()).rstrip(".")
@@ -152,7 +212,7 @@ def submit_job(dag: "Dag", name: str) -> list[int]:
     from sky import jobs
     from sky.client import sdk
 
-    ids, _ = sdk.stream_and_get(jobs.launch(dag, name=name))
+    ids, _ = sdk.stream_and_get(jobs.launch(dag, name=name))  # without a bound: its user watches it
     return [ids] if isinstance(ids, int) else list(ids or [])
 
 
@@ -219,12 +279,10 @@ def managed_tasks(name: str | None = None, unfinished: bool = False) -> list[Tas
     answer: there may be jobs.
     """
     from sky import ClusterStatus, exceptions, jobs
-    from sky.client import sdk
 
+    queue = partial(jobs.queue_v2, refresh=False, all_users=True, name_match=name, fields=JOB_FIELDS)
     try:
-        found, *_ = sdk.get(
-            jobs.queue_v2(refresh=False, skip_finished=unfinished, all_users=True, name_match=name, fields=JOB_FIELDS)
-        )
+        found, *_ = answer_to(partial(queue, skip_finished=unfinished))
     except (exceptions.ClusterNotUpError, RuntimeError) as error:
         # A RuntimeError: SkyPilot takes the machine as up, and it does not answer.
         if getattr(error, "cluster_status", ClusterStatus.UP) in (None, ClusterStatus.STOPPED):
@@ -236,10 +294,9 @@ def managed_tasks(name: str | None = None, unfinished: bool = False) -> list[Tas
 def stores_of(ids: Iterable[int]) -> dict[int, str]:
     """The stores of managed jobs, as the variables in their YAML name them."""
     from sky import jobs
-    from sky.client import sdk
 
     fields, stores = ["job_id", "user_yaml"], dict[int, str]()
-    found, *_ = sdk.get(jobs.queue_v2(refresh=False, all_users=True, job_ids=list(ids), fields=fields))
+    found, *_ = answer_to(lambda: jobs.queue_v2(refresh=False, all_users=True, job_ids=list(ids), fields=fields))
     for record in found:
         for document in yaml.safe_load_all(record.user_yaml or ""):
             if record.job_id is not None and (store := (document.get("envs") or {}).get("SKYTRAIN_STORE")):
@@ -249,9 +306,8 @@ def stores_of(ids: Iterable[int]) -> dict[int, str]:
 
 def cancel_jobs(ids: Iterable[int]) -> None:
     from sky import jobs
-    from sky.client import sdk
 
-    sdk.get(jobs.cancel(job_ids=list(ids)))
+    answer_to(lambda: jobs.cancel(job_ids=list(ids)))
 
 
 def tail_logs(job: int, follow: bool, output: io.TextIOBase) -> bool:
@@ -285,9 +341,9 @@ def clusters(note: Callable[[str], None] | None = None) -> list[Cluster]:
     from sky.client import sdk
     from sky.utils import common
 
-    reports = sdk.get(sdk.cost_report())
+    reports = answer_to(sdk.cost_report)
     rows = [(one["name"], one["resources"].labels, one["usage_intervals"], None) for one in reports]
-    for machine in sdk.get(sdk.status(all_users=True)) if note else ():
+    for machine in answer_to(lambda: sdk.status(all_users=True)) if note else ():
         if note and machine.name.startswith(common.JOB_CONTROLLER_PREFIX):
             rows += [(*row, machine.name) for row in rows_on(machine, note)]
     return [
@@ -324,7 +380,8 @@ def rows_on(controller: "StatusResponse", note: Callable[[str], None]) -> list[l
     command = f"{constants.SKY_PYTHON_CMD} -u -c {shlex.quote(ON_RECORD)}"
     options = {"stream_logs": False, "require_outputs": True, "separate_stderr": True}
     try:
-        code, output, errors = CloudVmRayBackend().run_on_head(controller.handle, command, **options)
+        run = partial(CloudVmRayBackend().run_on_head, controller.handle, command, **options)
+        code, output, errors = answered_within(ASK_SECONDS, run)
         if code == 0:
             return message_utils.decode_payload(output)
     except Exception as error:  # of SSH, or of a machine whose keys another machine has
@@ -339,4 +396,4 @@ def take_down(cluster: str) -> None:
     from sky.exceptions import ClusterDoesNotExist
 
     with suppress(ClusterDoesNotExist):
-        sdk.get(sdk.down(cluster))
+        answer_to(lambda: sdk.down(cluster), WORK_SECONDS)

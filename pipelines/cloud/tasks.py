@@ -6,9 +6,11 @@ separately, as from `--secret`, so no dump of a task can hold one.
 """
 
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,9 +20,11 @@ from pipelines.cloud.catalog import MachineRequest, is_cluster
 from pipelines.cloud.request import WORK_TREE, LaunchRequest, run_label
 from pipelines.stage import STAGES, TUNE
 from trainer.errors import UserError
+from trainer.install import ROOT, clone
 
 STANDBY_CPUS, STANDBY_MEMORY = "2+", "8+"  # of the machine that polls for spot
 MOST_MACHINES = 40  # of a task: their prices stay far below the 128 KiB that Linux allows one variable
+PACKED = "pipelines/cloud/tree"  # in a wheel: files of the clone that are no code (pyproject.toml)
 MASKED = "(from your environment, not shown)"
 
 
@@ -75,12 +79,16 @@ class ManagedJob:
         return yaml.dump_all(documents, Dumper=_Readable, sort_keys=False, allow_unicode=True, width=120)
 
 
-def source_folder() -> Path:
-    """The clone that this code runs from. UserError where it was installed without one."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "sky" / "train.yaml").is_file():
-        raise UserError("launch: the folder sky/ is missing beside this code; run skytrain from its clone")
-    return root
+def work_tree() -> Path:
+    """The folder that nodes get: the clone, or the one that `make_work_tree` makes of an installed package."""
+    return clone() or Path.home() / ".cache" / "skytrain" / f"tree-{version('skytrain')}"
+
+
+def make_work_tree() -> None:
+    """Copy an installed package, and the files of a clone that its wheel has, to the work tree. A clone is one."""
+    for code, target in () if clone() else (("pipelines", "pipelines"), ("trainer", "trainer"), (PACKED, "")):
+        ignored = shutil.ignore_patterns("__pycache__", "tree")
+        shutil.copytree(ROOT / code, work_tree() / target, ignore=ignored, dirs_exist_ok=True)
 
 
 def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = False) -> ManagedJob:
@@ -91,9 +99,9 @@ def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = Fal
 
     UserError for a request that can't be fulfilled.
     """
-    folder, missing = source_folder(), list(stages)
+    missing = list(stages)
     steps, stages = [one for one in missing if one not in STAGES], [one for one in missing if one in STAGES]
-    files = {stage: read_task(folder, stage) for stage in STAGES}
+    files = {stage: read_task(stage) for stage in STAGES}
     machines = {stage: requested_machines(file.machines, request, stage) for stage, file in files.items()}
     one_gpu = [replace(one, accelerators=f"{one.gpu}:1") for one in machines["train"]]
     # A private cluster seldom has other GPUs than those to train on.
@@ -108,9 +116,7 @@ def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = Fal
     if {"evaluate", "export"} <= set(stages) and not request.deadline:  # whose evaluate has many GPUs
         stages.remove("export")
         files["evaluate"] = continued(files["evaluate"], "evaluate", "export")
-    tasks = {
-        stage: requested_task(replace(files[stage], machines=machines[stage]), request, folder) for stage in stages
-    }
+    tasks = {stage: requested_task(replace(files[stage], machines=machines[stage]), request) for stage in stages}
     if request.deadline and (request.spot or request.until in ("tokenize", "train")):
         option = "--spot" if request.spot else f"--stage {request.until}"
         raise UserError(
@@ -131,11 +137,15 @@ def continued(task: Task, name: str, last: str) -> Task:
 
 
 @cache
-def read_task(folder: Path, stage: str) -> Task:
-    return Task.from_yaml(yaml.safe_load((folder / "sky" / f"{stage}.yaml").read_text(encoding="utf8")))
+def read_task(stage: str) -> Task:
+    """A stage's task. UserError for an installation without the files of sky/, such as an image's."""
+    path = (clone() or ROOT / PACKED) / "sky" / f"{stage}.yaml"
+    if not path.is_file():
+        raise UserError("launch: this installation has no tasks of SkyPilot; install the wheel of skytrain")
+    return Task.from_yaml(yaml.safe_load(path.read_text(encoding="utf8")))
 
 
-def requested_task(task: Task, request: LaunchRequest, folder: Path) -> Task:
+def requested_task(task: Task, request: LaunchRequest) -> Task:
     """A task with the request's nodes, image and variables."""
     resources = {**task.resources, "labels": {**task.resources["labels"], "run": run_label(request.job_name)}}
     del resources["max_hourly_cost"]  # SkyPilot ignores it where the type is given; the plan shows the prices
@@ -144,7 +154,7 @@ def requested_task(task: Task, request: LaunchRequest, folder: Path) -> Task:
     envs = dict(task.envs)
     document = {name: value for name, value in task.document.items() if name not in ("secrets", "workdir")}
     if request.image == WORK_TREE:
-        document["workdir"] = str(folder)
+        document["workdir"] = str(work_tree())
     else:
         resources["image_id"] = f"docker:{request.image}"
         envs["SKYTRAIN_IMAGE"] = request.image

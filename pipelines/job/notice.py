@@ -13,12 +13,14 @@ import http.client
 import json
 import os
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from pipelines.screen import Screen
 from pipelines.tracking.records import Machine
+from trainer.answers import answered_within
 from trainer.config import seconds_from_environment
 from trainer.errors import UserError
 from trainer.process import Background, StopSignal
@@ -44,18 +46,25 @@ class Metadata:
     def ask(
         self, path: str, headers: dict[str, str], timeout_s: float, method: str = "GET"
     ) -> tuple[str | None, http.client.HTTPMessage]:
-        """At most MOST_BYTES of an item (None: there is none) and the answer's headers; `timeout_s` limits each read.
-        OSError or HTTPException without an answer, ValueError for an error."""
+        """At most MOST_BYTES of an item (None: there is none) and the answer's headers; `timeout_s` limits the time to
+        connect, and then the whole answer. OSError or HTTPException without an answer, ValueError for an error."""
         connection = http.client.HTTPConnection(self._address, timeout=timeout_s)
-        try:
+
+        def exchange() -> tuple[str | None, http.client.HTTPMessage]:
             connection.request(method, path, headers=headers)
             response = connection.getresponse()
             if response.status not in (200, 404):
                 raise ValueError(f"status {response.status}")
             body = response.read(MOST_BYTES).decode(errors="replace")
             return body if response.status == 200 else None, response.headers
-        finally:
-            connection.close()
+
+        connection.connect()
+        with connection.sock as to_service:
+            try:
+                return answered_within(timeout_s, exchange)
+            finally:
+                with suppress(OSError):
+                    to_service.shutdown(socket.SHUT_RDWR)  # also ends the thread of an exchange that takes too long
 
 
 class Ec2:

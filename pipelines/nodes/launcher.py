@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.nodes.address import NodeAddress, nvidia_gpus
-from pipelines.nodes.ranks import FAILING_SECONDS, LOG_FILE, RANK_MODULE, RankSpec
+from pipelines.nodes.ranks import ALIVE_SECONDS, FAILING_SECONDS, LOG_FILE, RANK_MODULE, RankSpec, show_alive
 from pipelines.nodes.results import KILLED, signal_name
 from trainer.process import StopSignal, die_with_parent
-
-POLL_SECONDS = 1.0
 
 
 class Rank(multiprocessing.Process):
@@ -120,7 +118,8 @@ def run_ranks(folder: Path, cache: Path, grace_seconds: float, address: NodeAddr
 
     signal.signal(signal.SIGTERM, stop)
     while (running := [rank.sentinel for rank in ranks.values() if rank.is_alive()]) and time.monotonic() < deadline:
-        wait(running, POLL_SECONDS)
+        show_alive(folder, "launcher", *(f"rank {number}" for number, rank in ranks.items() if not rank.is_alive()))
+        wait(running, ALIVE_SECONDS)
         if any(rank.exitcode for rank in ranks.values()):
             deadline = min(deadline, time.monotonic() + FAILING_SECONDS)
     for number, rank in ranks.items():

@@ -2,11 +2,14 @@
 and asks the store. So this module imports little."""
 
 import atexit
-import os
 import signal
 import subprocess
 import sys
+import tempfile
+from typing import IO
 
+from pipelines.secrets import environment_for
+from trainer.errors import FULL, UserError
 from trainer.process import die_with_parent
 
 LAUNCHER_MODULE = "pipelines.nodes.launcher"
@@ -20,31 +23,38 @@ DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
 }
 
-_prepared: list[subprocess.Popen[bytes]] = []
+Launcher = tuple[subprocess.Popen[bytes], IO[bytes]]  # and what it printed before it had a log
+_prepared: list[Launcher] = []
 
 
 def prepare_launcher() -> None:
     """Start a launcher, which `prepared_launcher` returns."""
     _prepared.append(new_launcher())
-    atexit.register(_prepared[-1].kill)  # if no ranks are needed
+    atexit.register(_prepared[-1][0].kill)  # if no ranks are needed
 
 
-def prepared_launcher() -> subprocess.Popen[bytes]:
+def prepared_launcher() -> Launcher:
     """The launcher that was started before, or a new one."""
     return _prepared.pop() if _prepared else new_launcher()
 
 
-def new_launcher() -> subprocess.Popen[bytes]:
+def new_launcher() -> Launcher:
     """A launcher in its own session (this process forwards Ctrl-C); the kernel ends it if this process dies."""
-    return subprocess.Popen(
+    # No pipe, which nobody would read until the launcher has its task, and so a log.
+    try:
+        output = tempfile.TemporaryFile("a+b")  # noqa: SIM115
+    except FileNotFoundError as error:  # a limit, or no space
+        raise UserError(f"TMPDIR: {error.strerror}; {FULL}") from error
+    launcher = subprocess.Popen(
         [sys.executable, "-u", "-m", LAUNCHER_MODULE],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,  # until it has its task, and so a log
-        env=DEFAULTS | os.environ,
+        stderr=output,
+        env=DEFAULTS | environment_for(),  # the secrets of the ranks come with their task
         start_new_session=True,
         preexec_fn=before_launcher,
     )
+    return launcher, output
 
 
 def before_launcher() -> None:

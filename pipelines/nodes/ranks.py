@@ -6,13 +6,17 @@ A rank that fails leaves its error in its attempt's folder, in a file `<kind>-<r
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
+
+from pydantic import Field
 
 from pipelines.nodes.address import NodeAddress, interface_to
 from pipelines.nodes.launcher_process import prepared_launcher
@@ -30,36 +34,50 @@ from pipelines.nodes.results import (
     signal_name,
 )
 from pipelines.recipe import Recipe
+from pipelines.secrets import environment_for, services_of
+from pipelines.tokens_config import LLMC
 from trainer.health import STUCK as STUCK_LINE
-from trainer.record import StoredRecord, record_in
+from trainer.health import Watchdog
+from trainer.metrics import PhaseClock
+from trainer.process import Background
+from trainer.record import Count, Key, StoredRecord, UnixSeconds, record_in
 
 RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; imported by name, because stages are above this layer
 SPEC_FILE = "spec.json"
 LOG_FILE = "train.log"  # output of the launcher and its ranks
+ALIVE, ALIVE_SECONDS = ".alive", 1.0
 LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error file
 # For ranks to fail and write their error files, once another rank failed, or those of another node; see also
 # trainer/parallel.py.
 FAILING_SECONDS = 4.0
 
 
-@dataclass(frozen=True)
-class RankSpec(StoredRecord):
-    """The task of all ranks of an attempt. Node 0 writes it; the ranks of every node read it."""
+@dataclass(frozen=True, kw_only=True)
+class RankNumbers(StoredRecord):
+    """The part of the ranks' task that node 0 alone knows, and that workers read from the store: numbers, so that a
+    writer of the store leads no worker to another folder or store."""
 
-    started: float  # unix seconds at which the pipeline's clock enters the phase "ranks"
-    reached: int  # the highest step of any earlier attempt
+    started: UnixSeconds  # at which the pipeline's clock enters the phase "ranks"
+    reached: Count  # the highest step of any earlier attempt
+    between_failures: Annotated[float, Field(gt=0)]  # expected, in seconds
+    traffic_seconds: Annotated[float, Field(ge=0)] = 0.0  # that cost as much as the traffic of a checkpoint
+    processes: Count = 0  # of each node
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0  # on node 0, where the ranks of several nodes meet
+    cluster: str = ""  # see `NodeAddress`
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec(RankNumbers):
+    """The task of a node's ranks, which their command writes into the attempt's folder on the node."""
+
     recipe: Recipe
     store: str  # URI
-    tokens: str  # prefix of the tokens in the store
-    prefix: str  # of the training run in the store
-    attempt: int
-    between_failures: float  # expected, in seconds
-    traffic_seconds: float = 0.0  # for which the machines cost as much as the traffic of a checkpoint
-    processes: int = 0  # of each node
-    port: int = 0  # on node 0, where the ranks of several nodes meet
-    cluster: str = ""  # see `NodeAddress`
+    tokens: Key  # prefix of the tokens in the store
+    prefix: Key  # of the training run in the store
+    attempt: Count
     weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
     tune: str | None = None  # name of a step of tuning: the ranks tune the model in the folder `weights`
+    allow_code: bool = False  # whether the recipe's own code may run
 
     def to_json(self) -> bytes:
         return json.dumps(vars(self) | {"recipe": self.recipe.model_dump()}).encode()
@@ -70,55 +88,108 @@ class RankSpec(StoredRecord):
         return record_in(cls, (folder / SPEC_FILE).read_bytes(), str(folder / SPEC_FILE))
 
 
-def start_ranks(
-    spec: RankSpec, folder: Path, home: Path, grace_seconds: float, address: NodeAddress
-) -> subprocess.Popen[bytes]:
-    """Start this node's ranks. Returns their launcher: after SIGTERM, it kills ranks that still save after
-    `grace_seconds`."""
+def start_ranks(spec: RankSpec, folder: Path, home: Path, grace_seconds: float, address: NodeAddress) -> "Ranks":
+    """Start this node's ranks. After a stop, they have `grace_seconds` to save."""
     (folder / SPEC_FILE).write_bytes(spec.to_json())
     (folder / LOG_FILE).touch()
-    environment = dict(os.environ)
+    environment = environment_for(services_of(*asked_by_ranks(spec)))
     if address.count > 1 and (interface := interface_to(address.first)):
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-    launcher = prepared_launcher()
+    launcher, output = prepared_launcher()
     task = str(folder), str(home / "cache"), grace_seconds, astuple(address), environment
-    assert launcher.stdin and launcher.stderr
+    assert launcher.stdin
     try:
         with launcher.stdin as pipe:
             pipe.write(json.dumps(task).encode())
     except BrokenPipeError:  # it has died, if not of a signal then because it can't import itself
-        (folder / LOG_FILE).write_bytes(launcher.stderr.read())
-    return launcher
+        output.seek(0)
+        (folder / LOG_FILE).write_bytes(output.read())
+    return Ranks(launcher, spec, folder, grace_seconds, address.rank)
 
 
-def wait_or_kill(launcher: subprocess.Popen[bytes]) -> int:
-    """End ranks that cannot continue without those of another node. NCCL does not always report the loss.
+def asked_by_ranks(spec: RankSpec) -> Iterator[str]:
+    """The URIs of what the ranks ask: the store, shards that lie elsewhere, and weights on the Hub."""
+    yield spec.store
+    yield from (text.source.removeprefix(LLMC) for text in spec.recipe.tokens.each() if text.adopts)
+    if re.fullmatch(r"[^:]+@[0-9a-f]{40}", spec.recipe.train.init_from or ""):
+        yield f"hf://{spec.recipe.train.init_from}"
 
-    Returns the launcher's exit code; 1 if this process killed it.
+
+class Ranks:
+    """The ranks of this node and their launcher, with deadlines that their command enforces: a process that SIGSTOP has
+    stopped, or that never gives up its interpreter, obeys no signal, and watches neither itself nor others.
     """
-    try:
-        return launcher.wait(FAILING_SECONDS)
-    except subprocess.TimeoutExpired:
-        kill_ranks(launcher)
-        return 1
+
+    def __init__(
+        self, launcher: subprocess.Popen[bytes], spec: RankSpec, folder: Path, grace_seconds: float, node: int = 0
+    ) -> None:
+        self.launcher, self.spec, self.folder, self.grace_seconds = launcher, spec, folder, grace_seconds
+        self.stopping = False
+        first = spec.processes * node
+        self.names = ["launcher", *(f"rank {number}" for number in range(first, first + spec.processes))]
+        Background("ranks", self._supervise).start()
+
+    def stop(self) -> None:
+        """Let the ranks commit the last step and exit."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.launcher.pid, signal.SIGCONT)
+        self.launcher.send_signal(signal.SIGTERM)
+        self.stopping = True
+
+    def kill(self) -> None:
+        """End the launcher and its ranks, the processes of its group, immediately."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.launcher.pid, signal.SIGKILL)
+        self.launcher.kill()
+        self.launcher.wait()
+
+    def wait_or_kill(self) -> int:
+        """End ranks that cannot continue without those of another node. NCCL does not always report the loss.
+
+        Returns the launcher's exit code; 1 if this process killed it.
+        """
+        try:
+            return self.launcher.wait(FAILING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return 1
+
+    def wait_for_orphans(self) -> None:
+        """Wait for the ranks of a killed launcher: the kernel asks them to commit and leave, see die_with_parent."""
+        deadline = time.monotonic() + self.grace_seconds
+        with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.launcher.pid, 0)  # changes nothing; raises once no process of its group is left
+                time.sleep(0.1)
+            os.killpg(self.launcher.pid, signal.SIGKILL)
+
+    def _supervise(self) -> None:
+        """Kill all once one of the processes has not started in time or is silent for longer than a step may take, or
+        once a stop takes too long. Counts looks, not time: while a machine is suspended, nobody looks."""
+        start, step = (Watchdog(self.spec.recipe.runtime, PhaseClock(p)).limit_seconds() for p in ("imports", "train"))
+        dates: dict[str, int] = {}  # when each was last seen alive
+        silent, stopping = dict.fromkeys(self.names, 0.0), 0.0  # seconds
+        while self.launcher.poll() is None:
+            time.sleep(ALIVE_SECONDS)
+            for name in self.names:
+                silent[name] += ALIVE_SECONDS
+                with suppress(FileNotFoundError):  # it has not started, or the folder is gone with the attempt
+                    if dates.get(name) != (date := (self.folder / f"{name}{ALIVE}").stat().st_mtime_ns):
+                        dates[name], silent[name] = date, 0.0
+                if silent[name] > (step if name in dates else start):
+                    with suppress(OSError), (self.folder / LOG_FILE).open("a") as log:
+                        log.write(f"{name}: {STUCK_LINE} for {silent[name]:.0f} s; the command kills the ranks\n")
+                    self.kill()
+            stopping += ALIVE_SECONDS * self.stopping
+            if stopping > self.grace_seconds + FAILING_SECONDS:
+                self.kill()
 
 
-def wait_for_orphans(launcher: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for the ranks of a killed launcher: the kernel has asked them to commit and leave, see die_with_parent."""
-    deadline = time.monotonic() + seconds
-    with suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(launcher.pid, 0)  # changes nothing; raises once no process of its group is left
-            time.sleep(0.1)
-        os.killpg(launcher.pid, signal.SIGKILL)
-
-
-def kill_ranks(launcher: subprocess.Popen[bytes]) -> None:
-    """End the launcher and its ranks, the processes of its group, immediately."""
-    with suppress(ProcessLookupError):
-        os.killpg(launcher.pid, signal.SIGKILL)
-    launcher.kill()
-    launcher.wait()
+def show_alive(folder: Path, *names: str) -> None:
+    """Show the command that these processes need no end, by files in the attempt's folder; every ALIVE_SECONDS."""
+    for name in names:
+        with suppress(OSError):  # a full disk: the pipeline's process detects it on its own
+            (folder / f"{name}{ALIVE}").touch()
 
 
 def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:

@@ -1,22 +1,23 @@
 """A worker: every node but node 0. It starts its ranks for each attempt of node 0 at the training.
 
-It learns all from the store: an attempt's task, its heartbeats and its end. Another attempt replaces its ranks. Once
+It learns from the store: an attempt's numbers, its heartbeats and its end. Another attempt replaces its ranks. Once
 node 0 is gone, the worker ends resumable.
 """
 
 import shutil
-import subprocess
 import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, find, scratch
 from pipelines.artifacts.traffic import traffic_here
 from pipelines.nodes.address import JOIN_SECONDS, NodeAddress, processes_on_this_node
-from pipelines.nodes.ranks import RankSpec, kill_ranks, result_of_ranks, start_ranks, wait_for_orphans
+from pipelines.nodes.ranks import Ranks, RankSpec, result_of_ranks, start_ranks
 from pipelines.nodes.results import GONE, NodeResult
-from pipelines.nodes.workers import POLL_SECONDS, WorkerRecord, read_spec
+from pipelines.nodes.workers import POLL_SECONDS, WorkerRecord, read_numbers
+from pipelines.recipe import Recipe
 from pipelines.screen import Screen
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, newest_attempt
 from trainer.errors import Interrupted, UserError
@@ -31,6 +32,7 @@ ENDED = ("interrupted", "stopped", "failed")  # states of an attempt after which
 def run_worker(
     address: NodeAddress,
     until: str,
+    recipe: Recipe,
     plans: dict[str, ArtifactPlan],
     store: Store,
     home: Path,
@@ -44,7 +46,7 @@ def run_worker(
         screen.note(f"{name}: nothing to do")
         return 0
     screen.note(f"{name} of {address.count}: worker; waiting for node 0, {address.first}, to start the training")
-    ended = Worker(address, plans, store, home, stop).serve()
+    ended = Worker(address, recipe, plans, store, home, stop).serve()
     screen.note(f"{name}: {ended}")
     return 0
 
@@ -103,11 +105,20 @@ class Worker:
     """A worker with its ranks of one attempt."""
 
     def __init__(
-        self, address: NodeAddress, plans: dict[str, ArtifactPlan], store: Store, home: Path, stop: StopSignal
+        self,
+        address: NodeAddress,
+        recipe: Recipe,
+        plans: dict[str, ArtifactPlan],
+        store: Store,
+        home: Path,
+        stop: StopSignal,
     ) -> None:
         self.address, self.plan, self.store, self.home, self.stop = address, plans["train"], store, home, stop
-        self.first = FirstNode(store, [plans["tokenize"].prefix, self.plan.prefix])
-        self.launcher: subprocess.Popen[bytes] | None = None
+        tokens, prefix = plans["tokenize"].prefix, self.plan.prefix
+        # Of the task of its ranks: no record leads them elsewhere.
+        self.own: dict[str, Any] = {"recipe": recipe, "store": store.uri, "tokens": tokens, "prefix": prefix}
+        self.first = FirstNode(store, [tokens, prefix])
+        self.ranks: Ranks | None = None
         self.attempt = 0  # that the ranks are of
         self.record = WorkerRecord(address.rank, time.time())
         self._stopped_at: float | None = None  # by time.monotonic
@@ -123,7 +134,7 @@ class Worker:
                     return "trained; node 0 continues alone"
                 if spec := self._fresh_spec():
                     self._start_ranks(spec)
-                elif self.launcher is None:
+                elif self.ranks is None:
                     self.stop.check()
                 self._report()
                 self._wait()
@@ -138,8 +149,9 @@ class Worker:
         if prefix != self.plan.prefix or attempt <= self.attempt:
             return None
         with suppress(OSError):
-            spec = read_spec(self.store, prefix, attempt)
-            return spec if spec and spec.cluster == self.address.cluster else None
+            numbers = read_numbers(self.store, prefix, attempt)
+            if numbers and numbers.cluster == self.address.cluster:
+                return RankSpec(**vars(numbers), **self.own, attempt=attempt)
         return None
 
     def _start_ranks(self, spec: RankSpec) -> None:
@@ -157,17 +169,17 @@ class Worker:
                 f"runtime.processes: this node would have {processes} ranks, and node 0 has {spec.processes}; "
                 "set it to the smaller number"
             )
-        self.launcher = start_ranks(spec, self.folder, self.home, self.stop.grace_seconds, self.address)
+        self.ranks = start_ranks(spec, self.folder, self.home, self.stop.grace_seconds, self.address)
 
     def _kill_ranks(self) -> None:
-        if self.launcher and self.launcher.poll() is None:
-            kill_ranks(self.launcher)
+        if self.ranks and self.ranks.launcher.poll() is None:
+            self.ranks.kill()
 
     def _wait(self) -> None:
         """Sleep until the next report: until the ranks end, or this node is asked to stop, if that is earlier."""
-        deadline = time.monotonic() + (HEARTBEAT_SECONDS if self.launcher else POLL_SECONDS)
+        deadline = time.monotonic() + (HEARTBEAT_SECONDS if self.ranks else POLL_SECONDS)
         while time.monotonic() < deadline:
-            ended = self.launcher is not None and self.launcher.poll() is not None and not self.record.result
+            ended = self.ranks is not None and self.ranks.launcher.poll() is not None and not self.record.result
             if ended or (self.stop.asked and not self.record.stop):
                 return
             time.sleep(0.1)
@@ -175,11 +187,11 @@ class Worker:
     def _report(self) -> None:
         """Tell node 0 that this node lives, how its ranks ended, and whether it must stop: then all ranks leave on a
         commit. Raises Interrupted if node 0 does not end in time."""
-        if self.launcher is None:
+        if self.ranks is None:
             return
-        if (exit_code := self.launcher.poll()) is not None and not self.record.result:
+        if (exit_code := self.ranks.launcher.poll()) is not None and not self.record.result:
             if exit_code < 0:
-                wait_for_orphans(self.launcher, self.stop.grace_seconds)
+                self.ranks.wait_for_orphans()
             self.record = replace(self.record, result=result_of_ranks(self.address.rank, self.folder, exit_code))
         if self.stop.asked and self._stopped_at is None:
             self._stopped_at = time.monotonic()

@@ -1,8 +1,8 @@
 """Node 0's view of the workers of an attempt. Nodes share only the store; their ranks meet by torch.distributed.
 
-Node 0 writes the task of the ranks to `attempts/<n>/ranks.json`. Each worker starts its ranks for it (worker.py), and
-writes `attempts/<n>/node-<rank>.json` every few seconds: so node 0 learns of a worker that is gone, of a notice that it
-got, and of how its ranks ended.
+Node 0 writes the numbers of the ranks' task to `attempts/<n>/ranks.json`; all else of it a worker takes from its own
+plan. Each worker starts its ranks (worker.py), and writes `attempts/<n>/node-<rank>.json` every few seconds: so node 0
+learns of a worker that is gone, of a notice that it got, and of how its ranks ended.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Self
 
 from pipelines.artifacts.traffic import Traffic, traffic_here
 from pipelines.nodes.address import NodeAddress
-from pipelines.nodes.ranks import RankSpec
+from pipelines.nodes.ranks import RankNumbers, RankSpec
 from pipelines.nodes.results import NodeResult
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Attempt
 from trainer.errors import UserError
@@ -40,25 +40,26 @@ class WorkerRecord(StoredRecord):
     @classmethod
     def read(cls, store: Store, prefix: str, attempt: int, node: int) -> Self | None:
         """DamagedRecord, or NewerRecord."""
-        return record_at(cls, store, key_of_worker(prefix, attempt, node))
+        return record_at(cls, store, key_of_worker(prefix, attempt, node), polled=True)
 
 
 def key_of_worker(prefix: str, attempt: int, node: int) -> str:
     return f"{prefix}/attempts/{attempt:04d}/node-{node:04d}.json"
 
 
-def key_of_spec(prefix: str, attempt: int) -> str:
+def key_of_numbers(prefix: str, attempt: int) -> str:
     return f"{prefix}/attempts/{attempt:04d}/ranks.json"
 
 
-def write_spec(store: Store, spec: RankSpec) -> None:
+def write_numbers(store: Store, spec: RankSpec) -> None:
     """Let the workers start their ranks."""
-    store.put(key_of_spec(spec.prefix, spec.attempt), spec.to_json())
+    numbers = {name: getattr(spec, name) for name in RankNumbers.__dataclass_fields__}
+    store.put(key_of_numbers(spec.prefix, spec.attempt), json.dumps(numbers).encode())
 
 
-def read_spec(store: Store, prefix: str, attempt: int) -> RankSpec | None:
-    """The task of the ranks of an attempt; None before node 0 has written it. DamagedRecord, or NewerRecord."""
-    return record_at(RankSpec, store, key_of_spec(prefix, attempt))
+def read_numbers(store: Store, prefix: str, attempt: int) -> RankNumbers | None:
+    """Those of an attempt; None before node 0 has written them. DamagedRecord, or NewerRecord."""
+    return record_at(RankNumbers, store, key_of_numbers(prefix, attempt), polled=True)
 
 
 class Workers:

@@ -1,19 +1,20 @@
 """The application of `skytrain serve`: OpenAI's completions for one model, and a page to type into.
 
 It is made for a look at a run on one's own machine: one generation at a time. It answers only requests that name it in
-their Host header, and none that a foreign page sends: a page whose name resolves to 127.0.0.1 gets nothing. There is no
-CORS, and no account. Bytes, tokens, texts and seconds are bounded; uvicorn bounds the connections.
+their Host header, and none that a foreign page sends: a page whose name resolves to this machine gets nothing. There is
+no CORS, and no account. Bytes, tokens, texts, seconds and idle connections are bounded; uvicorn bounds all connections.
 
 Source of the shapes: OpenAI's API reference, "Completions" (legacy) and "Chat". Arguments that this endpoint does not
-have are refused by name, never silently ignored.
+have are refused by name, never silently ignored; a value that changes nothing is accepted.
 """
 
 import asyncio
 import json
 import random
+import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Container, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,11 +24,10 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from typing_extensions import TypedDict
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipelines.sample import Fragment, TextModel
@@ -37,9 +37,11 @@ MAX_BYTES = 1 << 20  # of a request
 MAX_TEXTS = 16  # prompts times n
 WAIT_SECONDS = 120.0  # then a waiting request is refused
 GENERATION_SECONDS = 600.0  # of one request, with the time that its client takes to read
-ARRIVAL_SECONDS = 10.0  # of a request: else silent connections would use up all that the server takes
+ARRIVAL_SECONDS = 10.0  # of a request
+MAX_IDLE = 64  # connections without a whole request, of up to MAX_BYTES each; the oldest makes room for a new one
 MAX_STOPS = 4
 MAX_MESSAGES = 1000
+ADDRESS = r"[0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]"
 PAGE = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
 HEADERS = {
     "Cache-Control": "no-store",
@@ -54,6 +56,29 @@ HEADERS = {
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Many = Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)
+
+# Values that change nothing, of arguments that requests and messages here do not have. Clients send them as defaults.
+NEUTRAL: dict[str, list[Any]] = {
+    name: values
+    for names, *values in (
+        ("annotations functions tools tool_calls", []),
+        ("logit_bias metadata", {}),
+        ("frequency_penalty presence_penalty top_logprobs", 0),
+        ("logprobs store", False),
+        ("function_call tool_choice", "auto", "none"),
+        ("service_tier", "auto", "default"),
+        ("parallel_tool_calls", True, False),
+        ("response_format", {"type": "text"}),
+        ("modalities", ["text"]),
+        ("best_of", 1),
+        ("suffix", ""),
+    )
+    for name in names.split()
+}
+KINDS = {
+    "prompt": f"should be a valid string, a list of token ids, or a list of 1 to {MAX_TEXTS} of one kind",
+    "content": "should be a valid string, or a list of text parts",
+}
 
 
 class Refused(Exception):
@@ -70,18 +95,28 @@ class Refused(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class StreamOptions(BaseModel):
-    """What a stream has besides text."""
+class Given(BaseModel):
+    """A part of a request. Unknown fields are errors, unless their value changes nothing: null, or one of NEUTRAL."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = cls.model_fields
+        return {k: v for k, v in values.items() if v is not None and (k in known or v not in NEUTRAL.get(k, ()))}
+
+
+class StreamOptions(Given):
+    """What a stream has besides text."""
 
     include_usage: bool = False
 
 
-class TextRequest(BaseModel):
-    """The arguments that both kinds of requests have; unknown ones are errors. `top_k` is our addition."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+class TextRequest(Given):
+    """The arguments that both kinds of requests have. `top_k` is our addition."""
 
     model: str | None = None
     max_tokens: int = Field(default=16, ge=1, le=1 << 20)
@@ -95,14 +130,10 @@ class TextRequest(BaseModel):
     stream_options: StreamOptions | None = None
     user: str | None = None  # accepted and not used
 
-    @model_validator(mode="before")
+    @field_validator("stop", mode="before")
     @classmethod
-    def _given(cls, values: Any) -> Any:
-        """OpenAI's clients may send null for "not given", and one stop string alone."""
-        if not isinstance(values, dict):
-            return values
-        given = {k: v for k, v in values.items() if v is not None}
-        return given | {"stop": [given["stop"]]} if isinstance(given.get("stop"), str) else given
+    def _one_stop(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
 
 
 class CompletionRequest(TextRequest):
@@ -119,11 +150,29 @@ class CompletionRequest(TextRequest):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-class ChatMessage(TypedDict):
+class TextPart(Given):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Given):
     """A message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
-    content: str
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart], Field(min_length=1)]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _one_part(cls, content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """The message for the chat template, with its parts joined as vLLM joins them."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "\n".join(part.text for part in self.content)}
 
 
 class ChatRequest(TextRequest):
@@ -157,11 +206,11 @@ async def turn(lock: asyncio.Lock, wait_seconds: float) -> AsyncIterator[None]:
 
 def make_app(
     model: TextModel,
-    hosts: set[str] | None,
+    hosts: Container[str],
     wait_seconds: float = WAIT_SECONDS,
     seconds: float = GENERATION_SECONDS,
 ) -> ASGIApp:
-    """The application for one model. `hosts`: the Host headers that it answers to; None: any."""
+    """The application for one model. `hosts`: the Host headers that it answers to."""
     # The pages of FastAPI's own documentation load scripts from elsewhere.
     app = FastAPI(title="skytrain", docs_url=None, redoc_url=None, openapi_url=None)
     writer = Writer(model, wait_seconds, seconds)
@@ -191,7 +240,7 @@ def make_app(
     async def chat(asked: ChatRequest, request: Request) -> Response:
         if model.chat is None:
             raise Refused(404, "chat is not served: a base model continues text; use /v1/completions")
-        prompt = model.chat.prompt(asked.messages)
+        prompt = model.chat.prompt([message.plain for message in asked.messages])
         given = asked.max_completion_tokens or ("max_tokens" in asked.model_fields_set and asked.max_tokens)
         room = asked.model_copy(update={"max_tokens": given or max(1, model.context - len(prompt))})
         return await writer.answer(room, checked_prompts(model, room, [prompt], "messages"), request)
@@ -249,7 +298,7 @@ class Writer:
                 scores[n] = await run_in_threadpool(self.logprobs, own, prompts[n // asked.n], texts[n], one)
             if await request.is_disconnected():
                 return Response(status_code=499)
-        choices = [choice(asked, n, texts[n], end.finish, scores.get(n)) for n, end in enumerate(ends)]
+        choices = [choice(asked, n, texts[n], end.finish, logprobs=scores.get(n)) for n, end in enumerate(ends)]
         usage = usage_of(asked, prompts, [end.tokens for end in ends])
         return Answer(base | {"choices": choices, "usage": usage})
 
@@ -293,23 +342,27 @@ class Writer:
         usage = asked.stream_options is not None and asked.stream_options.include_usage
         base |= {"usage": None} if usage else {}
         base["object"] += ".chunk" if isinstance(asked, ChatRequest) else ""
-        tokens = [0] * len(prompts) * asked.n
+        tokens: dict[int, int] = {}  # of each text that has begun
         try:
             async for one in self.fragments(asked, prompts):
+                first = one.number not in tokens
                 tokens[one.number] = one.tokens
-                yield event(base | {"choices": [choice(asked, one.number, one.text, one.finish)]})
+                yield event(base | {"choices": [choice(asked, one.number, one.text, one.finish, first)]})
             if usage:
-                yield event(base | {"choices": [], "usage": usage_of(asked, prompts, tokens)})
+                yield event(base | {"choices": [], "usage": usage_of(asked, prompts, tokens.values())})
         except (Refused, UserError) as error:
             yield event((error if isinstance(error, Refused) else Refused(500, str(error))).body)
         yield "data: [DONE]\n\n"
 
 
-def choice(asked: TextRequest, number: int, text: str, finish: str | None, logprobs: Any = None) -> dict[str, Any]:
-    """A text of an answer, or the next part of one in a stream."""
+def choice(
+    asked: TextRequest, number: int, text: str, finish: str | None, first: bool = True, logprobs: Any = None
+) -> dict[str, Any]:
+    """A text of an answer, or a part of one in a stream, of which the `first` names the role: clients join them."""
     said: dict[str, Any] = {"text": text}
     if isinstance(asked, ChatRequest):
-        said = {"delta" if asked.stream else "message": {"role": "assistant", "content": text}}
+        role = {"role": "assistant"} if first else {}
+        said = {"delta" if asked.stream else "message": {**role, "content": text}}
     return said | {"index": number, "logprobs": logprobs, "finish_reason": finish}
 
 
@@ -322,7 +375,7 @@ def unseen(asked: TextRequest) -> int:
     return 0 if isinstance(asked, CompletionRequest) and isinstance(asked.prompts[0], list) else 1
 
 
-def usage_of(asked: TextRequest, prompts: Sequence[list[int]], texts: list[int]) -> dict[str, int]:
+def usage_of(asked: TextRequest, prompts: Sequence[list[int]], texts: Collection[int]) -> dict[str, int]:
     """Tokens of the prompts, without the one that begins each document, and of the texts."""
     given, made = sum(len(prompt) - unseen(asked) for prompt in prompts), sum(texts)
     return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
@@ -353,11 +406,15 @@ def refused(error: RequestValidationError) -> Refused:
     problem = error.errors()[0]
     if problem["type"] == "json_invalid" or len(problem["loc"]) < 2:
         return Refused(400, "the body must be a JSON object, with the Content-Type application/json")
-    field = cut(str(problem["loc"][1]))
+    top, *inner = problem["loc"][1:]
+    inner = [] if top == "prompt" else inner  # which kind of a prompt it might be
+    field = cut(str(top) + "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in inner))
+    name = str([top, *inner][-1])
     if problem["type"] == "extra_forbidden":
-        return Refused(400, f"unrecognized request argument: {field}", field)
-    kinds = f"should be a valid string, a list of token ids, or a list of 1 to {MAX_TEXTS} of one kind"
-    return Refused(400, cut(f"{field}: {kinds if field == 'prompt' else problem['msg']}"), field)
+        known = NEUTRAL.get(name)
+        hint = f"; leave it out, or give {' or '.join(map(json.dumps, known))}" if known else ""
+        return Refused(400, f"unrecognized request argument: {field}{hint}", field)
+    return Refused(400, cut(f"{field}: {KINDS.get(name, problem['msg'])}"), field)
 
 
 async def page(name: str, _: Request) -> Response:
@@ -365,11 +422,23 @@ async def page(name: str, _: Request) -> Response:
     return FileResponse(Path(__file__).with_name("page") / name)
 
 
+class Hosts(Container[str]):
+    """The Host headers that a server answers to: any address, and the names that its user gave, with any port. Only by
+    a name of its own can a foreign page lead a browser here as if to itself (DNS rebinding)."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        known = "|".join([ADDRESS, *map(re.escape, names)])
+        self.pattern = re.compile(f"({known})(:[0-9]+)?", re.IGNORECASE)
+
+    def __contains__(self, host: object) -> bool:
+        return self.pattern.fullmatch(str(host)) is not None
+
+
 class Guard:
     """Answers short requests to this server's own name, from its own page or from none, with headers that keep both
     apart."""
 
-    def __init__(self, app: ASGIApp, hosts: set[str] | None) -> None:
+    def __init__(self, app: ASGIApp, hosts: Container[str]) -> None:
         self.app, self.hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -388,8 +457,8 @@ class Guard:
         """Why a request is refused."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
-        if self.hosts is not None and host not in self.hosts:
-            return Refused(403, "this server answers on its own address only")
+        if host not in self.hosts:
+            return Refused(403, "this server answers on its own address only, or to a name given by --allow-host")
         if origin and origin != f"http://{host}":
             return Refused(403, "this server answers no page but its own")
         if b"transfer-encoding" in headers or int(headers.get(b"content-length", "0")) > MAX_BYTES:
@@ -401,18 +470,23 @@ class Guard:
 
 class ImpatientProtocol(H11Protocol):
     """Closes a connection on which no whole request has arrived for ARRIVAL_SECONDS, for which uvicorn waits for ever,
-    or more than MAX_BYTES during an answer.
+    or that is the oldest of more than MAX_IDLE such ones, or on which more than MAX_BYTES arrive during an answer. So
+    silent connections lock nobody out.
 
     h11 reads a request once the one before is answered. httptools reads it at once: if its client leaves then, uvicorn
     goes on with the answer to the first one.
     """
 
-    limit: asyncio.TimerHandle | None = None
+    limit: asyncio.TimerHandle | None = None  # while it is idle
     ahead = 0  # bytes of later requests that arrived during an answer, which h11 holds
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._limit_arrival()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_limit()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -431,8 +505,19 @@ class ImpatientProtocol(H11Protocol):
 
     def _limit_arrival(self) -> None:
         if self._answers:
-            if self.limit:
-                self.limit.cancel()
-            self.limit = None
+            self._stop_limit()
         elif self.limit is None:
             self.limit = self.loop.call_later(ARRIVAL_SECONDS, self.transport.close)
+            idle = {
+                one: one.limit.when() for one in self.connections if isinstance(one, ImpatientProtocol) and one.limit
+            }
+            if len(idle) > MAX_IDLE:
+                oldest = min(idle, key=idle.__getitem__)
+                oldest._stop_limit()
+                oldest.transport.abort()
+                self.connections.discard(oldest)  # uvicorn counts them before it looks at the next request
+
+    def _stop_limit(self) -> None:
+        if self.limit:
+            self.limit.cancel()
+        self.limit = None

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
-from pipelines.show.console import columns, console, duration, money
+from pipelines.show.console import columns, console, duration, money, several
 from pipelines.stages.tune import TUNED_METRICS
 from pipelines.tracking.account import Account, total_cost
 from pipelines.tracking.runs import Summary
@@ -35,10 +35,11 @@ def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
         lines = textwrap.wrap(value, width - LABEL, break_long_words=False, break_on_hyphens=False)
         for label, line in zip_longest([name], lines, fillvalue=""):
             out.print(f"[bold]{label:{LABEL - 1}}[/] {escape(line)}")
-    evaluated = pipeline.made.get("evaluate")
-    if sample := str(evaluated.facts.get("sample") or "").strip() if evaluated else "":
-        lines = [line for line in sample.splitlines() if line.strip()]
-        out.print(Panel(Text("\n".join(lines)), title="a sample without a prompt", title_align="left", width=width))
+    titles = {stage: f"an answer after {stage}" for stage in pipeline.made if stage.startswith("tune.")}
+    for stage, title in {**titles, "evaluate": "a sample without a prompt"}.items():
+        sample = str(pipeline.made[stage].facts.get("sample") or "") if stage in pipeline.made else ""
+        if lines := [line for line in sample.splitlines() if line.strip()]:
+            out.print(Panel(Text("\n".join(lines)), title=title, title_align="left", width=width))
     out.print("[bold]Next[/]")
     for command in next_commands:
         out.print(f"  {escape(command)}")
@@ -91,6 +92,7 @@ def changes_by_tuning(made: Mapping[str, Manifest]) -> dict[str, list[str]]:
 def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
     """Labels and values of the card below the table of stages."""
     facts = [("store", pipeline.store.uri)]
+    facts += [(stage, ", ".join(changes)) for stage, changes in changes_by_tuning(pipeline.made).items() if changes]
     train = pipeline.made.get("train")
     if first_weights := pipeline.recipe.first_weights:
         facts.append(("began with", first_weights))
@@ -107,7 +109,6 @@ def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
         facts.append(("HellaSwag", f"{summary.hellaswag_acc_norm:.4f} (completion style, acc_norm)"))
     if summary.core is not None:
         facts.append(("CORE", f"{summary.core:.4f} (centred accuracy, 22 tasks)"))
-    facts += [(stage, ", ".join(changes)) for stage, changes in changes_by_tuning(pipeline.made).items() if changes]
     if target := reached_target(pipeline.recipe, train):
         facts.append(("ended by", target))
     phases = sorted(summary.phases.items(), key=lambda item: -item[1])
@@ -115,7 +116,7 @@ def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
     advice = "" if summary.usd else "  (--price-per-hour gives this machine a price)"
     return [
         *facts,
-        ("time", f"{duration(3600 * summary.billed_hours)} billed, in {summary.attempts} attempt(s)"),
+        ("time", f"{duration(3600 * summary.billed_hours)} billed, in {several(summary.attempts, 'attempt')}"),
         ("by phase", by_phase),
         ("dollars", money(summary.usd, summary.unpriced_hours) + advice),
     ]

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 
@@ -84,9 +84,10 @@ class TerminalScreen:
         """A bar of `total` units (None: unknown), until the end of the block."""
         progress = Progress(
             TextColumn("  [bold]{task.description:9}[/]"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=16),
             TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
             TimeRemainingColumn(compact=True),  # the note leaves no room for more in 80 columns
             console=self.console,
             disable=self.quiet or not self.console.is_terminal,
@@ -102,15 +103,27 @@ class TerminalBar:
         self, screen: TerminalScreen, progress: Progress, task: TaskID, title: str, total: float | None
     ) -> None:
         self.screen, self.progress, self.task, self.title, self.total = screen, progress, task, title, total
-        self._line_at = time.monotonic()
+        self._began = self._line_at = time.monotonic()
+        self._first: tuple[float, float] | None = None  # when the first units were done, and how many: a run may resume
 
     def update(self, completed: float, note: str = "") -> None:
         """Show `completed` units of the total, with a short note."""
         self.progress.update(self.task, completed=completed, note=note)
+        self._first = self._first or ((time.monotonic(), completed) if completed else None)
         if self.progress.disable and time.monotonic() - self._line_at >= LINE_SECONDS:
             self._line_at = time.monotonic()
             share = f"{completed / self.total:4.0%}" if self.total else ""
-            self.screen.note(f"  {self.title:9} {share}  {note}")
+            self.screen.note(f"  {self.title:9} {share}  {note}  {self._times(completed)}")
+
+    def _times(self, completed: float) -> str:
+        """ "1 min 12 s, 3 min 40 s to go, until Sat 14:52"; without a total or a speed the elapsed time alone."""
+        now = time.monotonic()
+        began, first = self._first or (now, completed)
+        text = duration(now - self._began)
+        if self.total and completed > first:
+            left = (now - began) / (completed - first) * max(0.0, self.total - completed)
+            text += f", {duration(left)} to go, until {time.strftime('%a %H:%M', time.localtime(time.time() + left))}"
+        return text
 
 
 def console() -> Console:
@@ -170,6 +183,11 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def several(number: object, unit: str) -> str:
+    """ "1 attempt", "2 attempts"."""
+    return f"{number} {unit}" + ("" if str(number) == "1" else "s")
 
 
 def number(value: Any) -> str:

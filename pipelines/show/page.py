@@ -20,13 +20,15 @@ from urllib.parse import quote
 
 import yaml
 
+from pipelines.artifacts.manifest import differences, flat
 from pipelines.recipe import Recipe
 from pipelines.show.card import changes_by_tuning, reached_target
 from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.tracking.account import Account, AttemptAccount, cost_until, market_of
+from pipelines.tracking.account import AttemptAccount, TrainingBill, market_of
 from pipelines.tracking.runs import Run
 from trainer.amounts import batch_stages
+from trainer.checkpoint.commits import series
 from trainer.errors import UserError
 from trainer.metrics import MFU_FORMULA
 from trainer.store import Store
@@ -107,6 +109,7 @@ def page_of(runs: Sequence[dict[str, Any]], overlays: Sequence[dict[str, Any]] =
     """The page of some runs and other trainers' logs, or a table of links to pages, as `run_data` and `overlay_data`
     gathered them."""
     of_all = {"made": time.time(), "references": REFERENCES, "mfu": MFU_FORMULA}
+    of_all["differences"] = differing([yaml.safe_load(run["recipe"]) for run in runs if run["recipe"]])
     return bind(of_all | {"runs": runs, "overlays": overlays, "links": links})
 
 
@@ -130,6 +133,12 @@ def bind(data: dict[str, Any]) -> str:
     return page
 
 
+def differing(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The fields in which the recipes of runs differ, with the value of each run."""
+    fields = {field for other in recipes[1:] for field in differences(recipes[0], other)} - {"name"}
+    return [(field, [json.dumps(flat(recipe).get(field)) for recipe in recipes]) for field in sorted(fields)]
+
+
 def asset(name: str) -> str:
     return (resources.files("pipelines.show") / "assets" / name).read_text(encoding="utf8")
 
@@ -142,17 +151,18 @@ def hash_source(text: str) -> str:
 def run_data(run: Run) -> dict[str, Any]:
     """A run as the scripts of the page read it."""
     record, recipe, made, summary = run.record, run.recipe, run.manifests, run.summary
-    rows, account = run.series, run.account
+    rows, account, bill = run.series, run.account, TrainingBill(run.account)
     model = recipe.model
     shape = model.n_layer, model.n_head, model.n_embd
     size = next((size for size, known in SHAPES.items() if model.family == "gpt2" and known == shape), None)
     evaluated = made.get("evaluate")
     speeds, shares = ([row[k] for row in rows if k in row] for k in ("perf/tokens_per_second", "perf/mfu"))
-    series = {}
+    curves = {}
     for metric in METRICS:
         if logged := [row for row in rows if metric in row]:
             steps, values, times = ([row[key] for row in logged] for key in ("step", metric, "time"))
-            series[metric] = curve(metric, steps, values, times, account)
+            curves[metric] = curve(metric, steps, values, times, bill)
+    tunings = [tuning(run, stage, curves) for stage in run.record.tunings]
     return asdict(summary) | {
         "name": record.run,
         "size": size,
@@ -165,7 +175,8 @@ def run_data(run: Run) -> dict[str, Any]:
         "final": {metric: evaluated.facts.get(metric) if evaluated else None for metric in REFERENCES},
         "tokens_per_second": median(speeds) if speeds else None,
         "mfu": median(shares) if shares else None,
-        "starts": summary.attempts,
+        "attempt_count": summary.attempts,
+        "tunings": tunings,
         "account": asdict(account) | {"attempts": ()},
         "attempts": [
             {name: getattr(one, name) for name in ATTEMPT_FIELDS}
@@ -173,17 +184,29 @@ def run_data(run: Run) -> dict[str, Any]:
             | {
                 "machine": machine_name(one),
                 "bill": asdict(one.bill),
-                "billed_before": asdict(cost_until(account, one.started)),
+                "billed_before": asdict(bill.before[one.attempt]) if one.stage == "train" else None,
             }
             for one in account.attempts
             if not one.waited
         ],
-        "series": series,
+        "series": curves,
         "receipt": receipt(run),
         "recipe": yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
         "sample": evaluated.facts.get("sample") if evaluated else None,
         "samples": [(row["step"], row["samples"]) for row in rows if "samples" in row][-MOST_SAMPLES:],
     }
+
+
+def tuning(run: Run, stage: str, curves: dict[str, Any]) -> dict[str, Any]:
+    """What a step of tuning made. Adds its reward, or its loss without one, to the curves."""
+    rows, made = series(run.store, run.record.tunings[stage]), run.manifests.get(stage)
+    metrics = (f"{stage.replace('.', '/', 1)}/{name}" for name in ("reward", "loss"))
+    metric = next((name for name in metrics if any(name in row for row in rows)), None)
+    if metric:
+        steps, values = zip(*((row["step"], row[metric]) for row in rows if metric in row), strict=True)
+        curves[metric] = curve(metric, steps, values)
+    facts, changes = (made.facts, changes_by_tuning({stage: made})[stage]) if made else ({}, [])
+    return {"stage": stage, "metric": metric, "changes": changes, "facts": facts}
 
 
 def overlay_data(overlay: Overlay) -> dict[str, Any]:
@@ -209,22 +232,21 @@ def curve(
     steps: Sequence[int],
     values: Sequence[float],
     times: Sequence[float] = (),
-    account: Account | None = None,
+    bill: TrainingBill | None = None,
 ) -> dict[str, Any]:
     """A metric for the page: a line; for a noisy metric its running mean as the line, and the raw values behind it."""
 
     def columns(drawn: Sequence[float], limit: int) -> dict[str, Any]:
         points = thin(drawn, limit)
-        costs = [cost_until(account, times[i]) for i in points] if account else []
-        priced = account and account.total.usd and not account.total.unpriced_hours
+        costs = [bill.until(steps[i], times[i]) for i in points] if bill else []
         return {
             "step": [steps[i] for i in points],
             "y": [float(f"{drawn[i]:.6g}") for i in points],
             "hours": [round(cost.hours, 6) for cost in costs],
-            "usd": [round(cost.usd, 6) for cost in costs] if priced else [],
+            "usd": [round(cost.usd, 6) for cost in costs] if bill and bill.priced else [],
         }
 
-    reach = len(values) // 150 if metric in SMOOTHED else 0
+    reach = len(values) // 150 if metric in SMOOTHED or metric.startswith("tune/") else 0
     if not reach:
         return {"line": columns(values, POINTS)}
     return {"line": columns(smoothed(values, reach), POINTS // 2), "raw": columns(values, POINTS)}
@@ -272,9 +294,8 @@ def receipt(run: Run) -> list[tuple[str, str]]:
     """The facts for a repetition of the run."""
     recipe, train = run.recipe, run.manifests.get("train")
     read = {stage: manifest for stage, manifest in run.manifests.items() if manifest}
-    origins = [manifest.provenance for manifest in read.values()]
-    origin = train.provenance if train else origins[-1] if origins else {}
-    versions = ", ".join(f"{name} {number}" for name, number in origin.get("versions", {}).items() if number)
+    made = train or next(reversed(read.values()), None)
+    origin = made.provenance if made else {}
     commit = origin.get("git_commit") or ""
     machines = dict.fromkeys(
         (f"{one.nodes} x " if one.nodes > 1 else "") + machine_name(one)
@@ -293,11 +314,11 @@ def receipt(run: Run) -> list[tuple[str, str]]:
         "artifacts": ", ".join(manifest.prefix for manifest in read.values()),
         "ended by": reached_target(recipe, train),
         "seed": str(recipe.train.seed),
-        "commit": commit + (" with uncommitted changes" if commit and origin.get("git_dirty") else ""),
+        "commit": f"{commit} with uncommitted changes" if commit and origin.get("git_dirty") else commit,
         "image": origin.get("image") or ("none: the run used no container" if origin else ""),
         "hardware": "; ".join([*devices, *machines]),
         "CPU threads": f"{threads} a rank" if train and (threads := train.facts.get("threads")) else "",
-        "versions": ", ".join(filter(None, (f"Python {origin.get('python')}" if origin else "", versions))),
+        "versions": f"Python {origin.get('python')}, {made.versions}" if made else "",
         "platform": origin.get("platform", ""),
         **{stage: ", ".join(changes) for stage, changes in changes_by_tuning(read).items()},
         "skipped updates": str(train.facts.get("skipped_updates", "")) if train else "",

@@ -9,7 +9,7 @@ from rich.markup import escape
 from pipelines.cloud.control import Status
 from pipelines.cloud.skypilot import TaskStatus
 from pipelines.show.bill import over_budget
-from pipelines.show.console import console, duration, money, printable, say
+from pipelines.show.console import console, duration, money, printable, say, several
 from pipelines.stages.follow import describe
 from pipelines.tracking.account import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
@@ -102,11 +102,6 @@ def to_go(run: Status, rest: Forecast) -> str:
     end = time.strftime("%a %d %b %H:%M", time.localtime(min(LAST_SECOND, time.time() + rest.hours * 3600)))
     usd, total = (f" and ${rest.usd:,.2f}", f", ${run.summary.usd + rest.usd:,.2f} in all") if rest.usd else ("", "")
     return f"{duration(3600 * rest.hours)}{usd} to go" + ("" if run.state in ENDED else f"; trained about {end}{total}")
-
-
-def several(number: object, unit: str) -> str:
-    """ "1 attempt", "2 attempts"."""
-    return f"{number} {unit}" + ("" if str(number) == "1" else "s")
 
 
 def shown(text: str) -> str:

@@ -18,6 +18,7 @@ from pipelines.stages.model_card import CARD, model_card
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.runs import find_run
 from trainer.errors import UserError
+from trainer.install import how_to_install
 from trainer.process import failpoint
 
 
@@ -72,6 +73,6 @@ def check_packages(formats: list[str]) -> None:
     """UserError if a package that a format needs is not installed."""
     if "gguf" in formats and not importlib.util.find_spec("gguf"):
         raise UserError(
-            "export.formats: gguf needs the package gguf: make install, pip install gguf, or leave the format out; "
+            f"export.formats: gguf needs the package gguf: {how_to_install('formats')}, or leave the format out; "
             "then run the same command again"
         )

@@ -5,7 +5,6 @@ Rank 0 appends its events to a file, which this process reads, so nothing here c
 
 import json
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -17,14 +16,12 @@ from typing import Any
 from pipelines.nodes.address import NodeAddress
 from pipelines.nodes.ranks import (
     LOG_FILE,
+    Ranks,
     RankSpec,
-    kill_ranks,
     result_of_ranks,
     start_ranks,
-    wait_for_orphans,
-    wait_or_kill,
 )
-from pipelines.nodes.results import GONE, GPU, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult, cause_of
+from pipelines.nodes.results import COUNTED, GONE, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult, cause_of
 from pipelines.nodes.workers import Workers
 from pipelines.screen import Bar
 from pipelines.stage import Work
@@ -56,24 +53,24 @@ FULL_BYTES = 1 << 16  # more than an error message, less than any other file: wi
 SIGNALS_SECONDS = 1.0
 
 
-def follow(work: Work, launcher: subprocess.Popen[bytes], workers: Workers | None = None) -> int | None:
+def follow(work: Work, ranks: Ranks, workers: Workers | None = None) -> int | None:
     """Follow the ranks until they end. Returns their last step; raises the error that ended them early."""
     follower, stopping = Follower(work), False
     steps = work.recipe.train.max_steps if work.plan.stage == "train" else None  # of tuning, the ranks count them
     exit_code: int | None = None
     with work.screen.bar(work.plan.stage, steps) as bar:
-        for events in follow_events(work.folder / EVENTS_FILE, launcher):
+        for events in follow_events(work.folder / EVENTS_FILE, ranks.launcher):
             for event in events:
                 follower.handle(event, bar)
             # Ranks of several nodes get the stop after their start.
             unstarted = workers is None and not follower.started
-            stopping = stopping or pass_on_stop(work, launcher, nothing_to_lose=unstarted)
+            stopping = stopping or pass_on_stop(work, ranks, nothing_to_lose=unstarted)
             if workers and workers.have_failed:
-                exit_code = wait_or_kill(launcher)
+                exit_code = ranks.wait_or_kill()
     if exit_code is None:
-        exit_code = launcher.wait()
+        exit_code = ranks.launcher.wait()
         if exit_code < 0:
-            wait_for_orphans(launcher, work.stop.grace_seconds)
+            ranks.wait_for_orphans()
     raise_error_of_ranks(work, exit_code, follower.step, workers)
     return follower.step
 
@@ -82,9 +79,9 @@ def facts_of_ranks(work: Work, spec: RankSpec) -> dict[str, Any]:
     """Start ranks on this node alone, and follow them. Returns the facts that rank 0 leaves; raises the error that
     ended them early."""
     work.clock.enter("ranks")
-    launcher = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, NodeAddress())
-    with attempt_of(work, launcher):
-        follow(work, launcher)
+    ranks = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, NodeAddress())
+    with attempt_of(work, ranks):
+        follow(work, ranks)
     facts = work.folder / FACTS_FILE
     if not facts.exists():
         raise work.stop.interruption()
@@ -93,22 +90,22 @@ def facts_of_ranks(work: Work, spec: RankSpec) -> dict[str, Any]:
 
 
 @contextmanager
-def attempt_of(work: Work, launcher: subprocess.Popen[bytes]) -> Iterator[None]:
+def attempt_of(work: Work, ranks: Ranks) -> Iterator[None]:
     """Record that the attempt lives as long as its ranks hold the GPUs, even if this process dies. Ends the ranks
     after an error of this process."""
-    own = work.attempt.latest.process
-    child = ProcessId(own.machine, launcher.pid, process_started(launcher.pid))
+    own, pid = work.attempt.latest.process, ranks.launcher.pid
+    child = ProcessId(own.machine, pid, process_started(pid))
     work.attempt.update(process=replace(own, children=(child,)))
     work.attempt.report_soon()
     try:
         yield
     except BaseException:
-        launcher.terminate()
-        launcher.wait()
+        ranks.stop()
+        ranks.launcher.wait()
         raise
 
 
-def pass_on_stop(work: Work, launcher: subprocess.Popen[bytes], nothing_to_lose: bool) -> bool:
+def pass_on_stop(work: Work, ranks: Ranks, nothing_to_lose: bool) -> bool:
     """Let the ranks leave once this process is to stop. Whether it is. Ranks with `nothing_to_lose` are killed: while
     they import torch or load a state, they would hear a signal only seconds later."""
     if not (work.stop.asked or work.attempt.lost):
@@ -116,10 +113,10 @@ def pass_on_stop(work: Work, launcher: subprocess.Popen[bytes], nothing_to_lose:
     if work.stop.reason:
         work.report(notice=work.stop.reason)  # now: this machine may be gone soon
     if nothing_to_lose:
-        kill_ranks(launcher)
+        ranks.kill()
     else:
         work.screen.note("  stopping: the ranks commit the last step and exit")
-        launcher.send_signal(signal.SIGTERM)
+        ranks.stop()
     return True
 
 
@@ -221,7 +218,7 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
         work.report(killed=message)
         return after_crash(work.store, work.plan.prefix, work.attempt.number, message, ending)
 
-    if kind == GPU and work.stop.ending is Interrupted:
+    if kind in COUNTED and work.stop.ending is Interrupted:
         raise crashed(cause.message)
     if workers and workers.lost and work.stop.ending is Interrupted:
         raise Interrupted(f"node {workers.lost[0]} is lost")

@@ -8,7 +8,6 @@ metrics have the prefix lm_eval/.
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,12 +18,13 @@ from typing import Any
 
 from pipelines.formats import hf
 from pipelines.formats.export_weights import Weights
+from pipelines.secrets import HUB, environment_for
 from pipelines.stage import Work
 from pipelines.text.tokenizer import tokenizer_of
 from trainer.errors import UserError, cut
+from trainer.install import how_to_install
 
 PACKAGE = "lm_eval"
-OTHERS_SETTINGS = ("AWS_", "MLFLOW_", "SKYTRAIN_", "SKYPILOT_")
 POLL_SECONDS = 0.2  # between two checks of the stop signal
 # Prints the names of its arguments that the harness does not know. It takes some seconds to list 14,000 tasks.
 UNKNOWN = """
@@ -38,9 +38,7 @@ print(json.dumps([name for name in sys.argv[1:] if not manager.match_tasks([name
 def verify_tasks(tasks: Sequence[str]) -> None:
     """UserError if the harness is not installed, or does not know one of the tasks."""
     if importlib.util.find_spec(PACKAGE) is None:
-        raise UserError(
-            "evaluate.lm_eval: needs the package lm-eval: make install, pip install 'lm-eval[hf]', or set it to null"
-        )
+        raise UserError(f"evaluate.lm_eval: needs the package lm-eval: {how_to_install('eval')}, or set it to null")
     done = subprocess.run([sys.executable, "-c", UNKNOWN, *tasks], capture_output=True, text=True, env=environment())
     if done.returncode:
         raise UserError(f"evaluate.lm_eval: {cause_in(done.stderr)}")
@@ -88,10 +86,8 @@ def harness_facts(work: Work, path: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """That of the harness: without the secrets of the store, of MLflow and of SkyPilot. Gated data sets, such as
-    gpqa's, need HF_TOKEN."""
-    known = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS_SETTINGS)}
-    return known | {"TOKENIZERS_PARALLELISM": "false"}  # otherwise it prints how to use threads
+    """That of the harness. Of the secrets, gated data sets such as gpqa's need HF_TOKEN."""
+    return environment_for(HUB) | {"TOKENIZERS_PARALLELISM": "false"}  # otherwise it prints how to use threads
 
 
 def scores_in(results: Mapping[str, Any]) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """The model card of an export: README.md with the metadata of the Hugging Face Hub, from what the run measured.
 
-The card has the state of the moment when export ran: after evaluate, and with the dollars up to then.
+The card has the state of the moment when export ran: after evaluate, and with the dollars up to then. All values pass
+through `escaped`: recipes and records of the store write no markup into it.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
@@ -16,8 +16,9 @@ from pipelines.artifacts.manifest import Manifest
 from pipelines.formats import hf
 from pipelines.recipe import Recipe
 from pipelines.text.hub import HUB
-from pipelines.tracking.account import Account, nothing_priced
+from pipelines.tracking.account import nothing_priced
 from pipelines.tracking.runs import Run
+from trainer.amounts import tokens_before
 
 CARD = "README.md"
 SCORES = {
@@ -27,6 +28,8 @@ SCORES = {
     "eval/hellaswag_acc": "HellaSwag, completion style, accuracy",
     "eval/core": "CORE (DCLM), centred accuracy",
 }
+# An underscore within a word is no markup, and names of metrics have many.
+MARKUP = re.compile(r"[\\`*\[\]<>&|~$]|(?<![^\W_])_|_(?![^\W_])")
 LIMITS = (
     "The model continues text, for research and education. It follows no instructions and had no training in safety. "
     "It repeats errors, prejudices and private facts of its text, and it invents others. It knows nothing after the "
@@ -41,17 +44,18 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
     model, train, facts = recipe.model, recipe.train, made["train"].facts
     evaluated = made["evaluate"].facts if "evaluate" in made else {}
     scores = {name: value for name, value in evaluated.items() if "/" in name and isinstance(value, int | float)}
-    texts = " and ".join(f"{code(one.source)} {one.revision or ''}".strip() for one in recipe.tokens.each())
+    steps = facts.get("steps", train.max_steps)
+    texts = " and ".join(public(f"{one.source} {one.revision or ''}".strip()) for one in recipe.tokens.each())
     training = {
         "text": f"{texts}; its licence: see its page",
         "tokenizer": f"{recipe.tokens.tokenizer}, {model.vocab_size:,} ids",
-        "tokens trained on": f"{facts.get('tokens', recipe.train_tokens):,} in {train.max_steps:,} steps of "
+        "tokens trained on": f"{tokens_before(steps, train):,} in {steps:,} steps of "
         + (f"{train.batch_ramp_from:,} to " if train.batch_ramp_from else "")
         + f"{train.batch_tokens:,}",
         "first weights": public(recipe.first_weights or f"random, from the seed {train.seed}"),
         "optimizer": f"{train.optimizer}, learning rate {train.learning_rate:g}, {train.schedule}",
         "precision": f"{facts.get('precision') or train.precision}; these weights: {recipe.export.dtype}",
-        "cost": cost(run.account) if run else "no record",
+        "cost": cost(run) if run else "no record",
     }
     trust, remote_code = "", ""
     if "auto_map" in model.hf_config():
@@ -62,9 +66,9 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
         )
     measured = {SCORES.get(name, name): f"{value:.4f}" for name, value in scores.items()}
     sections = [
-        f"# {recipe.name}\n\nA {model.title} language model with {model.parameters:,} parameters, trained on {texts}: "
-        f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, {model.details}, context "
-        f"{model.block_size} tokens, {model.vocab_size:,} token ids.",
+        f"# {recipe.name}\n\nA {model.title} language model with {model.parameters:,} parameters, trained on "
+        f"{escaped(texts)}: {model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, {model.details}, "
+        f"context {model.block_size} tokens, {model.vocab_size:,} token ids.",
         "## Use\n\n```python\nfrom transformers import pipeline\n\n"
         f'generate = pipeline("text-generation", "PATH OF THIS FOLDER"{trust})\n'
         'print(generate("<|endoftext|>Once", max_new_tokens=50)[0]["generated_text"])\n```\n\n'
@@ -84,13 +88,13 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def cost(account: Account) -> str:
+def cost(run: Run) -> str:
     """Hours and dollars of all attempts of all stages, up to this export."""
-    total = account.total
+    account, total, attempts = run.account, run.account.total, run.summary.attempts
     dollars = "dollars unknown" if nothing_priced(account) else f"{total.usd:,.2f} dollars"
     if total.unpriced_hours and not nothing_priced(account):
         dollars += f", and {total.unpriced_hours:.2f} hours without a price"
-    return f"{total.hours:,.2f} machine hours in {len(account.attempts)} attempts; {dollars}"
+    return f"{total.hours:,.2f} machine hours in {attempts} attempt{'s' * (attempts != 1)}; {dollars}"
 
 
 def reproduction(recipe: Recipe, train: Manifest) -> str:
@@ -98,17 +102,17 @@ def reproduction(recipe: Recipe, train: Manifest) -> str:
     origin = train.provenance
     commit = origin.get("git_commit") or "unknown"
     changed = ", with local changes" if origin.get("git_dirty") else ""
-    versions = ", ".join(f"{name} {version}" for name, version in (origin.get("versions") or {}).items() if version)
     text = yaml.safe_dump(publish(recipe.model_dump()), sort_keys=False, allow_unicode=True)
+    fence = max(["``", *re.findall("`+", text)], key=len) + "`"  # no line of the recipe ends the block
     return (
-        f"skytrain at commit `{commit}`{changed} ({versions}), with this recipe as `recipe.yaml`:\n\n"
-        f"```\nskytrain run recipe.yaml\n```\n\n```yaml\n{text}```"
+        f"skytrain at commit {escaped(commit)}{changed} ({escaped(train.versions)}), with this recipe as `recipe.yaml`:"
+        f"\n\n```\nskytrain run recipe.yaml\n```\n\n{fence}yaml\n{text}{fence}"
     )
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
     lines = [("", ""), ("---", "---"), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |" for cells in lines)
+    return "\n".join(f"| {' | '.join(map(escaped, cells))} |" for cells in lines)
 
 
 def publish(value: Any) -> Any:
@@ -128,6 +132,7 @@ def public(value: Any) -> Any:
     return re.sub(r"(^|://| )/.*/(?=[^/])", r"\1", value)
 
 
-def code(text: str) -> str:
-    """A public text of the user in Markdown's code, on one line."""
-    return f"`{json.dumps(public(text), ensure_ascii=False)[1:-1].replace('`', ' ')}`"
+def escaped(text: object) -> str:
+    """A text on one line that Markdown and HTML show as it is."""
+    line = "".join(c if c.isprintable() else " " for c in str(text))
+    return MARKUP.sub(lambda found: f"&#{ord(found[0])};", line)

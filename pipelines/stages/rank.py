@@ -7,6 +7,7 @@ there. CACHE holds verified copies of files of the store, for all processes of t
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.s3_store import open_store
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
-from pipelines.nodes.ranks import RankSpec, leave_error_message
+from pipelines.nodes.ranks import ALIVE_SECONDS, RankSpec, leave_error_message, show_alive
 from pipelines.stages.evaluate import measure
 from pipelines.stages.follow import FACTS_FILE
 from pipelines.stages.measures import evaluation_in_training
@@ -30,7 +31,7 @@ from trainer.events import EVENTS_FILE, EventLog
 from trainer.health import STARTED, Watchdog
 from trainer.metrics import PhaseClock
 from trainer.models.weights import Origin
-from trainer.process import StopSignal
+from trainer.process import Background, StopSignal, log_line
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
 def run(folder: Path, cache: Path, stop: StopSignal) -> int:
     """Train, tune or evaluate as one rank, and return the exit code of this process. Leaves an error in the attempt's
     folder."""
+    rank, ended = int(os.environ.get("RANK", "0")), threading.Event()
     try:
         spec = RankSpec.read(folder)
-        with Watchdog(spec.recipe.runtime, PhaseClock("imports"), int(os.environ.get("RANK", "0"))) as watch:
+        Background("alive", partial(stay_alive, folder, f"rank {rank}", ended)).start()
+        with Watchdog(spec.recipe.runtime, PhaseClock("imports"), rank) as watch:
             (weights_rank if spec.weights else train_rank)(spec, folder, cache, stop, watch.enter)
         return EXIT_DONE
     except StaleAttempt as error:
@@ -51,6 +54,15 @@ def run(folder: Path, cache: Path, stop: StopSignal) -> int:
     except Exception as error:
         leave_error_message(error, folder)
         raise
+    finally:
+        ended.set()
+
+
+def stay_alive(folder: Path, name: str, ended: threading.Event) -> None:
+    """Show the command that this process runs and shares its interpreter, as long as it does."""
+    show_alive(folder, name)
+    while not ended.wait(ALIVE_SECONDS):
+        show_alive(folder, name)
 
 
 def set_environment_of_trl(processes: int) -> None:
@@ -65,6 +77,7 @@ def set_environment_of_trl(processes: int) -> None:
 def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> None:
     """Train as one rank of `spec`'s attempt."""
 
+    from pipelines.gc import needed_by_runs
     from trainer.rank import RankJob, run_rank
 
     recipe, store = spec.recipe, open_store(spec.store)
@@ -94,6 +107,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         weights=recipe.tokens.weights,
         eot=tokens.facts.get("eot"),
         starting=starting,
+        needed=needed_by_runs(store, log_line),
         origin=partial(origin_of, spec, store, cache) if recipe.train.init_from or recipe.train.branch_from else None,
     )
     run_rank(job, stop)

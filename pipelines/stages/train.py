@@ -12,7 +12,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, keep_copy
 from pipelines.artifacts.shard_cache import shards_in
 from pipelines.nodes.address import NodeAddress, free_port, processes_on_this_node, this_node
 from pipelines.nodes.ranks import RankSpec, start_ranks
-from pipelines.nodes.workers import Workers, write_spec
+from pipelines.nodes.workers import Workers, write_numbers
 from pipelines.recipe import Recipe
 from pipelines.sample import load_weights
 from pipelines.stage import Built, Work
@@ -94,10 +94,10 @@ def build(work: Work) -> Built:
     spec = rank_spec(work, address, processes)
     with Workers(address, work.attempt, work.stop) if address.count > 1 else nullcontext() as workers:
         if workers:
-            write_spec(work.store, spec)
-        launcher = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, address)
-        with attempt_of(work, launcher):
-            follow(work, launcher, workers)
+            write_numbers(work.store, spec)
+        ranks = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, address)
+        with attempt_of(work, ranks):
+            follow(work, ranks, workers)
     work.clock.enter("upload")
     state = committed_state(work.store, work.plan.prefix)
     complete = state is not None and state.is_complete(recipe.train, recipe.evaluate.every)
@@ -158,6 +158,7 @@ def rank_spec(work: Work, address: NodeAddress, processes: int) -> RankSpec:
         processes=processes,
         port=free_port() if address.count > 1 else 0,
         cluster=address.cluster,
+        allow_code=work.allow_code,
     )
 
 

@@ -6,7 +6,9 @@ template. It begins with the artifact of the step before it, the first one with 
 """
 
 import json
+import logging
 from dataclasses import replace
+from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, fetch_folder
 from pipelines.formats.export_weights import Weights
@@ -87,9 +89,11 @@ def build(work: Work) -> Built:
     return Built(files, made)
 
 
-def measured(work: Work, step: TuneConfig) -> dict[str, float]:
-    """The first and the last value on record of each of TUNED_METRICS."""
-    rows, facts = series(work.store, work.plan.prefix), dict[str, float]()
+def measured(work: Work, step: TuneConfig) -> dict[str, Any]:
+    """The first and the last value on record of each of TUNED_METRICS, and the last answer."""
+    rows = series(work.store, work.plan.prefix)
+    answers = [row["samples"][0] for row in rows if row.get("samples")]
+    facts: dict[str, Any] = {"sample": answers[-1]} if answers else {}
     for name in TUNED_METRICS:
         if values := [row[key] for row in rows if (key := f"tune/{step.name}/{name}") in row]:
             facts |= {f"tune/{name}_before": values[0], f"tune/{name}": values[-1]}
@@ -97,8 +101,14 @@ def measured(work: Work, step: TuneConfig) -> dict[str, float]:
 
 
 def checked_rows(recipe: Recipe, store: Store, tokens: ArtifactPlan) -> dict[str, Rows]:
-    """The rows of every step by its name, checked before anything is spent. UserError names the first wrong row."""
+    """The rows of every step by its name, checked before anything is spent, with a warning of pairs that teach nothing.
+    UserError names the first wrong row."""
     if not recipe.tune:
         return {}  # without the tokenizer, which may be a download
     chat = ChatTokens(tokenizer_of(recipe.tokens, store, tokens.prefix))
-    return {step.name: rows_of(step, chat, recipe.model.block_size) for step in recipe.tune}
+    checked = {step.name: rows_of(step, chat, recipe.model.block_size) for step in recipe.tune}
+    for name, rows in checked.items():
+        if rows.equal:
+            message = "tune.%s: %d of %d pairs have equal answers, chosen and rejected, and teach nothing; remove them"
+            logging.getLogger(__name__).warning(message, name, rows.equal, len(rows.train))
+    return checked

@@ -8,11 +8,11 @@ resumed run builds TRL's trainer anew over the rows that are left, fills weights
 import json
 import math
 import random
-import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ class Tuning(transformers.TrainerCallback):
         self.steps = len(self.rows) * step.epochs // self.examples
         self.order = order_of(len(self.rows), step.epochs, step.seed)[: self.steps * self.examples]
         self.model, self.tokenizer = model_in(Path(str(spec.weights)), self.tokens, step, step.method == REWARD)
+        self.tokenizer.apply_chat_template = partial(ids_of_chats, self.tokens)  # TRL calls it, and nothing else
         self.trainer = self.trainer_of_trl()
         self.model = self.trainer.model  # with adapters, if the step has a lora_rank
         self.trainer.create_optimizer()
@@ -104,10 +105,7 @@ class Tuning(transformers.TrainerCallback):
     def resume(self) -> None:
         """Fill weights and moments from the newest commit, if there is one, and leave out the rows that it has read."""
         self.log.clock.enter("load")
-        state = self.checkpointer.load_latest(self.pieces, self.log)
-        if state is None and self.checkpointer.damaged:
-            self.__post_init__()  # what was read is zero now
-        self.state = state or self.state
+        self.state = self.checkpointer.load_latest(self.pieces, self.log) or self.state
         if self.world.device.type == "cpu":  # sums add in another order with another number of threads
             self.state.threads = self.state.threads or torch.get_num_threads()
             torch.set_num_threads(self.state.threads)
@@ -156,21 +154,27 @@ class Tuning(transformers.TrainerCallback):
             reference.load_state_dict(self.model.state_dict())
         return made
 
-    def reward_of(self, reward: RewardConfig) -> Callable[..., list[float]]:
-        """A reward in TRL's form. For that of a model, transformers crops an answer that, as text, has more tokens than
-        were generated; TRL's own call would not."""
+    def reward_of(self, reward: RewardConfig) -> Callable[..., list[Any]]:
+        """A reward in TRL's form. For that of a model, an answer is cropped if it has, as text, more tokens than were
+        generated; TRL's own call would not."""
         if reward.step is None:
-            return RewardCode(reward) if reward.function else reward_function(reward)
+            return reward_function(reward, self.spec.allow_code)
         folder, longest = self.folder / f"{REWARD}-{reward.step}", self.spec.recipe.model.block_size
-        judge = transformers.pipeline("text-classification", str(folder), dtype=torch.float32, device=self.world.device)
-        options = {"truncation": True, "max_length": longest, "add_special_tokens": False, "function_to_apply": "none"}
+        kind = transformers.AutoModelForSequenceClassification
+        judge = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, local_files_only=True)
+        judge.to(self.world.device).eval()
 
-        def score(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-            whole = [[*prompt, *answer] for prompt, answer in zip(prompts, completions, strict=True)]
-            texts = self.tokenizer.apply_chat_template(whole, tokenize=False)
-            return [one["score"] for one in judge(texts, batch_size=len(texts), **options)]
+        @torch.no_grad()
+        def score(prompts: list[Any], completions: list[Any], **_: Any) -> Any:
+            chats = [[*prompt, *answer] for prompt, answer in zip(prompts, completions, strict=True)]
+            ids = [self.tokens.conversation(chat)[0][:longest] for chat in chats]
+            return judge(**self.padded(ids, "right")).logits[:, 0].tolist()
 
         return score
+
+    def padded(self, ids: list[list[int]], side: str) -> Any:
+        """Ids as a batch for transformers, padded on one side, on the device."""
+        return self.tokenizer.pad({"input_ids": ids}, padding_side=side, return_tensors="pt").to(self.world.device)
 
     def pieces_of_state(self) -> dict[str, Piece]:
         """Weights and moments, for the checkpointer. Makes the moments, which AdamW makes at its first step."""
@@ -249,10 +253,9 @@ class Tuning(transformers.TrainerCallback):
             self.save_clock.saved(time.monotonic() - started)
 
     def measure(self) -> None:
-        """Log the share of held-out prompts whose likeliest answer is the right one. A collective call: the ranks
-        divide the rows."""
-        rows, world, right = self.held_out, self.world, 0
-        options = {"padding": True, "padding_side": "left", "return_tensors": "pt", "add_generation_prompt": True}
+        """Log the share of held-out prompts whose likeliest answer is the right one, and the first answer. A collective
+        call: the ranks divide the rows."""
+        rows, world, right, shown = self.held_out, self.world, 0, list[str]()
         self.model.eval()
         with self.log.clock.phase("evaluate"), torch.no_grad():
             for first in range(0, len(rows), MEASURED_AT_ONCE * world.world_size):
@@ -261,21 +264,21 @@ class Tuning(transformers.TrainerCallback):
                 if not some:
                     continue
                 questions, answers = zip(*some, strict=True)
-                given = self.tokenizer.apply_chat_template([*questions], **options).to(world.device)
+                given = self.padded([*map(self.tokens.prompt, questions)], "left")
                 length = given["input_ids"].shape[1]
                 room = min(self.step.max_answer, self.spec.recipe.model.block_size - length)
                 made = self.model.generate(**given, do_sample=False, max_new_tokens=room)
                 texts = self.tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)
+                shown = shown or [f"{questions[0][-1]['content']} → {texts[0]}"]
                 right += sum(answer_in(a) == answer_in(b) for a, b in zip(texts, answers, strict=True))
         self.state.evaluated_step = self.state.step
-        self.log.row(self.state.step, {f"tune/{self.step.name}/exact": world.sum(right)[0] / len(rows)})
+        self.log.row(self.state.step, {f"tune/{self.step.name}/exact": world.sum(right)[0] / len(rows)}, shown)
 
     def write_result(self) -> None:
         """Write the model as a folder for transformers, and its facts last."""
         model = self.model.merge_and_unload() if self.step.lora_rank else self.model
+        model.config.use_cache = True  # TRL's trainer has switched it off
         model.to(getattr(torch, self.spec.recipe.export.dtype)).save_pretrained(self.folder / TUNED)
-        self.tokenizer.backend_tokenizer.no_padding()  # of the last batch that this process encoded
-        self.tokenizer.backend_tokenizer.no_truncation()
         self.tokenizer.save_pretrained(self.folder / TUNED, save_jinja_files=False)
         facts = {"method": self.step.method, "steps": self.state.step, "vocab_size": model.config.vocab_size}
         (self.folder / FACTS_FILE).write_text(json.dumps(facts))
@@ -320,15 +323,26 @@ def model_in(folder: Path, tokens: ChatTokens, step: TuneConfig, scores: bool = 
     return model, tokenizer
 
 
-def reward_function(reward: RewardConfig) -> Callable[..., list[float]]:
-    """A reward in TRL's form, from 0 to 1."""
+def ids_of_chats(
+    tokens: ChatTokens, conversation: Sequence[Any], add_generation_prompt: bool = False, **_: Any
+) -> dict[str, Any]:
+    """Do what TRL calls `apply_chat_template` for, on one conversation or several. transformers would encode the
+    rendered text, and so take a text that spells a special token for that token."""
+    if not isinstance(conversation[0], Mapping):
+        ids = [ids_of_chats(tokens, one, add_generation_prompt)["input_ids"] for one in conversation]
+        return {"input_ids": ids}
+    return {"input_ids": tokens.prompt(conversation) if add_generation_prompt else tokens.conversation(conversation)[0]}
+
+
+def reward_function(reward: RewardConfig, allow_code: bool) -> Callable[..., list[Any]]:
+    """A reward in TRL's form, from 0 to 1 unless a function of the user gives it."""
+    if reward.kind in ("function", "format"):
+        return RewardCode(reward, allow_code)
 
     def rewards(completions: list[Any], **columns: Any) -> list[float]:
         texts = [completion[-1]["content"] for completion in completions]
         if reward.kind == "exact_match":
             return [float(answer_in(a) == answer_in(b)) for a, b in zip(texts, columns["answer"], strict=True)]
-        if reward.kind == "format":
-            return [float(bool(re.fullmatch(str(reward.pattern), text, re.DOTALL))) for text in texts]
         limit = reward.characters or 1
         return [min(1.0, max(0.0, 2 - len(text) / limit)) for text in texts]
 

@@ -22,7 +22,7 @@ TEMPLATE = (
     "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-Message = Mapping[str, object]  # role and content
+Message = Mapping[str, object]  # role and content, and as for OpenAI's fine-tuning a weight: 0, or 1 or None
 
 
 class ChatTokens:
@@ -34,10 +34,10 @@ class ChatTokens:
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and for each whether supervised tuning learns it: those of answers and their
-        ends."""
+        ends, but for answers with weight 0."""
         ids, learned = [self.encoding.eot_token], [False]
         for message in messages:
-            answers = message["role"] == "assistant"
+            answers = message["role"] == "assistant" and message.get("weight") != 0
             head = [self.start, *self.encoding.encode_ordinary(f"{message['role']}\n")]
             whole = [self.start, *self.encoding.encode_ordinary(f"{message['role']}\n{message['content']}"), self.end]
             same = next((n for n, (a, b) in enumerate(zip(head, whole, strict=False)) if a != b), len(head))

@@ -1,8 +1,8 @@
 """Conversations as rows of jsonl or parquet, for tuning: read, checked before anything is trained, and counted.
 
-A row has `messages` (sft), `prompt`, `chosen` and `rejected` (dpo, reward), or `prompt` and, for exact_match, `answer`
-(grpo, rloo). Each of these is a list of {role, content}, as on the Hugging Face Hub, or for all but `messages` a plain
-text.
+A row has `messages` (sft), `chosen` and `rejected` (dpo, reward), or `prompt` and, for exact_match, `answer` (grpo,
+rloo). Each of these is a list of {role, content}, as on the Hugging Face Hub, or for all but `messages` a plain text.
+Turns that `chosen` and `rejected` share are their prompt; otherwise the row also has `prompt`.
 """
 
 import json
@@ -15,14 +15,19 @@ from typing import Any
 
 from pipelines.recipe import CHAT_TOKENS, REWARD, REWARDED, TuneConfig
 from pipelines.text.chat import ROLES, ChatTokens, Message
+from pipelines.text.documents import utf8
 from pipelines.text.files import Files, parquet_batches
 from pipelines.text.hub import reading
+from pipelines.text.reward_code import ARGUMENTS
 from pipelines.text.sources import Text, open_source
 from trainer.errors import UserError, cut, shown
 
 ADDITION = "addition"
 ADDENDS = 10  # of 0 to 9
 ROWS = 10_000  # of a parquet file at once
+JSON_OF_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+PAIR = ("chosen", "rejected")
+COLUMNS = "columns"  # of a checked row: what a function of the user gets beside ARGUMENTS
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Rows:
     held_out: list[tuple[Sequence[Message], str]]  # prompts, and the right answers
     tokens: int  # of the rows of `train`, as far as max_length goes
     cropped: int  # rows that are longer
+    equal: int  # pairs of equal answers
 
     def __str__(self) -> str:
         size = f"{len(self.train):,} rows, {self.tokens:,} tokens, {self.cropped:,} rows cropped"
@@ -64,12 +70,13 @@ def naming(step: TuneConfig) -> Iterator[None]:
 
 def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
     """All rows, checked. UserError names the first row that is wrong, and how many are."""
-    longest, number, wrong = step.max_length or block_size, 0, list[str]()
+    longest, number, equal, wrong = step.max_length or block_size, 0, 0, list[str]()
     train, lengths, held_out = list[dict[str, Any]](), list[int](), list[tuple[Sequence[Message], str]]()
     with naming(step):
         for number, row in enumerate(addition() if step.data == ADDITION else read_rows(source_of(step).resolved()), 1):
             try:
                 checked = checked_row(step, row)
+                equal += "chosen" in checked and checked["chosen"] == checked["rejected"]
                 ready, length = measured_row(step, checked, tokens, longest)
                 if number > step.held_out:
                     train.append(ready)
@@ -86,7 +93,8 @@ def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
     if (needed := step.batch // step.generations if step.method in REWARDED else step.batch) > len(train) * step.epochs:
         raise UserError(f"{where}: {len(train):,} rows to train on, and a step takes {needed}; lower batch or held_out")
     cropped = sum(length > longest for length in lengths)
-    return Rows(train, held_out, sum(min(length, longest) for length in lengths), cropped)
+    write_columns(train)
+    return Rows(train, held_out, sum(min(length, longest) for length in lengths), cropped, equal)
 
 
 def read_rows(files: Files) -> Iterator[dict[str, Any]]:
@@ -105,25 +113,60 @@ def checked_row(step: TuneConfig, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"a row is an object, and this is {shown(row)}")
 
-    def messages(column: str, role: str, last: str) -> list[Message]:
+    def messages(column: str, last: str) -> list[Message]:
         if row.get(column) is None:
             raise ValueError(f"has no {column}, which {step.method} needs; it has {cut(', '.join(map(str, row)))}")
-        return checked_messages(column, row[column], role, last)
+        return checked_messages(column, row[column], last)
 
     if step.method == "sft":
-        return {"messages": messages("messages", "user", "assistant")}
-    made: dict[str, Any] = {"prompt": messages("prompt", "user", "user")}
+        return {"messages": messages("messages", "assistant")}
     if step.method in ("dpo", REWARD):
-        return made | {column: messages(column, "assistant", "assistant")[-1:] for column in ("chosen", "rejected")}
+        (*turns, chosen), (*others, rejected) = (messages(column, "assistant") for column in PAIR)
+        if turns != others:
+            raise ValueError("chosen and rejected differ before their last message; only the last may differ")
+        prompt = whole_prompt(turns, messages("prompt", "user") if row.get("prompt") or not turns else [])
+        return {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]}
+    made: dict[str, Any] = {"prompt": messages("prompt", "user")}
     if any(reward.kind == "exact_match" for reward in step.rewards) or step.held_out:
         if not isinstance(answer := row.get("answer"), str | int) or not str(answer).strip():
             raise ValueError("has no answer, which exact_match and held_out compare with")
-        made["answer"] = str(answer)
-    if any(reward.function for reward in step.rewards):  # which gets all other columns, too
-        made |= {
-            name: value for name, value in row.items() if name not in made and isinstance(value, str | int | float)
-        }
+        made["answer"] = utf8(str(answer)).decode()
+    if any(reward.function for reward in step.rewards):
+        made[COLUMNS] = checked_columns({name: value for name, value in row.items() if name != "prompt"})
     return made
+
+
+def whole_prompt(turns: list[Message], prompt: list[Message]) -> list[Message]:
+    """The messages before the answers of a pair: the `turns` that chosen and rejected share, which repeat the column
+    prompt or go on from it with an answer. ValueError if they do neither."""
+    whole = turns if all(message in turns for message in prompt) else prompt + turns
+    if whole != turns and turns and turns[0]["role"] != "assistant":
+        raise ValueError("the prompt is not among the messages that chosen and rejected share; correct or remove it")
+    if whole[-1]["role"] != "user":
+        raise ValueError(f"the message before the answers is of {whole[-1]['role']}, and must be of user")
+    return whole
+
+
+def checked_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a row for a function of the user, which gets them as JSON. ValueError for what JSON lacks."""
+    for name, value in columns.items():
+        if name in ARGUMENTS:
+            raise ValueError(f"the column {name} has the name of an argument of TRL's reward functions; rename it")
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = f"the column {shown(name)} cannot be passed to a reward function ({error})"
+            raise ValueError(f"{reason}; store it as text, numbers, lists or objects") from error
+    return columns
+
+
+def write_columns(rows: list[dict[str, Any]]) -> None:
+    """Write the columns of each row as one JSON text: a table has one type for each column. All rows get the columns of
+    all, null where a row lacks one."""
+    every = {name: None for row in rows for name in row.get(COLUMNS, ())}
+    for row in rows:
+        if COLUMNS in row:
+            row[COLUMNS] = json.dumps(every | row[COLUMNS])
 
 
 def question_and_answer(row: dict[str, Any]) -> tuple[Sequence[Message], str]:
@@ -133,9 +176,13 @@ def question_and_answer(row: dict[str, Any]) -> tuple[Sequence[Message], str]:
     return row["prompt"], row.get("answer") or row["chosen"][-1]["content"]
 
 
-def checked_messages(column: str, found: Any, role: str, last: str) -> list[Message]:
-    """A column as messages; a text is one of `role`. ValueError unless the last is of the role `last`."""
-    messages = [{"role": role, "content": found}] if isinstance(found, str) else found
+def checked_messages(column: str, found: Any, last: str) -> list[Message]:
+    """A column as messages; a plain text is one of the role `last`. ValueError unless the last message is of that
+    role."""
+    plain = isinstance(found, str) and column != "messages"
+    messages = [{"role": last, "content": found}] if plain else found
+    if isinstance(found, str) and JSON_OF_MESSAGES.match(found):
+        raise ValueError(f"{column} is a list of messages written as a JSON text; store the list itself")
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{column} must be a list of {{role, content}} with at least one message")
     for number, message in enumerate(messages, 1):
@@ -147,18 +194,26 @@ def checked_messages(column: str, found: Any, role: str, last: str) -> list[Mess
             raise ValueError(f"{where}: the content is empty, or no text")
         if special := next((token for token in CHAT_TOKENS if token in text), None):
             raise ValueError(f"{where}: the content has {special}, which separates messages; remove it")
+        if (weight := message.get("weight")) not in (None, 0, 1):
+            raise ValueError(f"{where}: the weight is {shown(weight)}, and must be 0 or 1")
     if messages[-1]["role"] != last:
         raise ValueError(f"{column}: the last message is of {messages[-1]['role']}, and must be of {last}")
-    return [{"role": one["role"], "content": one["content"]} for one in messages]
+    return [
+        {"role": one["role"], "content": utf8(one["content"]).decode()}
+        | ({"weight": 0} if one.get("weight") == 0 else {})
+        for one in messages
+    ]
 
 
 def measured_row(step: TuneConfig, row: dict[str, Any], tokens: ChatTokens, longest: int) -> tuple[dict[str, Any], int]:
-    """A checked row as TRL's trainer takes it, and its tokens; sft learns the answers alone. ValueError if the prompt
-    leaves no room for an answer."""
+    """A checked row as TRL's trainer takes it, and its tokens; sft learns the answers alone. ValueError if that leaves
+    nothing to learn, or the prompt no room for an answer."""
     if step.method == "sft":
         import numpy as np  # 0.1 s, for which every command would wait
 
         ids, learned = map(np.array, tokens.conversation(row["messages"]))
+        if not learned.any():
+            raise ValueError("no answer is learned: each has weight 0")
         if (first := int(learned.argmax())) >= longest:
             raise ValueError(f"the first answer begins after {first:,} tokens, and max_length is {longest:,}")
         columns = {"input_ids": ids, "labels": np.where(learned, ids, -100)}
@@ -168,7 +223,9 @@ def measured_row(step: TuneConfig, row: dict[str, Any], tokens: ChatTokens, long
         raise ValueError(f"the prompt has {prompt:,} tokens, and with an answer of {room:,} max_length is {longest:,}")
     if step.method in REWARDED:
         return row, prompt + room
-    return row, max(len(tokens.conversation([*row["prompt"], *row[c]])[0]) for c in ("chosen", "rejected"))
+    pair = {f"{column}_ids": tokens.conversation([*row["prompt"], *row[column]])[0] for column in PAIR}
+    length = max(map(len, pair.values()))
+    return row if step.method == "dpo" else {name: ids[:longest] for name, ids in pair.items()}, length
 
 
 def answer_in(text: str) -> str:

@@ -13,6 +13,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,10 @@ DIFFERENT = {
 }
 
 
-LONG_BYTES = 16 << 20  # of a document, which is encoded in parts: an encoder takes several times its size
+# Of a document, which is encoded in parts, by several threads: an encoder takes several times the size of a part.
+LONG_BYTES = 4 << 20
 HUB_BYTES = 1 << 20  # the same for `tokenizers`, which takes 120 times its size
-WORD_BYTES = 16 << 20  # of a document without a place to cut, at most: one word takes 40 times its size
+WORD_BYTES = 28 << 20  # of a document without a place to cut, at most: one word takes 40 times its size
 # Where the patterns of GPT-2, GPT-4, Llama 3 and Qwen begin a new word: at a space behind anything but white space
 # (no white space has these bytes), and at a comma or full stop behind a Chinese character.
 CUT = re.compile(
@@ -75,7 +77,8 @@ def has_fast_encoder(encoding: "tiktoken.Encoding") -> bool:
 
 
 class Encoder:
-    """The tokens of a tokenizer, by gigatoken if it knows the tokenizer. For one thread.
+    """The tokens of a tokenizer, by gigatoken if it knows the tokenizer. For one thread, which has others encode parts
+    of a long document if `threads` is more than 1: the libraries work without Python's lock.
 
     Another process loads tiktoken's encoding only for a text that needs it.
     """
@@ -90,6 +93,7 @@ class Encoder:
         self.ranks = _rank_file(encoding) if has_fast_encoder(encoding) else None  # for gigatoken
         self._fast: Any = None  # gigatoken's encoder; it knows no special tokens
         self._seconds = 0.0  # of work since it was made
+        self.threads = 1
 
     @functools.cached_property
     def encoding(self) -> "tiktoken.Encoding":
@@ -104,10 +108,14 @@ class Encoder:
         if len(documents) == 1 and len(documents[0]) > self._part_bytes:
             tokens, end = np.empty(len(documents[0]) + 1, self.dtype), 1  # a token has a byte at least
             tokens[0] = self.eot
-            for part in parts_of(documents[0], self._part_bytes, self._cut if self._cuts else None):
-                ids = self.encode([part])[0]
-                tokens[end : end + len(ids)] = ids
-                end += len(ids)
+            parts = parts_of(documents[0], self._part_bytes, self._cut if self._cuts else None)
+            if self.ranks is not None:
+                self.fast()  # else each thread would make one
+            with ThreadPoolExecutor(self.threads, "encode") as threads:
+                while several := list(itertools.islice(parts, self.threads)):
+                    for ids, _ in threads.map(self.encode, [[part] for part in several]):
+                        tokens[end : end + len(ids)] = ids
+                        end += len(ids)
             return TokenBatch(tokens[:end], np.zeros(1, np.int64))
         ids, bounds = self.encode(documents)
         tokens = np.empty(len(ids) + len(documents), self.dtype)
@@ -141,14 +149,14 @@ class Encoder:
 
     def fast(self) -> Any:
         """gigatoken's encoder; a new one with an empty cache where it has become large."""
-        if self._fast is None or self._seconds > CACHE_SECONDS:
+        if (fast := self._fast) is None or self._seconds > CACHE_SECONDS:
             from gigatoken.gigatoken_rs import BPETokenizer
 
-            self._fast = None  # its memory first
+            self._fast = fast = None  # its memory first
             with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
                 Path(file.name).write_bytes(self.ranks or b"")
-                self._fast, self._seconds = BPETokenizer.from_tiktoken(file.name, "gpt2", None), 0.0
-        return self._fast
+                self._fast, self._seconds = (fast := BPETokenizer.from_tiktoken(file.name, "gpt2", None)), 0.0
+        return fast  # not self._fast, which another thread may renew
 
 
 def parts_of(document: bytes, part_bytes: int, cut: "re.Pattern[bytes] | None") -> Iterator[bytes]:

@@ -1,6 +1,7 @@
 """Text files of one kind, local or remote, as a source of text."""
 
 import functools
+import gzip
 import io
 import json
 import os
@@ -14,11 +15,14 @@ from pipelines.text.documents import column_documents, utf8
 from pipelines.text.hub import reading, with_retries
 from pipelines.text.machine import free_memory, memory_error_at_the_limit
 from trainer.errors import UserError
-from trainer.store import Entry, sha256_of
+from trainer.store import Entry, open_regular, sha256_of
 
 KINDS = ("parquet", "jsonl", "txt")
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # names of files, and of pyarrow's codecs
+LOADABLE = ("csv", "arrow")  # by the library `datasets`, also on the Hub
 PIECE_BYTES = 64 << 20  # of text
+DICTIONARY_BYTES = 4 << 20  # of a row group: a writer whose dictionary is larger writes each text as it comes
+SAMPLE_ROWS = 100
 COLUMN_BYTES = 8 << 20  # of text, decoded at once
 BUFFER_BYTES = 1 << 20  # of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of some editors
@@ -44,6 +48,7 @@ class Files:
     """Files of one kind, read one after the other: a text of a fixed order, pinned to a version.
 
     A document is a row of parquet, a line of jsonl that is not blank, or a file of txt (invalid UTF-8 becomes U+FFFD).
+    A null of parquet or jsonl is an empty document: to leave it out would change the tokens of recorded fingerprints.
     """
 
     kind: str
@@ -142,8 +147,10 @@ class Files:
             return None
         if self.objects:
             return self.objects[path].size
-        with reading(path):
-            return None if "://" in path else os.path.getsize(path)
+        if "://" in path:
+            return None
+        with reading(path), open_regular(Path(path)) as file:
+            return os.fstat(file.fileno()).st_size
 
     def _ranges(self, path: str) -> Iterator[TextShare]:
         """A file of lines in ranges of PIECE_BYTES; a line belongs to the range in which it begins."""
@@ -181,10 +188,9 @@ class Files:
         row = self.row_of(line, piece, number, "replace")
         if not isinstance(row, dict) or self.column not in row:
             raise no_column(self.column, self._place(piece, number), row if isinstance(row, dict) else ())
-        value = row[self.column]
+        value = "" if row[self.column] is None else row[self.column]
         if not isinstance(value, str):
-            kind = "null" if value is None else type(value).__name__
-            place = self._place(piece, number)
+            kind, place = type(value).__name__, self._place(piece, number)
             raise UserError(f"tokens.text_column: '{self.column}' of {place} is {kind}, not a string")
         return value
 
@@ -234,7 +240,7 @@ def pieces_of(path: str, groups: list[tuple[int, int]]) -> Iterator[TextShare]:
 def opened(path: str) -> IO[bytes]:
     """A file at a path or a URL, for reading."""
     if "://" not in path:
-        return open(path, "rb", buffering=BUFFER_BYTES)
+        return open_regular(Path(path), BUFFER_BYTES)
     if path.startswith("s3://"):
         from pipelines.text.objects import opened_object
 
@@ -267,8 +273,8 @@ def metadata_of(path: str) -> Any:
 
 @functools.cache
 def row_groups(path: str, column: str) -> list[tuple[int, int]]:
-    """The rows, and the bytes of text before compression, of each row group of a parquet file. UserError unless the
-    column exists and holds strings."""
+    """The rows, and about the bytes of text, of each row group of a parquet file. UserError unless there is one such
+    column and it holds strings."""
     import pyarrow as pa
 
     with reading(path):
@@ -276,13 +282,27 @@ def row_groups(path: str, column: str) -> list[tuple[int, int]]:
     schema = metadata.schema.to_arrow_schema()
     if column not in schema.names:
         raise no_column(column, f"'{path}'", schema.names)
+    if (same := schema.names.count(column)) > 1:
+        raise UserError(f"tokens.text_column: '{path}' has {same} columns '{column}'; rename all but the text")
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise UserError(f"tokens.text_column: '{column}' in '{path}' holds {kind}, not strings")
-    at = metadata.schema.names.index(column)
-    groups = map(metadata.row_group, range(metadata.num_row_groups))
-    return [(one.num_rows, one.column(at).total_uncompressed_size) for one in groups]
+    # By its path: a field inside another column may have the same name.
+    at = next(n for n in range(metadata.num_columns) if metadata.schema.column(n).path == column)
+    chunks, times = [metadata.row_group(number).column(at) for number in range(metadata.num_row_groups)], 1.0
+
+    def may_repeat(chunk: Any) -> bool:
+        """Whether each text may lie there once, for several rows."""
+        dictionary = chunk.has_dictionary_page and chunk.num_values
+        return bool(dictionary and chunk.total_uncompressed_size < DICTIONARY_BYTES)
+
+    if repeated := [number for number, chunk in enumerate(chunks) if may_repeat(chunk)]:
+        with reading(path):
+            sample = next(parquet_batches(path, SAMPLE_ROWS, repeated[:1], [column]))
+        first = chunks[repeated[0]]
+        times = max(1.0, sample.nbytes / len(sample) * first.num_values / first.total_uncompressed_size)
+    return [(one.num_values, int(one.total_uncompressed_size * (times if may_repeat(one) else 1))) for one in chunks]
 
 
 def no_column(column: str, where: str, names: Iterable[str]) -> UserError:
@@ -292,12 +312,16 @@ def no_column(column: str, where: str, names: Iterable[str]) -> UserError:
 
 def unpacked(path: str) -> IO[bytes]:
     """The contents of a file at a path or a URL, without its compression."""
-    codec = PACKED.get(os.path.splitext(path)[1])
+    codec, file = PACKED.get(os.path.splitext(path)[1]), opened(path)
     if codec is None:
-        return opened(path)
+        return file
+    if codec == "gzip":  # Python's, as zeros behind its last member end a file
+        packed = gzip.GzipFile(fileobj=file)
+        packed.myfileobj = file  # type: ignore[assignment]  # closed with it
+        return io.BufferedReader(packed, BUFFER_BYTES)
     import pyarrow as pa
 
-    return io.BufferedReader(pa.input_stream(opened(path), compression=codec), BUFFER_BYTES)
+    return io.BufferedReader(pa.input_stream(file, compression=codec), BUFFER_BYTES)
 
 
 def bounded(path: str, read: Callable[[int], bytes]) -> bytes:
@@ -349,8 +373,10 @@ def kind_of(path: str) -> str:
     stem, packing = os.path.splitext(path.rpartition("/")[2].lower())
     kind = (os.path.splitext(stem)[1] if packing in PACKED else packing).removeprefix(".")
     if kind not in KINDS or (kind == "parquet" and packing in PACKED):
+        load = f"datasets.load_dataset('{kind}', data_files='{path}', split='train').to_parquet('text.parquet')"
+        convert = f'; convert it: python -c "import datasets; {load}"' if kind in LOADABLE else ""
         raise UserError(
-            f"tokens.source: '{path}': unknown kind of file; use .parquet, .jsonl or .txt, the last "
-            "two also with .gz or .zst"
+            f"tokens.source: '{path}': unknown kind of file; use .parquet, .jsonl or .txt files (in a folder: "
+            f"FOLDER/*.parquet), the last two also with .gz or .zst{convert}"
         )
     return kind

@@ -3,10 +3,12 @@
 import functools
 import logging
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from trainer.answers import answered_within
 from trainer.errors import StoreUnavailable, UserError
 
 T = TypeVar("T")
@@ -19,18 +21,21 @@ CLOSED = "client has been closed"  # huggingface_hub repeats a request on the co
 RETRY_SECONDS = 60.0  # the library itself waits as long as a 429 asks for
 LONGEST_WAIT_SECONDS = 30.0
 LOOK_SECONDS = 5.0  # of a check while somebody waits
+ANSWER_SECONDS = 3600.0  # of a whole answer: 7 GB of weights at 2 MB/s
+LOOK_ANSWER_SECONDS = 10.0  # of a check
 
 
 def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
-    """Send a request, and retry it for so many seconds while the server is busy or unreachable. ConnectionError for the
-    error of huggingface_hub that names no missing connection, but what that did to its client."""
+    """Send a request, and retry it for so many seconds while the server is busy or unreachable. An answer has
+    ANSWER_SECONDS, or LOOK_ANSWER_SECONDS where `seconds` are given. ConnectionError for the error of huggingface_hub
+    that names no missing connection, but what that did to its client."""
     import tenacity
 
     stop = tenacity.stop_before_delay(RETRY_SECONDS if seconds is None else seconds)
     wait = tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_WAIT_SECONDS)
     attempts = tenacity.Retrying(retry=tenacity.retry_if_exception(is_transient), wait=wait, stop=stop, reraise=True)
     try:
-        return attempts(request)
+        return attempts(answered_within, ANSWER_SECONDS if seconds is None else LOOK_ANSWER_SECONDS, request)
     except RuntimeError as error:
         if CLOSED in str(error):
             raise ConnectionError("the Hub cannot be reached") from error
@@ -74,7 +79,7 @@ def reading(where: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         # pyarrow's by its name: texts other than parquet don't wait for its import.
-        known = isinstance(error, OSError | ImportError) or is_transient(error)
+        known = isinstance(error, OSError | ImportError | EOFError | zlib.error) or is_transient(error)
         if not (known or type(error).__name__ == "ArrowInvalid"):
             raise
         raise UserError(f"tokens.source: '{where}' cannot be read ({reason_of(error)})") from error

@@ -10,10 +10,10 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pipelines.artifacts.manifest import File
 from pipelines.artifacts.s3_store import S3Store, open_store
+from pipelines.secrets import redacted
 from pipelines.text.shard_writer import SplitShard, rows_in
 from pipelines.tokens_config import LLMC, TokensConfig
 from trainer.errors import UserError
@@ -31,8 +31,6 @@ def is_remote(source: str) -> bool:
 def place_in(config: TokensConfig) -> Store:
     """The folder or prefix that holds the shards. UserError for any other source."""
     place = config.source.removeprefix(LLMC)
-    if "@" in urlsplit(place).netloc:
-        raise UserError("tokens.source: the address contains a user name; use the plain address")
     for field in ("subset", "revision", "max_tokens"):
         if getattr(config, field) is not None:
             raise UserError(f"tokens.{field}: {config.source} is adopted as it is; set tokens.{field} to null")
@@ -40,7 +38,8 @@ def place_in(config: TokensConfig) -> Store:
         store = open_store(place)
     except UserError as error:
         raise UserError(
-            f"tokens.source: '{config.source}': not a place of shards; write {LLMC}FOLDER or {LLMC}s3://BUCKET/PREFIX"
+            f"tokens.source: '{redacted(config.source)}': not a place of shards; "
+            f"write {LLMC}FOLDER or {LLMC}s3://BUCKET/PREFIX"
         ) from error
     if isinstance(store, LocalStore) and not store.root.is_dir():
         raise UserError(

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelines.secrets import environment_for, services_of
 from pipelines.text.documents import batches_of, read_ahead
 from pipelines.text.encode import Encoder, TokenBatch
 from pipelines.text.files import Files, TextShare
@@ -62,7 +63,10 @@ def tokens_of(
     pieces = files.pieces()
     first, skipped = _place(files, pieces, start) if start else (0, 0)
     tasks = [(piece, 0 if number else skipped) for number, piece in enumerate(pieces[first:])]
-    if (processes := min(processes or cores(), len(tasks))) > 1:
+    at_once = processes or cores()
+    processes = max(1, min(at_once, len(tasks)))
+    encoder.threads = at_once // processes  # of a few long documents each has parts for several cores
+    if processes > 1:
         yield from _tokens_of_processes(files, encoder, tasks, folder / "batches", check, processes)
     else:
         for task in tasks:
@@ -101,7 +105,7 @@ def _tokens_of_processes(
     child = subprocess.Popen(
         [sys.executable, "-m", "pipelines.text.pool", *map(str, theirs)],
         pass_fds=theirs,
-        env=os.environ | ENVIRONMENT,
+        env=environment_for(services_of(*files.paths)) | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # the parent alone ends them: not Ctrl-C

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pipelines.artifacts.manifest import ArtifactPlan, File
-from trainer.record import Count, DamagedRecord, StoredRecord, decoded, typed
+from trainer.record import Count, DamagedRecord, StoredRecord, decoded, decoded_at, typed
 from trainer.store import Store
 
 
@@ -47,7 +47,7 @@ def existing_receipts(
     """The receipts up to the first shard that is missing. Removes the receipts of shards that the store has lost: they
     are made again."""
     receipts = list[ShardReceipt]()
-    while receipt := _receipt_in(store, f"{plan.prefix}/{receipt_key(len(receipts))}", note):
+    while receipt := receipt_in(store, f"{plan.prefix}/{receipt_key(len(receipts))}", note):
         receipts.append(receipt)
     if receipts:
         note(f"  {len(receipts)} shard(s) exist from an earlier attempt")
@@ -61,15 +61,13 @@ def existing_receipts(
     return receipts[: lost[0]] if lost else receipts
 
 
-def _receipt_in(store: Store, key: str, note: Callable[[str], None]) -> ShardReceipt | None:
-    """The receipt under a key of the store, or None without it. A damaged one is removed, with a note: its shard is
-    made again, and a receipt is created only where there is none."""
+def receipt_in(store: Store, key: str, note: Callable[[str], None] = lambda line: None) -> ShardReceipt | None:
+    """The receipt under a key of the store, or None without it. A damaged one is noted, and stays until its shard is
+    made again."""
     try:
-        body, where = store.get(key), f"{store.uri}/{key}"
-        return ShardReceipt.from_json(decoded(body, where), where) if body is not None else None
+        return decoded_at(store, key, lambda body, where: ShardReceipt.from_json(decoded(body, where), where))
     except DamagedRecord as error:
         note(f"  {error}; its shards are made again")
-        store.delete(key)
         return None
 
 

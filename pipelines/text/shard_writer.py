@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import ArtifactPlan, File
 from pipelines.text.encode import Encoder
 from pipelines.text.pool import tokens_of
-from pipelines.text.receipts import ShardReceipt, existing_receipts, receipt_key
+from pipelines.text.receipts import ShardReceipt, existing_receipts, receipt_in, receipt_key
 from pipelines.text.sources import text_of
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tokens_config import TokensConfig
@@ -138,8 +138,11 @@ def store_shard(job: ShardsJob, index: int, shard: NewShard, before: Future[Shar
     receipt = ShardReceipt(file, len(shard.tokens), shard.document, shard.offset, largest, rows)
     if before:
         before.result()
-    if not job.store.create(f"{job.plan.prefix}/{receipt_key(index)}", json.dumps(receipt.to_json()).encode()):
+    key, body = f"{job.plan.prefix}/{receipt_key(index)}", json.dumps(receipt.to_json()).encode()
+    if not job.store.create(key, body):
         job.check()  # another attempt made the same shard first; a newer attempt ends this one
+        if receipt_in(job.store, key) is None:
+            job.store.put(key, body)  # in place of a damaged one
     failpoint("tokenize")
     return receipt
 

@@ -15,9 +15,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from pipelines.text.files import KINDS, Files, TextShare, common_kind, identity_of_files, sha256_of_text
+from pipelines.text.files import KINDS, LOADABLE, Files, TextShare, common_kind, identity_of_files, sha256_of_text
 from pipelines.text.hub import HUB, asked, datasets_library, pinned_commit
 from pipelines.tokens_config import LLMC, TokensConfig
 from trainer.errors import UserError
@@ -158,25 +157,24 @@ def open_source(source: str, subset: str | None, revision: str | None, text_colu
     if repository:
         name, pattern = "/".join(repository[:2]), "/".join(repository[2:]) or None
         return HubDataset(name, subset, pinned_commit(source, revision), text_column, pattern)
+    if revision is not None:
+        by = "the ETags of its objects" if separator else "its contents"
+        raise UserError(f"tokens.revision: '{source}' is identified by {by}; remove the revision")
     if separator:
         from pipelines.text.objects import matching_objects
 
-        if "@" in urlsplit(source).netloc:  # manifests are published
-            raise UserError("tokens.source: the address contains a user name; use the plain address")
-        if revision is not None:
-            raise UserError(
-                f"tokens.revision: '{source}' is identified by the ETags of its objects; remove the revision"
-            )
         objects = matching_objects(source)
         return Files(common_kind(tuple(objects)), tuple(objects), text_column, source, objects)
-    if revision is not None:
-        raise UserError(f"tokens.revision: '{source}' is local and identified by its contents; remove the revision")
     if source == STDLIB:
         return standard_library()
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         endings = [Path(name).suffix for name in os.listdir(path)]
-        kind = max(KINDS, key=lambda kind: endings.count(f".{kind}"))
+        if not endings:
+            raise UserError(f"tokens.source: '{source}' is an empty folder; put .parquet, .jsonl or .txt files there")
+        kind = max((*KINDS, *LOADABLE), key=lambda kind: endings.count(f".{kind}"))
+        if kind in LOADABLE:
+            common_kind((f"{source}/*.{kind}",))
         raise UserError(
             f"tokens.source: '{source}' is a folder; name its files: '{source}/*.{kind}', or {LLMC}{source} for token "
             "shards"

@@ -27,7 +27,7 @@ from pipelines.recipe import Recipe
 from pipelines.text.hub import asked, reason_of
 from pipelines.tokens_config import HUB_FILE, TokenizerFile, TokensConfig
 from trainer.errors import UserError
-from trainer.store import Store
+from trainer.store import Store, read_regular
 
 if TYPE_CHECKING:
     import tiktoken
@@ -127,7 +127,7 @@ def tokenizer_file_bytes(own: TokenizerFile) -> bytes:
 def recorded_file(where: str, path: Path, digest: str | None, remedy: str) -> bytes:
     """The content of a file. UserError if it cannot be read, or if its sha256 is not the one on record."""
     try:
-        body = path.read_bytes()
+        body = read_regular(path)
     except OSError as error:
         raise UserError(f"{where}: cannot be read ({error.strerror}); {remedy}") from error
     if digest not in (None, found := sha256(body).hexdigest()):

@@ -260,14 +260,28 @@ def _phase_cost(attempt: AttemptAccount, phase: str) -> Cost:
     return _cost(attempt.phases.get(phase, 0.0) * attempt.nodes / 3600, attempt.price_per_hour)
 
 
-def cost_until(account: Account, time: float) -> Cost:
-    """The cost up to a time in unix seconds."""
-    parts = []
-    for a in account.attempts:
-        wall = a.time - a.started
-        share = min(1.0, max(0.0, (time - a.started) / wall)) if wall else 0.0
-        parts.append(Cost(share * a.bill.hours, share * a.bill.usd, share * a.bill.unpriced_hours))
-    return total_cost(parts)
+class TrainingBill:
+    """The cost of a run at each point of its training: that of tokenize, of all attempts at training before, and of the
+    attempt's own time until then. No two attempts' times are compared: the wall clock may step between them."""
+
+    def __init__(self, account: Account) -> None:
+        self.priced = bool(account.total.usd and not account.total.unpriced_hours)
+        self.before: dict[int, Cost] = {}  # by attempt
+        self.trained = sorted((a for a in account.attempts if a.stage == "train"), key=lambda a: a.attempt)
+        spent = [a.bill for a in account.attempts if a.stage == "tokenize"]
+        for one in self.trained:
+            self.before[one.attempt] = total_cost(spent)
+            spent.append(one.bill)
+
+    def until(self, step: int, time: float) -> Cost:
+        """The cost when a step was logged, at a time of its attempt's clock: of the last one that began before it."""
+        for one in reversed(self.trained):
+            if one.progress.resumed_from is not None and one.progress.resumed_from < step:
+                wall = one.time - one.started
+                share = min(1.0, max(0.0, (time - one.started) / wall)) if wall else 0.0
+                own = Cost(share * one.bill.hours, share * one.bill.usd, share * one.bill.unpriced_hours)
+                return total_cost([self.before[one.attempt], own])
+        return Cost()
 
 
 def cost_metrics(account: Account) -> dict[str, float]:

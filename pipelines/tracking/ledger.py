@@ -13,6 +13,7 @@ import platform
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, UserError
 from trainer.process import Background, log_crash, since_boot, steady_time
-from trainer.record import DamagedRecord
+from trainer.record import DamagedRecord, decoded_at
 from trainer.store import Entry, Store, side_by_side
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ HEARTBEAT_SECONDS = 5.0
 SILENT_SECONDS = 20.0
 # By the store's clock. An attempt may write no heartbeat while the store is away, and still go on.
 LONG_AGO_SECONDS = 3600.0
+CLOCK_SECONDS = 60.0  # of difference between clocks: more than a slow request, less than any age that decides
 JUMP_SECONDS = 60.0  # of the wall clock, from which on the bill names it
 # Own and on-demand machines: Llama 3's 16,384 GPUs had 419 unplanned interruptions in 54 days (Dubey et al. 2024),
 # so eight GPUs fail once in about 260 days. A new rented machine is less reliable than that.
@@ -301,8 +303,7 @@ def attempts(store: Store, prefix: str) -> list[Heartbeat]:
     """All attempts of an artifact as they last reported, in order. DamagedRecord, or NewerRecord."""
     # claim.json sorts before heartbeat.json, and is not read if there is a heartbeat
     newest = {number: entry.key for number, entry in attempt_entries(store, prefix)}
-    bodies = zip(sorted(newest), side_by_side(lambda n: store.get(newest[n]), sorted(newest)), strict=True)
-    return [heartbeat_in(body, n, f"{store.uri}/{newest[n]}") for n, body in bodies if body is not None]
+    return [beat for beat in side_by_side(lambda n: heartbeat_at(store, newest[n], n), sorted(newest)) if beat]
 
 
 def newest_attempt(store: Store, prefix: str) -> Heartbeat | None:
@@ -315,21 +316,24 @@ def newest_report(store: Store, prefix: str) -> tuple[Heartbeat, float] | None:
     """The last report of the newest attempt of an artifact, and its unix seconds by the store's clock. DamagedRecord,
     or NewerRecord."""
     number, entry = max(attempt_entries(store, prefix), key=lambda one: (one[0], one[1].key), default=(0, None))
-    body = store.get(entry.key) if entry else None
-    if entry is None or body is None:
-        return None
-    return heartbeat_in(body, number, f"{store.uri}/{entry.key}"), entry.modified
+    beat = heartbeat_at(store, entry.key, number) if entry else None
+    return (beat, entry.modified) if entry and beat else None
 
 
-def heartbeat_in(body: bytes, number: int, where: str) -> Heartbeat:
-    """The claim or the heartbeat of attempt `number`, which is stored at `where`. DamagedRecord, or NewerRecord."""
-    try:
+def heartbeat_at(store: Store, key: str, number: int) -> Heartbeat | None:
+    """The claim or the heartbeat of attempt `number` under a key that was listed; None if it was removed since.
+    DamagedRecord, or NewerRecord."""
+
+    def decode(body: bytes, where: str) -> Heartbeat:
         beat = Heartbeat.from_json(body, where)
         if beat.attempt != number:
             raise DamagedRecord(where, f"it is that of attempt {beat.attempt}")
+        return beat
+
+    try:
+        return decoded_at(store, key, decode)
     except DamagedRecord as error:
-        raise DamagedRecord(where, error.reason, "remove it") from error
-    return beat
+        raise DamagedRecord(error.where, error.reason, "remove it") from error
 
 
 def latest_number(store: Store, prefix: str) -> int:
@@ -348,16 +352,33 @@ def is_alive(heartbeat: Heartbeat) -> bool | None:
     return process_exists(heartbeat.process) if heartbeat.state == "running" else False
 
 
-def is_over(store: Store, heartbeat: Heartbeat, stored: float) -> bool:
-    """Whether an attempt is over: it has ended, its process is gone, or its heartbeat was `stored` long ago."""
+def is_over(heartbeat: Heartbeat, stored: float, clock: Callable[[], float]) -> bool:
+    """Whether an attempt is over: it has ended, its process is gone, or its heartbeat was `stored` long ago, by the
+    store's clock."""
     alive = is_alive(heartbeat)
-    return not alive if alive is not None else store.clock() - stored > LONG_AGO_SECONDS
+    return not alive if alive is not None else clock() - stored > LONG_AGO_SECONDS
 
 
-def working_attempt(store: Store, prefix: str) -> Heartbeat | None:
-    """The newest attempt of an artifact; None if it is over, or there is none. DamagedRecord, or NewerRecord."""
+def working_attempt(store: Store, prefix: str, clock: Callable[[], float] | None = None) -> Heartbeat | None:
+    """The newest attempt of an artifact; None if it is over by `clock` (the store's), or there is none. DamagedRecord,
+    or NewerRecord."""
     report = newest_report(store, prefix)
-    return None if report is None or is_over(store, *report) else report[0]
+    return None if report is None or is_over(*report, clock or store.clock) else report[0]
+
+
+def agreed_clock(store: Store) -> float:
+    """The time that the store puts on an object that is written now, for what an age decides. UserError if the dates of
+    its answers, or this machine, differ by more than CLOCK_SECONDS: no single answer decides."""
+    store.put(key := f"control/clock/{uuid.uuid4().hex}", b"")
+    now = max((entry.modified for entry in store.entries(key)), default=0.0)
+    store.delete(key)
+    for whose, seconds in (("its answers", store.clock()), ("this machine", time.time())):
+        if abs(seconds - now) > CLOCK_SECONDS:
+            raise UserError(
+                f"{store.uri}: the clock of {whose} differs by {seconds - now:+,.0f} s from the date that the store "
+                "puts on a new object; set it right, because ages decide here"
+            )
+    return now
 
 
 def process_exists(process: ProcessId) -> bool | None:

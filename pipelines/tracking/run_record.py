@@ -19,7 +19,7 @@ from pipelines.recipe import REMOVED_FORMATS, Recipe
 from trainer.config import ADAMW_FIELDS, MUON_FIELDS
 from trainer.errors import UserError, shown
 from trainer.models.model_config import REMOVED_FIELDS
-from trainer.record import DamagedRecord, Key, NewerRecord, StoredRecord, UnixSeconds, reading, record_in
+from trainer.record import DamagedRecord, Key, NewerRecord, StoredRecord, UnixSeconds, decoded_at, reading, record_in
 from trainer.store import Store, side_by_side
 
 MOST_NAMES = 20  # in a message
@@ -109,14 +109,17 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
 
 def read_record(store: Store, run: str) -> RunRecord | None:
     """The record of the run with this full name; None if the store has none."""
-    body, where = store.get(key_of(run)), f"{store.uri}/{key_of(run)}"
-    try:
-        found = RunRecord.from_json(body, where) if body is not None else None
-        if found and found.run != run:
+
+    def decode(body: bytes, where: str) -> RunRecord:
+        found = RunRecord.from_json(body, where)
+        if found.run != run:
             raise DamagedRecord(where, f"it is that of {shown(found.run)}")
+        return found
+
+    try:
+        return decoded_at(store, key_of(run), decode)
     except DamagedRecord as error:
-        raise DamagedRecord(where, error.reason, "run its recipe to write it again") from error
-    return found
+        raise DamagedRecord(error.where, error.reason, "run its recipe to write it again") from error
 
 
 def key_of(run: str) -> str:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pipelines.artifacts.manifest import DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import REWARD, Recipe
 from pipelines.tracking.account import TRAFFIC, Account, Forecast, StoredHeartbeat, account, forecast
-from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_over, process_exists
+from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_at, is_alive, is_over, process_exists
 from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.tracking.releases import Release, read_releases, until_release
 from pipelines.tracking.run_record import RunRecord, full_names, key_of, read_record, read_records
@@ -321,12 +321,14 @@ def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
         # The claim names a rented machine, which the bill has until its release.
         for entry in dict.fromkeys((newest[number], claims[number])):
             try:
-                beat = heartbeat_in(store.get(entry.key) or b"", number, f"{store.uri}/{entry.key}")
+                beat = heartbeat_at(store, entry.key, number)
             except (DamagedRecord, NewerRecord, NotAFile) as error:
                 damage = damage or f"{error}; the bill may miss this attempt"
                 continue
+            if beat is None:
+                continue
             alive = is_alive(beat)
-            if alive is None and is_over(store, beat, entry.modified):
+            if alive is None and is_over(beat, entry.modified, store.clock):
                 alive = False
             return StoredHeartbeat(prefix, beat, entry.modified, alive), damage
         return None, damage

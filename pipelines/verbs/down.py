@@ -8,7 +8,7 @@ def down(run: RunName, store: StoreUri = None) -> None:
     from pipelines.artifacts.s3_store import open_store
     from pipelines.cloud import control
     from pipelines.cloud.request import last_launch
-    from pipelines.cloud.skypilot import reach_api_server
+    from pipelines.cloud.skypilot import reach_api_server, stop_api_server
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
     from pipelines.tracking.run_record import read_records
@@ -24,10 +24,12 @@ def down(run: RunName, store: StoreUri = None) -> None:
     except (UserError, OSError) as error:
         failure = error
         print_note_on_stderr(f"{error}; asking SkyPilot for machines of {run}")
-    reach_api_server(print_note_on_stderr)
+    started = reach_api_server(print_note_on_stderr)
     names = [launched.request.job_name] if launched else control.jobs_without_store(run, opened.uri)
     removed = any([control.down(name, say) for name in names])
     if failure and not removed:
+        if started and not control.managed_tasks(unfinished=True):  # whose controllers would end with the server
+            stop_api_server()
         raise UserError(f"down: SkyPilot has no job of {run} in {opened.uri}; give the run's whole name")
     if launched:
         found = Run(opened, record)

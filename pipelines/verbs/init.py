@@ -31,9 +31,11 @@ def init(
     from pipelines.cloud.checks import check_image_name
     from pipelines.cloud.skypilot import check_places
     from pipelines.project import FILE, Project
+    from pipelines.secrets import redacted
     from pipelines.show.console import say
     from pipelines.tracking.mlflow.settings import checked_uri
     from pipelines.verbs.doctor import print_examination
+    from trainer.install import clone
     from trainer.store import replacing
 
     path, from_shell = Path(FILE), os.environ.get("SKYTRAIN_STORE")
@@ -57,12 +59,13 @@ def init(
         raise UserError(f"init: {path} cannot be written ({error.strerror}); check the folder's permissions") from error
     say(f"{FILE}: written")
     if from_shell and from_shell != project.store:
-        say(f"note: SKYTRAIN_STORE={from_shell} of this shell wins over the file")
+        say(f"note: SKYTRAIN_STORE={redacted(from_shell)} of this shell wins over the file")
     project.set_in(os.environ)
     works = print_examination(store)
     launches = store.startswith("s3://")
     if not works and launches:
-        say("to make a bucket: `aws cloudformation deploy --template-file infra/aws/stack.yaml`, see infra/README.md")
+        deploy = "aws cloudformation deploy --template-file infra/aws/stack.yaml`, see infra/README.md"
+        say(f"to make a bucket: `{deploy if clone() else 'aws s3 mb s3://BUCKET`'}")
     if works:
         say(f"next: skytrain {'launch' if launches else 'run'} smoke")
     sys.exit(0 if works else 2)

@@ -70,6 +70,7 @@ def launch(
 ) -> None:
     """Rent machines for the missing stages of a recipe, after checks and a price."""
     from pipelines.artifacts.s3_store import open_store
+    from pipelines.artifacts.unread_store import readable
     from pipelines.cloud.launch import planned_launch
     from pipelines.cloud.request import WORK_TREE, LaunchRequest, secrets_from_shell, variables_from_shell
     from pipelines.project import project
@@ -78,6 +79,8 @@ def launch(
 
     ours = project()
     opened = open_store(store_uri(store))
+    if dry_run:
+        opened = readable(opened, recipe)  # the checks of the job report it
     done_by = time.time() + 3600 * parse_hours(deadline) if deadline else None
     variables, secrets = variables_from_shell(env or []), secrets_from_shell(secret or [])
     out = sys.stdout
@@ -125,6 +128,7 @@ def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> Non
     from pipelines.show.findings import print_note_on_stderr
 
     _, dag, usd, _ = checked_job(prepared, print_launch_report, print_note_on_stderr)
+    assert dag, "only a dry run has none"
     if agree(prepared.question(usd)):
         settle_identity(prepared)
         for stage in prepared.here:

@@ -45,13 +45,17 @@ def plan(
 ) -> None:
     """Show the artifacts of a recipe and why one is missing; with --cloud, what they cost within the other options."""
     from pipelines.artifacts.s3_store import open_store
+    from pipelines.artifacts.unread_store import UnreadStore, readable
     from pipelines.plan import plan_of
     from pipelines.show.console import say
+    from pipelines.show.findings import print_note_on_stderr
     from pipelines.show.plan import print_plan
     from pipelines.stage import planned
     from pipelines.stages.tune import checked_rows
 
-    opened = open_store(store_uri(store))
+    opened = readable(open_store(store_uri(store)), recipe)
+    if isinstance(opened, UnreadStore):
+        print_note_on_stderr(f"{opened.why}; planned as if nothing were stored there")
     loaded, plans = planned(recipe, set_ or [], opened)
     found = plan_of(loaded, opened, plans)
     if not cloud:

@@ -6,11 +6,12 @@ from typing import Annotated
 import typer
 
 from pipelines.verbs.options import RunName, StoreUri, store_uri
+from trainer.errors import UserError
 
 
 def pull(
     run: RunName,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder for the files; it may be a new one.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The folder for the files; it may be a new one.")],
     format: Annotated[
         str | None,
         typer.Option("--format", metavar="FORMAT", help="One format, such as hf or gguf; all by default."),
@@ -23,8 +24,10 @@ def pull(
     from pipelines.pull import pull_run
     from pipelines.show.console import say
 
+    if not folder:
+        raise UserError("DIR: an empty name; name a folder, or . for this one")
     count = size = 0
-    for file in pull_run(open_store(store_uri(store)), run, folder, format, tuned):
+    for file in pull_run(open_store(store_uri(store)), run, Path(folder), format, tuned):
         say(f"{file.size:>15,}  {file.path}" + ("  (already there)" if file.was_there else ""))
         count, size = count + 1, size + file.size
     say(f"{count} files, {size:,} bytes in {folder}, verified by sha256")

@@ -82,9 +82,10 @@ def report(
 
 def rebuild_tracking(runs: "list[Run]") -> None:
     """Send the records of runs to MLflow. UserError without mlflow, or for a URI of another scheme."""
+    from pipelines.secrets import redacted
     from pipelines.show.console import say
     from pipelines.tracking.mlflow.mirror import rebuild
-    from pipelines.tracking.mlflow.settings import redacted, tracking_uri
+    from pipelines.tracking.mlflow.settings import tracking_uri
 
     if not find_spec("mlflow"):
         raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")

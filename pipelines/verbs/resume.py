@@ -21,7 +21,8 @@ def resume(
 ) -> None:
     """Launch a stopped or ended run again with the options of its last launch."""
     from pipelines.cloud.launch import planned_launch
-    from pipelines.cloud.request import SECRETS, last_launch, secrets_from_shell
+    from pipelines.cloud.request import last_launch, secrets_from_shell
+    from pipelines.secrets import SECRETS
     from pipelines.show.console import say
     from pipelines.stage import planned
     from pipelines.tracking.stop_request import read_stop_request
@@ -31,7 +32,8 @@ def resume(
     before = last_launch(opened, record.run)
     if before is None:
         raise UserError(f"resume: {record.run} was never launched; skytrain run run:{record.run} continues it here")
-    request = replace(before.request, budget=budget) if budget is not None else before.request
+    request = replace(before.request, run=record.run, store=opened.uri)  # the record alone leads to no other store
+    request = request if budget is None else replace(request, budget=budget)
     # A writer of the store may name secrets and an image: others than the usual ones go nowhere without a word here.
     if unnamed := sorted({*before.secrets} - {*SECRETS, *(secret or [])}):
         raise UserError(

@@ -25,6 +25,7 @@ from pipelines.verbs.options import (
     store_uri,
 )
 from trainer.errors import EXIT_DONE, Crashed, Interrupted, Stopped, StoreUnavailable, UserError
+from trainer.install import how_to_install
 
 if TYPE_CHECKING:
     from pipelines.artifacts.manifest import ArtifactPlan
@@ -67,10 +68,12 @@ def run(
     """Run the missing stages of a recipe; resume after an interruption."""
     from pipelines.nodes.launcher_process import prepare_launcher
     from trainer.process import StopSignal
+    from trainer.store import WAITING
 
     stop = StopSignal()
     if stopping:
         stop.ask("SIGTERM")
+    WAITING.check = stop.check  # until an attempt begins
     if stage != "tokenize":
         prepare_launcher()  # before the imports below
 
@@ -82,14 +85,15 @@ def run(
     from pipelines.plan import stage_plan
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
-    from pipelines.stage import TUNE, missing, planned, run_name, stages_until
+    from pipelines.stage import TUNE, artifacts, planned, run_name, stages_until
     from pipelines.text.reward_code import check_code
-    from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
+    from pipelines.tracking.stop_request import stop_requests, withdraw_stop
 
     if exited is not None and not 128 < exited <= 192:
         sys.exit(exited)
     node, screen = this_node(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
+    stops = [] if unless_stopped else stop_requests(opened)  # to withdraw: one that comes from now on counts
     try:
         loaded, plans = planned(recipe, set_ or [], opened)
     except StoreUnavailable as error:
@@ -102,21 +106,20 @@ def run(
     ):
         raise ending
     check_home()
-    todo = missing(opened, plans, stage)
+    found = artifacts(opened, plans, stage)
+    todo = [one for one, made in found.items() if not made]
     refuse_what_ends_late(loaded, opened, plans, todo, launched=unless_stopped or bool(node.rank))
     check_code([step for step in loaded.tune if f"{TUNE}.{step.name}" in todo], allow_code)
-    if not unless_stopped:
-        if other := stage_plan(opened, plans["train"]).other:
-            screen.note(f"{run_name(plans)}: {other}")
-        clear_stop_request(opened, run_name(plans))
-    elif request := read_stop_request(opened, run_name(plans)):
-        raise Stopped(str(request))
+    if not unless_stopped and (training := stage_plan(opened, plans["train"])).other:
+        screen.note(f"{run_name(plans)}: {training.why}")
+    withdraw_stop(opened, run_name(plans), stops)
     if node.rank:
         from pipelines.nodes.worker import run_worker
 
         with counted_together(), watching(stop, screen):
-            sys.exit(run_worker(node, stage, plans, opened, home(), stop, screen))
+            sys.exit(run_worker(node, stage, loaded, plans, opened, home(), stop, screen))
     pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
+    pipeline.allow_code = allow_code
     if todo and not unless_stopped and not pipeline.mirror.off:  # `launch` has checked it
         from pipelines.cloud.checks import mlflow_answers
 
@@ -128,7 +131,7 @@ def run(
                 limit = Budget(budget, pipeline.billing, opened, pipeline.run, loaded.train.batch_tokens, stop)
                 limit.begin()
                 pipeline.watches.append(limit.watch)
-            pipeline.execute(until=stage)
+            pipeline.execute(stage, found)
     except BaseException:
         let_workers_exit_first(node)
         raise
@@ -171,7 +174,7 @@ def refuse_what_ends_late(
         check_inputs(recipe, home() / "cache")
     if any(one.startswith(TUNE) for one in todo):
         if not find_spec("trl"):
-            raise UserError("tune: needs the package trl: make install, or pip install -e '.[tune]'; then run again")
+            raise UserError(f"tune: needs the package trl: {how_to_install('tune')}; then run again")
         checked_rows(recipe, store, plans["tokenize"])
 
 
@@ -267,20 +270,28 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
 
     On a rented node, only those that work on the user's machine, too.
     """
+    from pipelines.recipe import REWARD
     from pipelines.show.console import program
 
     skytrain, name = program("skytrain"), pipeline.run
     is_default = pipeline.store.uri == f"file://{pipeline.home / 'store'}"
     option = "" if is_default else f" --store {shlex.quote(pipeline.store.uri)}"
     commands = [f"{skytrain} report {name}{option}"]
+    methods = [one.facts.get("method") for stage, one in pipeline.made.items() if stage.startswith("tune.")]
+    tuned = any(method != REWARD for method in methods)
     if "train" in pipeline.made:
         commands.append(f"{skytrain} report {name} --html report.html{option}")
-        commands.append(f'{skytrain} sample {name} --prompt "def "{option}')
+        prompt = '--chat --prompt "3+4"' if tuned else '--prompt "def "'
+        commands += [f"{skytrain} sample {name} {prompt}{option}", f"{skytrain} serve {name}{option}"]
     if pipeline.billing.machine.cluster:
         return commands
     # The URI of a server may hold a password.
     if not pipeline.mirror.off and pipeline.mirror.uri.startswith("sqlite:"):
         commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(pipeline.mirror.uri)}")
-    finished = "export" in pipeline.made
-    rest = f"pull {name} {shlex.quote(pipeline.recipe.name)}" if finished else f"run run:{name}"
-    return [*commands, f"{skytrain} {rest}{option}"]
+    if "export" not in pipeline.made:
+        return [*commands, f"{skytrain} run run:{name}{option}"]
+    commands.append(f"{skytrain} pull {name} {shlex.quote(pipeline.recipe.name)}{' --tuned' * tuned}{option}")
+    if pipeline.recipe.tokens.source == "python-stdlib":  # a first try: then own text, and a rented machine
+        commands.append(f"{skytrain} run smoke --set name=mine --set 'tokens.source=FOLDER/*.txt'{option}")
+        commands.append(f"{skytrain} launch gpt2-124m --dry-run")
+    return commands

@@ -1,5 +1,6 @@
 """`skytrain serve`: a completions endpoint for a look at a run, on this machine."""
 
+import re
 import socket
 from typing import Annotated
 
@@ -9,8 +10,8 @@ from pipelines.verbs.options import Precision, RunName, Step, StoreUri, home, op
 from trainer.errors import UserError
 
 LOOPBACK = "127.0.0.1"
+CONNECTIONS = 128  # all of them; of these, idle ones make room
 GRACE_SECONDS = 3  # for answers that are being written at Ctrl-C
-CONNECTIONS = 64
 
 
 def serve(
@@ -19,6 +20,10 @@ def serve(
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Listen on this address; anybody who reaches it can use the model.")
     ] = LOOPBACK,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Answer requests to this name of the machine, too; repeatable."),
+    ] = None,
     at: Step = None,
     precision: Precision = None,
     store: StoreUri = None,
@@ -29,15 +34,19 @@ def serve(
     """
     import uvicorn
 
-    from pipelines.serve.app import ImpatientProtocol, make_app
+    from pipelines.serve.app import Hosts, ImpatientProtocol, make_app
     from pipelines.show.console import say
 
+    for name in allow_host or []:
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+            raise UserError(
+                f"--allow-host {name}: must be a name such as gpu-box.example.org, without http:// and port"
+            )
     listening = listen(host, port)
     with listening:
         model = open_text_model(store_uri(store), home() / "cache", run, at, precision, tuned=at is None)
         bound = listening.getsockname()[1]
-        local = host in (LOOPBACK, "localhost", "::1")
-        if not local:
+        if host not in (LOOPBACK, "localhost", "::1"):
             say(
                 f"warning: --host {host}: anybody who reaches this address can use the model; it has no accounts",
                 True,
@@ -45,9 +54,8 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         say(f"http://{shown}:{bound}/  ({model.run}, {model.decoder.precision}; Ctrl-C ends it)")
         say(f"OpenAI's clients: base_url http://{shown}:{bound}/v1, any api_key, model {model.run}")
-        hosts = {f"{name}:{bound}" for name in (LOOPBACK, "localhost", "[::1]")} if local else None
         config = uvicorn.Config(
-            make_app(model, hosts),
+            make_app(model, Hosts(["localhost", host, *(allow_host or [])])),
             http=ImpatientProtocol,
             log_level="warning",
             access_log=False,

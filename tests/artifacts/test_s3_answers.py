@@ -8,6 +8,7 @@ import pytest
 from answers import Request, answering
 
 from pipelines.artifacts.s3_store import S3Store
+from trainer.errors import UserError
 
 BODY = b"the body of the object"
 DATE = "<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
@@ -102,3 +103,26 @@ def test_an_object_of_a_size_that_none_has_is_not_downloaded(monkeypatch: pytest
     with serving(monkeypatch, (200, b"", {"Content_Length": str(10**14)}), WHOLE) as (store, asked):
         store.download("key", tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == BODY and len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "own", "named"),
+    [
+        ("SignatureDoesNotMatch", "", "correct AWS_SECRET_ACCESS_KEY or"),
+        ("SignatureDoesNotMatch", "SECRET_ACCESS_KEY ACCESS_KEY_ID", "correct SKYTRAIN_S3_SECRET_ACCESS_KEY or"),
+        (
+            "InvalidAccessKeyId",
+            "SECRET_ACCESS_KEY ACCESS_KEY_ID",
+            "set SKYTRAIN_S3_ACCESS_KEY_ID or AWS_PROFILE .* AWS_E",
+        ),
+        ("InvalidToken", "SECRET_ACCESS_KEY ACCESS_KEY_ID", "correct SKYTRAIN_S3_SESSION_TOKEN or"),
+    ],
+)
+def test_a_refusal_names_the_variables_that_were_used(
+    code: str, own: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in own.split():
+        monkeypatch.setenv(f"SKYTRAIN_S3_{name}", "us-east-1")
+    refused: Answer = (403, f"<Error><Code>{code}</Code></Error>".encode(), {})
+    with serving(monkeypatch, refused) as (store, _), pytest.raises(UserError, match=named):
+        store.get("key")

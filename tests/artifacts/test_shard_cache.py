@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from small_disk import small_disk
+from waiting import LONG_SECONDS
 
 from pipelines.artifacts import manifest
 from pipelines.artifacts.manifest import File, Manifest
@@ -38,6 +39,9 @@ class Bucket:
         with self.log.open("a") as log:
             log.write(f"{key}\n")
         return self.stored.download(key, path)
+
+    def other_connections(self) -> Iterator[None]:
+        return iter(())
 
     def downloads(self) -> list[str]:
         return self.log.read_text().split() if self.log.exists() else []
@@ -94,7 +98,7 @@ def cached(cache: ShardCache) -> list[Path]:
 def settled(data: TokenData) -> None:
     """Wait for the prefetch of a step."""
     if data._maps._prefetching:
-        data._maps._prefetching.join(30)
+        data._maps._prefetching.join(LONG_SECONDS)
 
 
 def maps_of(folder: Path) -> int:

@@ -23,7 +23,7 @@ import trainer.store
 from pipelines.artifacts.manifest import File, verify
 from pipelines.artifacts.s3_store import S3Store, open_store
 from trainer.errors import DiskFull, Interrupted, NotAFile, StoreUnavailable, UserError
-from trainer.store import PART_BYTES, LocalStore, Store, checked_key, share_of_node
+from trainer.store import PART_BYTES, WAITING, LocalStore, Store, checked_key, share_of_node, side_by_side
 
 BIG = 40 * 2**20 + 12_345  # three parts, the last one ragged
 ODD_KEYS = ["a b/c d", "grün/日本語/🦆", "a+b&c=d?e#f%20", "quote'\"<>", ".hidden", "a/..b", "CON", "x" * 200]
@@ -424,6 +424,56 @@ class TestS3StoreAndAServerThatFails:
         proxy.fail(*[Fault(silence_s=600)] * 50)
         with pytest.raises(StoreUnavailable, match=r"^http\S+ does not answer: no success within 1 s; last: Rea"):
             impatient.get("a")
+
+    @pytest.mark.parametrize("what", ["get", "entries"])
+    def test_a_server_that_drips_is_as_absent_as_a_silent_one(
+        self, impatient: S3Store, proxy: FaultyProxy, what: str
+    ) -> None:
+        proxy.fail(*[Fault(endless_s=0.1)] * 50)
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="does not answer: no success within 1 s; last: Rea"):
+            getattr(impatient, what)("a")
+        assert time.monotonic() - began < 15  # the whole answer would take 100 s
+
+    def test_a_wait_for_a_server_ends_when_a_check_says_so_in_all_threads(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def check() -> None:
+            if time.monotonic() > began + 1:
+                raise Interrupted("SIGTERM")
+
+        proxy.fail(*[Fault(endless_s=0.1), Fault(503)] * 50)
+        began = time.monotonic()
+        monkeypatch.setattr(WAITING, "check", check)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            side_by_side(behind_proxy.get, ["a", "b", "c", "d"])
+        assert time.monotonic() - began < 15  # the limit of the store is 30 s
+
+    def test_a_listing_that_repeats_its_token_is_an_outage(self, impatient: S3Store, proxy: FaultyProxy) -> None:
+        more = b"<IsTruncated>true</IsTruncated><NextContinuationToken>again</NextContinuationToken>"
+        proxy.change = lambda request, answer: (
+            answer[0],
+            answer[1].replace(b"<IsTruncated>false</IsTruncated>", more),
+            answer[2],
+        )
+        impatient.put("a", b"x")
+        with pytest.raises(StoreUnavailable, match="does not answer"):
+            impatient.entries("")
+
+    def test_a_body_damaged_on_the_way_is_read_again_though_it_is_still_json(
+        self, behind_proxy: S3Store, proxy: FaultyProxy
+    ) -> None:
+        behind_proxy.put("a", b'{"usd": 12}')
+        assert behind_proxy.get("a") == b'{"usd": 12}'
+        damaged = iter([True, True])
+        proxy.change = lambda request, answer: (answer[0], answer[1].replace(b"12", b"92", next(damaged, 0)), answer[2])
+        assert behind_proxy.get("a") == b'{"usd": 12}' and next(damaged, None) is None
+
+    def test_a_create_that_is_refused_though_nothing_is_there_is_tried_again(
+        self, behind_proxy: S3Store, proxy: FaultyProxy
+    ) -> None:
+        proxy.fail(Fault(412, "PreconditionFailed"), method="PUT")
+        assert behind_proxy.create("a", b"ours") is True
 
     @pytest.mark.parametrize("size", [1000, PART_BYTES + 1])
     def test_uploads_damaged_on_the_way_are_never_stored(

@@ -1,10 +1,12 @@
 """A store has one id, whoever writes it first."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from pipelines.artifacts.store_id import KEY, new_store_id, read_store_id, settled_store_id
+from trainer.errors import UserError
 from trainer.record import DamagedRecord
 from trainer.store import LocalStore
 
@@ -23,3 +25,14 @@ def test_an_id_that_is_none_is_refused(store: LocalStore, body: bytes) -> None:
     store.put(KEY, body)
     with pytest.raises(DamagedRecord, match=KEY):
         settled_store_id(store)
+
+
+def test_a_store_that_replaces_what_exists_gets_no_id(tmp_path: Path) -> None:
+    class Replacing(LocalStore):  # as a server that ignores If-None-Match
+        def create(self, key: str, body: bytes) -> bool:
+            self.put(key, body)
+            return True
+
+    with pytest.raises(UserError, match="a second create replaced the first; this server ignores If-None-Match"):
+        settled_store_id(Replacing(tmp_path))
+    assert not LocalStore(tmp_path).entries("")

@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.cli import app
-from pipelines.cloud.checks import Finding, mlflow_answers, store_commits
+from pipelines.cloud.checks import Finding, mlflow_answers, old_versions, store_commits
 from pipelines.cloud.preflight import credentials, preflight
-from pipelines.cloud.request import INSTALL, LaunchRequest, secrets_from_shell, variables_from_shell
+from pipelines.cloud.request import LaunchRequest, secrets_from_shell, variables_from_shell
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
 from trainer.errors import UserError
+from trainer.install import how_to_install
 from trainer.store import LocalStore, Store
 
 pytestmark = pytest.mark.usefixtures("clean_shell")
@@ -33,6 +34,30 @@ def test_a_bucket_that_refuses_a_second_create_is_accepted_and_nothing_is_left_i
     store = fresh_s3_store(moto_server)
     assert store_commits(store).state == "ok"
     assert store.entries("") == []
+
+
+def test_a_versioned_bucket_is_named_with_its_cost_unless_a_rule_ends_old_versions(
+    moto_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store]
+) -> None:
+    store = fresh_s3_store(moto_server)
+    assert list(old_versions(store)) == list(old_versions(LocalStore(Path("store")))) == []
+    store._client.put_bucket_versioning(Bucket=store.bucket, VersioningConfiguration={"Status": "Enabled"})
+
+    (found,) = old_versions(store)
+    assert found.state == "note" and "$0.023 a GB and month" in found.seen and "lifecycle rule" in found.remedy
+
+    def named(rule: dict[str, Any]) -> bool:
+        ends = {"ID": "a", "Status": "Enabled", "NoncurrentVersionExpiration": {"NoncurrentDays": 1}}
+        store._client.put_bucket_lifecycle_configuration(
+            Bucket=store.bucket, LifecycleConfiguration={"Rules": [ends | rule]}
+        )
+        return bool(list(old_versions(store)))
+
+    assert named({"Filter": {"Prefix": "other/"}}) and named({"Filter": {"Prefix": ""}, "Status": "Disabled"})
+    assert named({"Filter": {"Tag": {"Key": "a", "Value": "b"}}})
+    assert not named({"Filter": {"Prefix": "some/"}}) and not named({"Prefix": ""})
+    store._client.put_bucket_versioning(Bucket=store.bucket, VersioningConfiguration={"Status": "Suspended"})
+    assert list(old_versions(store)) == []
 
 
 def test_a_tracking_server_that_is_gone_or_refuses_us_is_named() -> None:
@@ -165,11 +190,18 @@ def test_a_secret_is_not_taken_as_a_plain_variable(text: str) -> None:
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder and a shell without a server of SkyPilot, which else remembers the address that it has used before: that
+    of another server on this machine, for instance."""
+    from sky.server import common
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SKYTRAIN_STORE", raising=False)
     monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SKYPILOT_API_SERVER_ENDPOINT", closed_port())
+    common.get_server_url.cache_clear()
+    yield
+    common.get_server_url.cache_clear()
 
 
 @pytest.mark.usefixtures("alone")
@@ -178,7 +210,7 @@ def test_a_machine_without_clouds_can_run_and_learns_what_a_launch_needs(tmp_pat
     found = {finding["what"]: finding for finding in json.loads(done.stdout)}
     assert done.exit_code == 0
     assert {found[name]["state"] for name in ("python", "store")} == {"ok"}
-    assert found["skypilot"]["remedy"] in ("sky api start", f"needed to launch: {INSTALL}")
+    assert found["skypilot"]["remedy"] in ("sky api start", f"needed to launch: {how_to_install('cloud')}")
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from interfering import Interfering, each
+from waiting import LONG_SECONDS
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.artifacts.store_id import read_store_id
@@ -68,7 +69,7 @@ def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: Local
 
     def create(key: str) -> None:
         if key.startswith(claims_of(RUN)):
-            both_in.wait(60)  # both have seen that there is no job
+            both_in.wait(LONG_SECONDS)  # both have seen that there is no job
 
     outcomes = each([Interfering(store.root, create=create)] * 2, launched)
     assert list(sky.jobs) == [8]

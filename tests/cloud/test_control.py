@@ -21,7 +21,13 @@ from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, P
 from pipelines.tracking.releases import Release, read_releases, write_releases
 from pipelines.tracking.run_record import RunRecord, read_records
 from pipelines.tracking.runs import Run, read_run
-from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, request_stop, watch_stop_request
+from pipelines.tracking.stop_request import (
+    read_stop_request,
+    request_stop,
+    stop_requests,
+    watch_stop_request,
+    withdraw_stop,
+)
 from pipelines.verbs.down import down
 from pipelines.verbs.logs import logs
 from pipelines.verbs.status import status
@@ -62,7 +68,7 @@ def test_stopping_waits_for_the_attempt_and_not_for_a_crashed_one(
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.1)
     record, watch = recorded(store), watch_stop_request(store, RUN)
     assert control.stop(store, record, "enough", 10, lambda text: None) is None  # no attempt runs
-    clear_stop_request(store, RUN)
+    withdraw_stop(store, RUN, stop_requests(store))
 
     def leave_on_request(beat: Heartbeat) -> None:
         assert attempt

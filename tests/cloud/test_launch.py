@@ -98,7 +98,7 @@ def test_a_recipe_with_tune_is_launched_to_its_last_evaluation(texts: Path, monk
     wrong = {one.what: one.seen for one in tuning(load_recipe("chat.yaml"), ["tune"], True, "an/image")}
     assert wrong["data of tune.rl"] == "sums.jsonl is on this machine"
     assert wrong["tune.rl"] == f"no job runs a function of a recipe ({reward['function']})"
-    assert wrong["image"] == "tune needs the package trl, which docker/ does not install"
+    assert wrong["image"] == "tune needs the package trl, which the image does not have"
 
 
 def launch_of(recipe: str, store: LocalStore, *changes: str, **options: Any) -> Launch:

@@ -12,7 +12,7 @@ from run_records import committed
 from sky_catalog import ROWS
 
 from pipelines.bench.throughput import speed_on
-from pipelines.cloud import planner
+from pipelines.cloud import catalog
 from pipelines.cloud.catalog import CloudRegion, MachineRequest, is_cluster, with_traffic
 from pipelines.cloud.planner import (
     Candidate,
@@ -86,7 +86,7 @@ def stand_in(wanted: MachineRequest, nodes: int) -> dict[MachineRequest, Machine
 
 @pytest.fixture(autouse=True)
 def market(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "offers", stand_in)
+    monkeypatch.setattr(catalog, "offers", stand_in)
 
 
 def planned(tmp_path: Path, recipe: str = "gpt2-124m", **options: Any) -> CloudPlan:
@@ -96,6 +96,7 @@ def planned(tmp_path: Path, recipe: str = "gpt2-124m", **options: Any) -> CloudP
 # Hours and dollars of the cheapest candidate, with the tests' catalog.
 EXPECTED = {
     "smoke": (0.165, 0.025),
+    "laptop": (0.165, 0.025),
     "smoke-chat": (0.165, 0.025),  # without tune
     "smoke-modern": (0.165, 0.025),
     "gpt2-124m": (1.05, 13.17),
@@ -213,7 +214,7 @@ def test_the_prices_of_a_task_with_many_places_fit_one_variable(
         found = [replace(one, region=region, usd_by_zone=zones) for region in regions]
         return {replace(wanted, infra=f"{wanted.cloud}/{m.region}"): replace(m, usd_per_hour=19.123456) for m in found}
 
-    monkeypatch.setattr(planner, "offers", everywhere)
+    monkeypatch.setattr(catalog, "offers", everywhere)
     store, request = LocalStore(tmp_path), LaunchRequest("a-12345678", "s3://bucket")
     work = replace(workload(SMALL, store, plans_of(SMALL), [*STAGES]), place=CloudRegion("aws", "us-east-1"))
     job, _ = priced_job(managed_job(request, STAGES), request, Limits(), work, lambda _: None)

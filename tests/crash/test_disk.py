@@ -1,13 +1,14 @@
 """A full disk: training continues while it can; otherwise one line names the fault and the folder."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import trainer_runs
 from interfering import Interfering
-from pipeline_runs import Project
-from small_disk import small_disk
+from pipeline_runs import SHIPPED_CLI, Project
+from small_disk import Disk, small_disk
 from trainer_runs import EVERY_STEP, Runner, Runners, configured
 
 from trainer.errors import FULL
@@ -15,25 +16,6 @@ from trainer.events import CheckpointFailed
 
 _one_thread, data = trainer_runs._one_thread, trainer_runs.data
 endings, runner = trainer_runs.endings, trainer_runs.runner
-
-
-class Disk:
-    """A file system of 8 MB at `root`, which can be filled up."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self._ballast = root, root / "ballast"
-
-    def fill(self) -> None:
-        with self._ballast.open("ab", buffering=0) as file:
-            for size in (1 << 16, 1 << 12, 1):
-                try:
-                    while True:
-                        file.write(bytes(size))
-                except OSError as error:
-                    assert error.strerror == "No space left on device"
-
-    def empty(self) -> None:
-        self._ballast.unlink()
 
 
 @pytest.fixture
@@ -70,3 +52,12 @@ def test_a_command_whose_folder_is_full_fails_with_one_line(tmp_path: Path, disk
     printed = project.run("run", "tiny.yaml", *store, expect=2).stderr
     assert printed.splitlines()[-1].startswith(f"error: {disk.root}") and printed.endswith(f": {FULL}\n")
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("blocks", [0, 20])
+def test_a_command_whose_files_exceed_the_limit_of_the_shell_fails_with_one_line(tmp_path: Path, blocks: int) -> None:
+    project = Project(tmp_path / "project")
+    limited = f'ulimit -f {blocks}; exec "{sys.executable}" -P -c "{SHIPPED_CLI}" run tiny.yaml'
+    with project.started(command=["bash", "-c", limited]) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and err.endswith(f": {FULL}\n" if blocks else f"; {FULL}\n") and "Trace" not in err

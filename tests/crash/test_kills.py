@@ -10,7 +10,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -107,6 +109,52 @@ def test_when_the_launcher_is_killed_its_ranks_commit_before_the_command_leaves(
         _, err = process.communicate()
     assert process.returncode == 75 and "the launcher of node 0 was killed by SIGKILL" in err, err
     assert not project.alive() and len(project.found("train/*/checkpoints/*/COMMIT.json")) == 1
+
+
+CHATTY = """
+import sys
+if "pipelines.nodes.launcher" in sys.orig_argv:
+    sys.stderr.write("import time:" * 100_000)
+"""
+WATCHED = ("--set", "runtime.watchdog_minutes=0.1")  # 6 s
+
+
+@pytest.mark.parametrize("whose", ["launcher", pytest.param("rank", marks=pytest.mark.slow)])
+def test_a_process_that_sigstop_has_stopped_is_ended_by_the_command_as_a_hang(
+    project: Project, undisturbed: Callable[[int], Project], whose: str
+) -> None:
+    project.home.mkdir(parents=True)
+    (project.home / "sitecustomize.py").write_text(CHATTY)  # which fills a pipe that nobody reads
+    project.environment["PYTHONPATH"] += os.pathsep + str(project.home)
+    with project.started("run", "tiny.yaml", *WATCHED) as process:
+        project.wait_until(committed(project, 10), process)
+        launcher, (rank,) = launcher_and_ranks(project)
+        {"launcher": launcher, "rank": rank}[whose].suspend()
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 75 and re.search(rf"{whose}.*: no progress for \d+ s", err) and "Trace" not in err, err
+    assert not project.alive() and "no progress" in project.heartbeats()[-1]["progress"]["killed"]
+    assert project.result()["attempts"] == 2
+    assert_as_undisturbed(project, undisturbed(1))
+
+
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_stop_reaches_ranks_whose_launcher_is_stopped_and_ends_all_once_the_grace_is_over(
+    project: Project, again: bool
+) -> None:
+    project.environment["SKYTRAIN_GRACE_SECONDS"] = "2"
+    with project.started("run", "tiny.yaml", *PATIENT) as process:
+        project.wait_until(lambda: project.rows_logged() >= 7, process)
+        launcher, (rank,) = launcher_and_ranks(project)
+        launcher.suspend()
+        process.send_signal(signal.SIGTERM)
+        while again and process.poll() is None:
+            with suppress(psutil.NoSuchProcess):
+                launcher.suspend()
+                rank.suspend()
+            time.sleep(0.001)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 75 and err.endswith(INTERRUPTED) and not project.alive(), err
+    assert len(project.found("train/*/checkpoints/*/COMMIT.json")) == (0 if again else 1)
 
 
 @pytest.mark.slow

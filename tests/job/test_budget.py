@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_runs import FOLDER_NAME, STEPS, Project
 from stage_work import NoSignals
+from waiting import LONG_SECONDS
 
 from pipelines.job.budget import (
     RELEASE_SECONDS,
@@ -88,7 +89,7 @@ def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(
     monkeypatch.setattr("pipelines.job.budget.steady_time", lambda: mine.latest.started)
     budget = bench.budget(100 + stopping + 0.1)  # a tenth of a second after the claim it is time
     assert budget.watch(mine.latest) is None
-    assert bench.stop.heard.wait(20)
+    assert bench.stop.heard.wait(LONG_SECONDS)
     assert bench.stop.ending is Stopped
     assert bench.stop.reason == f"budget: $100 of ${budget.usd:g} are spent; raise --budget to continue"
     monkeypatch.setattr("pipelines.job.budget.steady_time", lambda: mine.latest.started + 0.2)

@@ -1,5 +1,6 @@
 """Node 0 and its workers learn of each other through the store alone."""
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -11,12 +12,15 @@ import pytest
 from servers import LOOPBACK
 from stage_work import NoSignals
 
+from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.artifacts.traffic import Traffic
 from pipelines.nodes import worker
 from pipelines.nodes.address import NodeAddress, interface_to, nvidia_gpus, this_node
+from pipelines.nodes.ranks import RankSpec
 from pipelines.nodes.results import GONE, KILLED, NodeResult
 from pipelines.nodes.worker import FirstNode, record_crash
-from pipelines.nodes.workers import WorkerRecord, Workers
+from pipelines.nodes.workers import WorkerRecord, Workers, key_of_numbers
+from pipelines.recipe import load_recipe
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, claim
 from pipelines.tracking.records import Billing, Progress
 from trainer.errors import Interrupted, StoreUnavailable, UserError
@@ -143,6 +147,30 @@ def test_a_worker_waits_for_an_attempt_that_lives(store: LocalStore, clock: Simp
     beat(again, state="interrupted")
     first.look()
     assert first.state in worker.ENDED
+
+
+NUMBERS = {"started": 1.0, "reached": 3, "between_failures": 9.0, "processes": 1, "port": 99, "cluster": "c"}
+STRANGE = {"prefix": "/etc", "store": "file:///etc", "tokens": "../x", "recipe": {}, "attempt": 7, "allow_code": True}
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, {"port": 65_536}, {"processes": -1}, {"between_failures": 0}, {"reached": "3"}]
+)
+def test_a_worker_takes_numbers_from_the_store_and_all_else_from_its_own_plan(
+    store: LocalStore, tmp_path: Path, wrong: dict[str, object] | None
+) -> None:
+    recipe, plans = load_recipe("smoke"), {name: ArtifactPlan(name, "tiny", {}) for name in ("tokenize", "train")}
+    prefix = plans["train"].prefix
+    mine = worker.Worker(NodeAddress(1, 2, cluster="c"), recipe, plans, store, tmp_path, NoSignals())
+    attempt_of(store, prefix, 1)
+    mine.first.look()
+    store.put(key_of_numbers(prefix, 1), json.dumps(NUMBERS | STRANGE | (wrong or {})).encode())
+    if wrong:
+        with pytest.raises(DamagedRecord, match=f"ranks.json: damaged .{[*wrong][0]}: "):
+            mine._fresh_spec()
+    else:
+        own = {"recipe": recipe, "store": store.uri, "tokens": plans["tokenize"].prefix, "prefix": prefix}
+        assert mine._fresh_spec() == RankSpec(**NUMBERS, **own, attempt=1)  # type: ignore[arg-type]
 
 
 def test_a_worker_leaves_resumable_once_node_0_is_silent_or_never_came_but_not_while_the_store_is_away(

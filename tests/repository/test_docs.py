@@ -72,10 +72,6 @@ def test_every_generated_part_is_in_a_document_once() -> None:
     assert text.count("<!-- end -->") == len(PARTS)
 
 
-def test_the_readme_is_one_screen() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
 def test_pictures_are_small_and_name_no_web_font() -> None:
     pictures = list((DOCS / "pictures").iterdir())
     assert {path.stem for path in pictures} == {"card", "chat", "report", "modern_beside_gpt2", "two_gpus_beside_llmc"}

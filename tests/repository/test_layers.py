@@ -38,7 +38,7 @@ LAYERS = (
     ("pipelines.artifacts",),
     ("pipelines.project",),
     ("pipelines.recipe", "pipelines.screen"),
-    ("pipelines.tokens_config",),
+    ("pipelines.tokens_config", "pipelines.secrets"),
     ("pipelines",),  # its __init__.py
     ("trainer.__main__",),
     ("trainer.rank",),

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tiny_models import model_of
 
 from pipelines.sample import Fragment, GrowingText, TextModel
 from pipelines.serve import app as serve
-from pipelines.serve.app import MAX_BYTES, MAX_TEXTS, ImpatientProtocol, Refused, make_app, turn
+from pipelines.serve.app import MAX_BYTES, MAX_TEXTS, Hosts, ImpatientProtocol, Refused, make_app, turn
 from pipelines.text.chat import ChatTokens
 from pipelines.text.tokenizer import tokenizer, tokenizer_files
 from pipelines.verbs.serve import listen
@@ -39,7 +40,7 @@ from trainer.store import LocalStore
 browser = open_browser
 
 CONTEXT = 8192
-CONNECTIONS = 8
+CONNECTIONS = 80
 MODEL = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT, vocab_size=257)
 END = 256
 
@@ -62,7 +63,7 @@ class Endpoint:
         self.socket = listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
-        app = make_app(self.model, {self.address}, **limits)
+        app = make_app(self.model, Hosts(["localhost", "gpu-box"]), **limits)
         bounds: dict[str, Any] = {
             "http": ImpatientProtocol,
             "limit_concurrency": CONNECTIONS,
@@ -244,7 +245,15 @@ def test_a_stop_string_ends_a_text_before_it(endpoint: Endpoint) -> None:
         ({"top_p": "0.5"}, 400, "top_p", "valid number"),
         ({"logprobs": 6}, 400, "logprobs", "less than or equal to 5"),
         ({"stop": list("abcde")}, 400, "stop", "at most 4 items"),
-        ({"stop": [1]}, 400, "stop", "valid string"),
+        ({"stop": [1]}, 400, "stop[0]", "valid string"),
+        (
+            {"frequency_penalty": 0.5},
+            400,
+            "frequency_penalty",
+            "unrecognized request argument: frequency_penalty; leave it",
+        ),
+        ({"best_of": 2}, 400, "best_of", "leave it out, or give 1"),
+        ({"stream_options": {"a": 1}}, 400, "stream_options.a", "unrecognized request argument: stream_options.a"),
         ({"model": "\ud83c"}, 404, "model", "does not exist"),
         ({"\ud83c": 1}, 400, None, ""),
         (b'"text"', 400, None, "must be a JSON object"),
@@ -302,6 +311,11 @@ def test_openais_own_client_chats_streams_and_reads_errors(chatty: Endpoint) -> 
     parts = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert {part.object for part in parts} == {"chat.completion.chunk"} and parts[-1].usage == whole.usage
     assert "".join(one.delta.content for part in parts for one in part.choices) == text
+    with client.chat.completions.stream(**asked, stop=text[3:5]) as stream:  # it joins the deltas, roles and all
+        joined = stream.get_final_completion().choices[0].message
+    assert (joined.role, joined.content) == ("assistant", text.partition(text[3:5])[0])
+    two = [part.choices[0] for part in client.chat.completions.create(**asked, n=2, stream=True)]
+    assert [one.index for one in two if one.delta.role] == [0, 1]
     stopped = client.chat.completions.create(**asked, stop=text[3:5])
     assert stopped.choices[0].message.content == text.partition(text[3:5])[0]
     special = client.completions.create(model=model.id, prompt=[257, 65], max_tokens=0, echo=True, logprobs=5)
@@ -313,14 +327,45 @@ def test_openais_own_client_chats_streams_and_reads_errors(chatty: Endpoint) -> 
         client.chat.completions.create(**asked | {"max_tokens": CONTEXT})
 
 
+def test_arguments_that_change_nothing_are_accepted_as_clients_send_them(chatty: Endpoint) -> None:
+    def answer(messages: Any, **more: Any) -> dict[str, Any]:
+        asked = {"messages": messages, "max_tokens": 12, "seed": 5}
+        status, found = chatty.ask("/v1/chat/completions", asked | more)
+        assert status == 200, found
+        return found["choices"][0]["message"]
+
+    system, question = {"role": "system", "content": "Add.\nBriefly."}, {"role": "user", "content": "3+4"}
+    first = answer([system, question])
+    neutral = {"frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "tools": [], "tool_choice": "none"}
+    neutral |= {"store": False, "response_format": {"type": "text"}, "logprobs": False, "metadata": None}
+    assert answer([system, question], **neutral) == first
+    parts = [{"type": "text", "text": "Add."}, {"type": "text", "text": "Briefly."}]
+    assert answer([{"role": "developer", "content": parts}, question | {"name": None}]) == first
+    dumped = first | {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    assert answer([question, dumped, question]) == answer([question, first, question])
+    assert chatty.ask(body={"prompt": "a", "max_tokens": 2, "best_of": 1, "suffix": "", "logit_bias": {}})[0] == 200
+
+
+USER = {"role": "user", "content": "a"}
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "messages", "'system', 'user' or 'assistant'"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role", "'developer', 'user' or 'assistant'"),
+        ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "a valid string, or a list of text parts"),
+        ({"messages": [USER, USER | {"content": [5]}]}, "messages[1].content[0]", "valid dictionary"),
+        ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "'text'"),
+        ({"messages": [USER | {"name": "ann"}]}, "messages[0].name", "unrecognized request argument"),
         ({"messages": [{"role": "user", "content": "a" * CONTEXT}]}, "messages", "maximum context length"),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": []}, "tools", "unrecognized request argument"),
-        ({"messages": [{"role": "user", "content": "a"}], "logprobs": 1}, "logprobs", "unrecognized request argument"),
+        (
+            {"messages": [USER], "tools": [{}]},
+            "tools",
+            "unrecognized request argument: tools; leave it out, or give []",
+        ),
+        ({"messages": [USER], "store": True}, "store", "or give false"),
+        ({"messages": [USER], "logprobs": 1}, "logprobs", "unrecognized request argument"),
     ],
 )
 def test_a_wrong_conversation_is_refused_in_openais_shape(
@@ -339,13 +384,17 @@ def test_a_foreign_page_gets_nothing(endpoint: Endpoint) -> None:
     body = {"max_tokens": 1}
     for headers in (
         {"Host": f"evil.example:{endpoint.port}"},
-        {"Host": "127.0.0.1"},
+        {"Host": f"127.0.0.1.evil.example:{endpoint.port}", "Origin": f"http://127.0.0.1.evil.example:{endpoint.port}"},
+        {"Host": "2130706433"},  # 127.0.0.1 for some resolvers
         {"Origin": "http://evil.example"},
+        {"Origin": "http://127.0.0.1:1"},
         {"Origin": "null"},
     ):
         status, answer = endpoint.ask(body=body, **headers)
         assert status == 403 and "this server answers" in answer["error"]["message"]
     assert endpoint.ask(body=body, Origin=f"http://{endpoint.address}")[0] == 200
+    for host in ("192.0.2.7:80", f"[::1]:{endpoint.port}", "GPU-box:8000", "localhost"):  # as a forwarded port has it
+        assert endpoint.ask(body=body, Host=host, Origin=f"http://{host}")[0] == 200
     assert endpoint.ask(body=body, Content_Type="text/plain")[0] == 415  # a form or a no-cors fetch sends this
     answer = endpoint.send("OPTIONS", "/v1/completions", Origin=f"http://{endpoint.address}")
     assert answer.status == 405 and not [name for name in answer.headers if name.startswith("access-control")]
@@ -368,6 +417,19 @@ def test_silent_connections_are_closed_and_lock_nobody_out(endpoint: Endpoint, m
         while connection.recv(65536):
             pass
     assert endpoint.ask(body={"max_tokens": 1})[0] == 200
+
+
+def test_idle_connections_make_room_for_requests(endpoint: Endpoint) -> None:
+    def ask(_: int) -> int:
+        return endpoint.send("GET", "/health").status
+
+    with contextlib.ExitStack() as stack:
+        for number in range(200):
+            idle = stack.enter_context(socket.create_connection(("127.0.0.1", endpoint.port), 60))
+            idle.sendall(endpoint.raw(max_tokens=1)[: 24 * (number % 6)])
+        with ThreadPoolExecutor(12) as pool:
+            assert [*pool.map(ask, range(24))] == [200] * 24
+        assert endpoint.ask(body={"max_tokens": 1})[0] == 200
 
 
 # --- one at a time
@@ -411,9 +473,12 @@ def test_the_requests_of_a_connection_are_answered_in_order_while_the_next_one_a
 ) -> None:
     monkeypatch.setattr("pipelines.serve.app.ARRIVAL_SECONDS", 1.0)
     last = endpoint.raw(max_tokens=2)
-    with socket.create_connection(("127.0.0.1", endpoint.port), 30) as client:
-        client.sendall(endpoint.raw(max_tokens=3000) + last[:-1])
-        for tokens, rest in ((3000, last[-1:]), (2, b"")):
+    with socket.create_connection(("127.0.0.1", endpoint.port), 300) as client:  # 2 s of generation on an idle machine
+        client.sendall(endpoint.raw(max_tokens=1000) + last[:-1])
+        endpoint.until(lambda health: health["busy"])
+        time.sleep(1.2)  # the arrival of the next request would be overdue, if its time counted during the answer
+        monkeypatch.setattr("pipelines.serve.app.ARRIVAL_SECONDS", 300.0)  # a busy machine sends the rest late
+        for tokens, rest in ((1000, last[-1:]), (2, b"")):
             with http.client.HTTPResponse(client) as answer:
                 answer.begin()
                 assert json.loads(answer.read())["usage"]["completion_tokens"] == tokens
@@ -494,16 +559,19 @@ def until(browser: Browser, expression: str) -> None:
 SET_VALUES = "for (const [id, value] of Object.entries({})) document.getElementById(id).value = value;"
 
 
-def test_the_page_is_a_chat_for_a_model_that_was_tuned(chatty: Endpoint, browser: Browser) -> None:
+def test_the_page_is_a_chat_that_enter_and_ctrl_enter_send_to_a_model_that_was_tuned(
+    chatty: Endpoint, browser: Browser
+) -> None:
     browser.screen(900)
     browser.visit(f"http://{chatty.address}/")
     until(browser, "document.body.className === 'chat'")
     assert browser.js("document.getElementById('max_tokens').value") == "95"  # half of its context
     turns: list[dict[str, str]] = []
-    for question in ("3+4", "<b>5</b>"):
+    for question, ctrl in (("3+4", False), ("<b>5</b>", True)):
         turns.append({"role": "user", "content": question})
         values = {"prompt": question, "max_tokens": 20, "seed": 4, "top_k": "", "temperature": 0}
-        browser.js(SET_VALUES.format(json.dumps(values)) + "document.getElementById('go').click()")
+        browser.js(SET_VALUES.format(json.dumps(values)) + "document.getElementById('prompt').focus()")
+        browser.press("Enter", ctrl)
         until(browser, "!document.getElementById('go').disabled && document.getElementById('prompt').value === ''")
         asked = {"messages": turns, "max_tokens": 20, "seed": 4, "temperature": 0}
         turns.append(chatty.ask("/v1/chat/completions", asked)[1]["choices"][0]["message"])

@@ -9,6 +9,7 @@ from stage_work import NoSignals
 
 from pipelines.artifacts.manifest import File
 from pipelines.pipeline import Pipeline
+from pipelines.recipe import load_recipe
 from pipelines.show.card import print_card
 from pipelines.show.console import TerminalScreen, program
 from pipelines.stage import STAGES
@@ -55,14 +56,34 @@ def test_the_run_card_shows_artifacts_costs_and_commands(
         "val loss 2.4568 (1.0235 bits per byte)",
         "CORE 0.1139 (centred accuracy, 22 tasks)",
         "HellaSwag 0.2945 (completion style, acc_norm)",
-        "time 11 h 00 min billed, in 1 attempt(s)",
+        "time 11 h 00 min billed, in 1 attempt",
         "dollars 110.00",
         f"store {finished_pipeline.store.uri}",
     ):
         assert fact in lines
     assert "def [bold]f(x):" in card and "\x1b" not in card  # generated text is neither markup nor a command
-    assert f"{program('skytrain')} pull {RUN} {RECIPE.name}" in [line.partition(" --store")[0] for line in lines]
+    commands = [line.partition(" --store")[0] for line in lines]
+    pull = f"pull {RUN} {RECIPE.name}"
+    for command in (f'sample {RUN} --prompt "def "', f"serve {RUN}", pull):
+        assert f"{program('skytrain')} {command}" in commands
+    own = "run smoke --set name=mine --set 'tokens.source=FOLDER/*.txt'"
+    finished_pipeline.recipe = load_recipe("smoke")  # of the demo's text
+    after_the_demo = [command.partition(" --store")[0] for command in next_commands(finished_pipeline)][-2:]
+    assert after_the_demo == [f"{program('skytrain')} {command}" for command in (own, "launch gpt2-124m --dry-run")]
     assert f"{program('mlflow')} ui --backend-store-uri 'sqlite:///some folder/mlflow.db'" in lines
+
+
+def test_the_card_of_a_tuned_run_leads_with_the_tuned_model(
+    finished_pipeline: Pipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {"method": "grpo", "tune/exact_before": 0.35, "tune/exact": 0.5}
+    finished_pipeline.made["tune.grpo"] = replace(finished_pipeline.made["export"], stage="tune", facts=facts)
+    finished_pipeline.skipped["tune.grpo"] = False
+    print_card(finished_pipeline, next_commands(finished_pipeline))
+    lines = [" ".join(line.partition(" --store")[0].split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines.index("tune.grpo exact 0.350 → 0.500") < lines.index("tokens 1,638,400 in 200 steps")
+    for command in (f'sample {RUN} --chat --prompt "3+4"', f"serve {RUN}", f"pull {RUN} {RECIPE.name} --tuned"):
+        assert f"{program('skytrain')} {command}" in lines
 
 
 def test_the_card_does_not_print_the_address_of_a_tracking_server(

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,8 +21,9 @@ from hypothesis import strategies as st
 from pipelines.artifacts.manifest import File, Manifest, key_of
 from pipelines.recipe import load_recipe
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.show.page import REFERENCES, SHAPES, overlay_data, page_of, run_data, thin
+from pipelines.show.page import REFERENCES, SHAPES, asset, overlay_data, page_of, run_data, thin
 from pipelines.stage import plans_of, run_name
+from pipelines.tracking.account import RECOVERY_PHASES, TRAINING_PHASES, WASTED_PHASES
 from pipelines.tracking.records import Heartbeat, ProcessId, Progress
 from pipelines.tracking.run_record import RunRecord, record
 from pipelines.tracking.runs import Run
@@ -53,13 +55,16 @@ def run_in(
     finished: bool = True,
     changes: Sequence[str] = (),
     more: Mapping[str, dict[str, Any]] = types.MappingProxyType({}),  # facts by stage
+    jump: float = 0.0,  # of the clock, between the attempts
+    shipped: str = "smoke",
     **prices: Any,
 ) -> RunRecord:
     """A run that was killed at step 250, after a commit at step 200, and resumed an hour later."""
-    recipe = load_recipe("smoke", [f"name={name}", *CHANGES, *changes])
+    recipe = load_recipe(shipped, [f"name={name}", *CHANGES, *changes])
     plans = plans_of(recipe)
     run, train = run_name(plans), plans["train"].prefix
-    for attempt, first, last, start in ((1, 1, 200, NOON), (2, 201, steps, NOON + 3850)):
+    again = NOON + 3850 + jump
+    for attempt, first, last, start in ((1, 1, 200, NOON), (2, 201, steps, again)):
         rows = [
             {
                 "step": step,
@@ -79,8 +84,7 @@ def run_in(
     killed = Progress(resumed_from=0, step=250, device="cpu", world_size=1, precision="fp32")
     resumed = replace(killed, resumed_from=200, step=steps)
     attempted(store, train, "train", 1, NOON, NOON + 250, run=run, state="running", progress=killed, **prices)
-    start = NOON + 3850
-    attempted(store, train, "train", 2, start, start + 10 + steps - 200, run=run, progress=resumed, **prices)
+    attempted(store, train, "train", 2, again, again + 10 + steps - 200, run=run, progress=resumed, **prices)
     if finished:
         facts = {"steps": steps, "tokens": 2048 * steps, "train/loss": 2.0, "val/loss": 2.1, "skipped_updates": 0}
         made: dict[str, dict[str, Any]] = {
@@ -89,6 +93,11 @@ def run_in(
             "evaluate": {"val/loss": 2.0625, "sample": HOSTILE},
             "export": {"parameters": 7},
         }
+        for stage in [stage for stage in plans if stage.startswith("tune.")]:
+            made[stage] = {"method": "grpo"}
+            rewards = [{"step": n, "time": NOON, f"{stage.replace('.', '/')}/reward": n / 50} for n in range(1, 51)]
+            lines = "".join(json.dumps(row) + "\n" for row in rewards)
+            store.put(f"{plans[stage].prefix}/metrics/step-00000050-a0001.jsonl", lines.encode())
         for stage, found in made.items():
             plan = plans[stage]
             origin = {"git_commit": "c0ffee", "git_dirty": True, "python": "3.11", "versions": {"torch": "2.13"}}
@@ -97,7 +106,7 @@ def run_in(
             about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
             manifest = Manifest(*about, {}, files, origin, found | more.get(stage, {}), made_by, 1, NOON)
             store.create(key_of(plan.prefix), manifest.to_json())
-    return record(store, run, recipe, plans, "export")
+    return record(store, run, recipe, plans, list(plans)[-1])
 
 
 def drawn(runs: Sequence[Run], *overlays: Overlay) -> str:
@@ -130,7 +139,7 @@ class Parts(HTMLParser):
 def test_a_page_shows_the_data_of_the_store(store: LocalStore) -> None:
     record_of_run = run_in(store)
     data, account = run_data(Run(store, record_of_run)), Run(store, record_of_run).account
-    assert (data["state"], data["steps"], data["starts"]) == ("done", 400, 2)
+    assert (data["state"], data["steps"], data["attempt_count"]) == ("done", 400, 2)
     assert data["account"]["total"] == asdict(account.total)
     assert account.total.usd == pytest.approx(36.0 * (250 + 210) / 3600)
     assert [(a["state"], a["resumed_from"], a["step"]) for a in data["attempts"]] == [
@@ -153,6 +162,14 @@ def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logg
     assert bill[250] == pytest.approx(((250 + 60) / 3600, 3.1), abs=1e-5)
 
 
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_clock_that_steps_between_two_attempts_moves_no_point(store: LocalStore, jump: float) -> None:
+    steady, stepped = (run_data(Run(store, run_in(store, f"clock{by:.0f}", jump=by))) for by in (0.0, jump))
+    assert stepped["series"] == steady["series"]
+    assert [one["billed_before"] for one in stepped["attempts"]] == [one["billed_before"] for one in steady["attempts"]]
+    assert steady["attempts"][1]["billed_before"]["usd"] == pytest.approx(2.5)
+
+
 def test_the_target_that_ended_a_training_is_named(store: LocalStore) -> None:
     for ended, named in (("val_loss", "val loss 3"), (["val_loss"], None)):
         more = {"train": {"stopped_by": ended}}
@@ -169,6 +186,40 @@ def test_every_size_of_gpt2_is_that_of_a_shipped_recipe_and_has_its_references(s
         "eval/hellaswag_acc_norm": 2,
         "eval/core": 1,
     }
+
+
+def test_a_tuned_run_leads_with_the_tuned_model(store: LocalStore, tmp_path: Path, browser: Browser) -> None:
+    facts = {"tune/exact_before": 0.35, "tune/exact": 0.5, "sample": f"3+4 → {HOSTILE}"}
+    made = run_in(store, "chat", more={"tune.grpo": facts}, shipped="smoke-chat")
+    path = tmp_path / "report.html"
+    path.write_text(drawn([Run(store, made)]))
+    browser.screen(1200)
+    browser.open(path)
+    texts = "[...document.querySelectorAll('{}')].map((one) => one.innerText)"
+    assert browser.js(texts.format("h2"))[0] == "Tuning" and browser.js(texts.format("h3")) == ["tune.grpo", "tune.sft"]
+    assert "exact answers 0.3500 → 0.5000 by tune.grpo" in browser.js("document.querySelector('header').innerText")
+    assert browser.js(texts.format(".tiles > div"))[0].split("\n") == ["35% before", "exact answers", "50%"]
+    assert browser.js("document.querySelector('pre').innerText") == f"3+4 → {HOSTILE}"
+    names = browser.js("[...document.querySelectorAll('svg[role=img]')].map((one) => one.getAttribute('aria-label'))")
+    assert names[0].startswith("tune/grpo/reward against optimizer steps.") and names[0].endswith("to 1.0000.")
+    browser.js(CHOOSE)  # dollars, which a step of tuning has not
+    assert "to 1.0000." in browser.js("document.querySelector('svg[role=img]').getAttribute('aria-label')")
+    assert browser.js("window.broken") is None and browser.heard(*COMPLAINTS) == []
+
+
+def test_a_page_of_two_runs_lists_the_fields_that_differ(store: LocalStore) -> None:
+    runs = [run_in(store), run_in(store, "other", changes=["train.learning_rate=0.5", f"tokens.text_column={HOSTILE}"])]
+    data = json.loads(Parts(drawn([Run(store, one) for one in runs])).texts["script"][0])
+    assert [field for field, _ in data["differences"]] == ["tokens.text_column", "train.learning_rate"]
+    assert data["differences"][1][1] == ["0.003", "0.5"]
+
+
+def test_each_phase_has_a_color_of_its_own() -> None:
+    colors = dict(re.findall(r"--p-(\w+): light-dark\(([^)]*)\)", asset("page.css")))
+    phases = re.findall(r'^  (\w+): "', asset("bill.js").split("const PHASES")[1].split("};")[0], re.MULTILINE)
+    assert set(phases) == set(colors) >= {*RECOVERY_PHASES, *TRAINING_PHASES, *WASTED_PHASES, "load"}
+    for theme in zip(*(color.split(", ") for color in colors.values()), strict=True):
+        assert len(set(theme)) == len(phases)
 
 
 # --- curves

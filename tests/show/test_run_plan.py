@@ -30,20 +30,33 @@ def test_a_plan_shows_existing_artifacts_and_those_that_a_run_would_make(store: 
 def test_a_plan_names_the_fields_that_differ_from_the_nearest_sibling(store: LocalStore) -> None:
     finished(store, "train")
     near = plan_of(recipe_with("train.seed=7"), store).stages["train"]
-    assert near.why == f"differs from {TRAIN} in train.seed: 7, not 1337"
+    differs, ways = str(near.why).split("; ", 1)
+    assert differs == f"differs from {TRAIN} in train.seed: 7, not 1337" and ways == near.other
     far = plan_of(recipe_with(*(f"train.{f}=0.5" for f in ("beta1", "beta2", "epsilon", "grad_clip"))), store)
-    assert (far.stages["train"].why or "").endswith(" and 1 more fields")
+    assert " and 1 more fields; it starts" in (far.stages["train"].why or "")
 
 
 def test_a_longer_training_names_the_way_to_continue_the_finished_one(store: LocalStore) -> None:
     finished(store, "train")
     committed(store, 200)
     longer = plan_of(recipe_with("train.max_steps=300"), store).stages["train"]
-    assert longer.other == f"it starts at step 0; --set train.branch_from=run:{RUN}@200 continues {RUN} instead"
-    assert (longer.why or "").endswith(longer.other)
+    state = f"--set train.branch_from=run:{RUN}@200 continues it"
+    assert (longer.other or "").startswith(f"it starts at step 0, beside the finished {RUN}: {state}, ")
+    assert (longer.why or "").endswith(str(longer.other))
     branch = f"train.branch_from=run:{RUN}@200@sha256:{'0' * 64}"
-    for other in ("train.max_steps=100", "train.seed=7", branch):  # shorter, or no branch of it, or one already
-        assert plan_of(recipe_with("train.max_steps=300", other), store).stages["train"].other is None
+    assert plan_of(recipe_with("train.max_steps=300", branch), store).stages["train"].other is None  # it is one already
+
+
+def test_a_changed_field_names_the_finished_run_and_the_ways_to_go_on(store: LocalStore) -> None:
+    finished(store, "train")
+    changed = plan_of(recipe_with("train.learning_rate=0.5"), store).stages["train"]
+    other = f"it starts at step 0, beside the finished {RUN}: "
+    weights = f"--set train.init_from=run:{RUN} begins with its weights, run:{RUN} is its recipe"
+    assert changed.why == f"differs from {TRAIN} in train.learning_rate: 0.5, not 0.003; {other}{weights}"
+    for step in (150, 200):  # of 200: nothing is left after the last one
+        committed(store, step)
+    state = f"--set train.branch_from=run:{RUN}@150 continues it, "
+    assert plan_of(recipe_with("train.learning_rate=0.5"), store).stages["train"].other == other + state + weights
 
 
 def test_a_changed_recipe_names_the_unfinished_training_of_its_name(store: LocalStore) -> None:

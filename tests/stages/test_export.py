@@ -1,5 +1,8 @@
 """Promises of the export: what its own runtimes make of each format, and what people read in the card."""
 
+import html
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 from stage_work import tiny_work
 from tiny_models import greedy
@@ -265,6 +269,28 @@ def test_the_card_names_the_first_weights_and_the_scores() -> None:
     assert "| first weights | the whole state of run:wsd-1a@50 (sha256 dddddddddddd) |" in card
     assert "| validation loss, nats per token | 2.5000 |" in card
     assert "| CORE (DCLM), centred accuracy | 0.1000 |" in card
+
+
+def test_no_value_of_a_record_or_a_recipe_writes_markup_into_the_card() -> None:
+    hostile = "a|\n\n# head\u2028<script>alert(1)</script> [x](javascript:alert(1)) `c` &lt; __b__ ![i](x) ~~s~~ $x$"
+    fenced = "x\n```\n<script>\n````\n# head"
+
+    def made(stage: str, **facts: Any) -> Manifest:
+        origin = {"git_commit": hostile, "git_dirty": True, "versions": {hostile: hostile}}
+        return Manifest(stage, stage, "f" * 64, {}, {}, (), origin, facts, "run", 1, 1.0)
+
+    stages = {"train": made("train", steps=60, precision=hostile, tokens=hostile)}
+    stages["evaluate"] = made("evaluate", **{f"eval/{hostile}": 0.5})
+    changes = [f"tokens.{name}={json.dumps(fenced)}" for name in ("source", "subset", "revision", "text_column")]
+    card = model_card(load_recipe("smoke", changes), stages, None)
+    page = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(card.split("\n---\n", 1)[1])
+    kinds = set(re.findall(r"<(\w+)", page))
+    assert kinds == {"h1", "h2", "p", "pre", "code", "table", "thead", "tbody", "tr", "th", "td"}
+    assert (page.count("<h1>"), page.count("<h2>"), page.count("<pre>")) == (1, 5, 3) and page.count("</td>") % 2 == 0
+    assert html.escape("eval/" + re.sub("[\n\u2028]", " ", hostile), quote=False) in page  # as it is, on one line
+    assert page.count("&lt;script&gt;\n") == 4  # in the recipe
+    stages["train"].provenance["versions"] = "none"
+    assert "(), with this recipe" in model_card(load_recipe("smoke"), stages, None)
 
 
 @pytest.mark.parametrize(

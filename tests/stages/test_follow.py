@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from pipelines.nodes.address import NodeAddress
+from pipelines.nodes.ranks import Ranks
 from pipelines.nodes.results import FAULT, GONE, KILLED, PEER, NodeResult, cause_of
 from pipelines.nodes.workers import WorkerRecord, Workers
 from pipelines.pipeline import state_after
@@ -18,6 +19,7 @@ from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import follow
 from pipelines.stages.follow import Follower, raise_error_of_ranks
+from pipelines.stages.train import rank_spec
 from trainer.errors import Crashed, Interrupted, Stopped, StoreUnavailable
 from trainer.events import (
     Checkpointed,
@@ -54,6 +56,7 @@ def test_events_that_were_read_are_not_read_again(tmp_path: Path) -> None:
 
 def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:
     train_work = work("train")
+    spec = rank_spec(train_work, NodeAddress(), 1)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout and launcher.stdout.readline()  # it ignores SIGTERM now
@@ -62,7 +65,7 @@ def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[
             (train_work.folder / name).touch()
         train_work.stop.ask("SIGTERM")
         with pytest.raises(Interrupted):
-            follow.follow(train_work, launcher)
+            follow.follow(train_work, Ranks(launcher, spec, train_work.folder, 30.0))
         assert launcher.returncode == -signal.SIGKILL
 
 

@@ -12,8 +12,8 @@ import yaml
 from safetensors.torch import load_file
 
 from pipelines.artifacts.manifest import ArtifactPlan
-from pipelines.cloud import request
 from pipelines.recipe import load_recipe
+from pipelines.secrets import SECRETS
 from pipelines.stage import Work
 from pipelines.stages import evaluate, harness
 from pipelines.stages.harness import harness_facts, scores_in, verify_tasks
@@ -100,7 +100,7 @@ def test_a_stop_ends_the_harness_which_gets_no_secret_but_that_of_the_hub(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, started, popen = asking(work("evaluate"), "piqa"), list[Any](), harness.subprocess.Popen
-    for name in request.SECRETS:
+    for name in SECRETS:
         monkeypatch.setenv(name, "a secret")
 
     def start(command: list[str], **how: Any) -> Any:

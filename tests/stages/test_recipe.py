@@ -97,16 +97,27 @@ def test_a_shipped_recipe_divides_its_batch_over_one_gpu_and_over_eight(name: st
     assert sequences % (recipe.runtime.micro_batch_size * processes) == 0
 
 
+def test_the_recipe_laptop_takes_three_small_texts_and_a_name_of_the_users(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("a few words. " * 340)
+    recipe = load_recipe("laptop", ["name=mine", f"tokens.source={tmp_path}/*.txt"])
+    assert run_name(plans_of(recipe)).startswith("mine-")
+    size = sum(1 + path.stat().st_size for path in tmp_path.iterdir())
+    held_out = recipe.tokens.held_out(size)
+    assert size < 13_300
+    recipe.tokens.check_splits(size - held_out, held_out, recipe.model.block_size)
+
+
 # --- mistakes
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert complaint("smoek") == "smoek: neither a shipped recipe nor a file; did you mean 'smoke'?"
-    assert "shipped are smoke, smoke-chat, smoke-modern, gpt2-124m" in complaint("zzz")
+    assert "shipped are smoke, laptop, smoke-chat, smoke-modern, gpt2-124m" in complaint("zzz")
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path)
     assert complaint("my").endswith("did you mean 'my.yaml'?")
-    assert "shipped are smoke, smoke-chat" in complaint("a" * 300)  # longer than a file's name may be
+    assert "shipped are smoke, laptop, smoke-chat" in complaint("a" * 300)  # longer than a file's name may be
 
 
 @pytest.mark.parametrize(
@@ -114,7 +125,11 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
     [
         ("train.learning_rte=1", "my.yaml: train.learning_rte: unknown field; did you mean 'learning_rate'?"),
         ("trian.max_steps=1", "my.yaml: trian: unknown field; did you mean 'train'?"),
-        ("tokens.colour=red", "my.yaml: tokens.colour: unknown field; known fields: source, sources, subset, "),
+        ("tokens.colour=red", "my.yaml: tokens.colour: unknown field; the nearest are source, text_column, sources"),
+        ("train.lr=1", "my.yaml: train.lr: unknown field; did you mean 'learning_rate'?"),
+        ("max_steps=3", "my.yaml: max_steps: unknown field; did you mean 'train.max_steps'?"),
+        ("train.batch_size=8", "my.yaml: train.batch_size: unknown field; did you mean 'batch_tokens'?"),
+        ("train.hidden_size=8", "my.yaml: train.hidden_size: unknown field; did you mean 'model.n_embd'?"),
         ("train.max_steps=fast", "my.yaml: train.max_steps: must be a valid integer (got 'fast')"),
         ("train.schedule=sine", "my.yaml: train.schedule: must be 'cosine', 'wsd', 'linear' or 'constant'"),
         ("name=Big Run", "my.yaml: name: must be: Name of the run and of its artifacts: up to 63 of a-z, 0-9, '.'"),
@@ -196,6 +211,15 @@ def test_all_mistakes_of_a_recipe_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError) as mistake:
         load_recipe(str(path))
     assert ": train.max_stps: unknown field" in str(mistake.value) and "missing" not in str(mistake.value)
+    misplaced = yaml.safe_load(write_recipe(tmp_path).read_text())
+    misplaced["max_steps"] = misplaced["train"].pop("max_steps")
+    path.write_text(yaml.safe_dump(misplaced))
+    assert complaint(path) == f"{path}: max_steps: unknown field; did you mean 'train.max_steps'?"
+    path.write_text("".join(f"field{n}: 1\n" for n in range(5000)))
+    with pytest.raises(UserError) as mistake:
+        load_recipe(str(path))
+    *lines, last = str(mistake.value).splitlines()
+    assert len(lines) == 20 and last == f"{path}: and 4,984 more errors"  # with the four sections that it lacks
 
 
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 10}]\n" for a, b in itertools.pairwise("abcdefghij"))
@@ -214,6 +238,8 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 10}]\n" for a, b in 
         ("train: {max_steps: 020}\n", "020 is not a plain decimal integer of at most 18 digits; write it as one"),
         (f"train: {{max_steps: {'9' * 400}}}\n", f"{'9' * 199}… is not a plain decimal integer"),
         (f"name: {'[' * 3000}{']' * 3000}\n", "too many levels of values in values"),
+        ("? [name]\n: a\n", "a name is a plain text"),
+        ("".join(f"field{n}: 1\n" for n in range(40_000)), "larger than a recipe of 131,072 bytes"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused_in_one_short_line(tmp_path: Path, content: str, line: str) -> None:

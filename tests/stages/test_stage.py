@@ -241,8 +241,8 @@ def put_heartbeat(store: Store, **changes: Any) -> None:
     store.put(f"{TOKENS}/attempts/0001/heartbeat.json", beat.to_json())
 
 
-@pytest.mark.parametrize("silent", [0.0, SILENT_SECONDS - 1, SILENT_SECONDS + 1, 9e9])
-def test_an_attempt_on_another_machine_is_taken_over_once_it_is_silent_by_the_stores_clock(
+@pytest.mark.parametrize("silent", [-9e9, 0.0, 60.0, 9e9])
+def test_an_attempt_on_another_machine_is_taken_over_after_a_silence_that_was_watched_whatever_the_dates(
     stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: float
 ) -> None:
     slept: list[float] = []
@@ -250,9 +250,9 @@ def test_an_attempt_on_another_machine_is_taken_over_once_it_is_silent_by_the_st
     monkeypatch.setattr(pipelines.pipeline, "time", fake)
     put_heartbeat(store, time=1.0)  # the clock of its machine is wrong
     beat = store.path_of(f"{TOKENS}/attempts/0001/heartbeat.json")
-    os.utime(beat, (0, max(0.0, store.clock() - silent)))
+    os.utime(beat, (0, max(0.0, store.clock() - silent)))  # the clock of the store may be wrong, too
     assert execute(store, tmp_path).made["tokenize"].attempt == 2
-    assert sum(slept) == pytest.approx(max(0.0, SILENT_SECONDS - silent), abs=1.5)
+    assert sum(slept) == pytest.approx(SILENT_SECONDS, abs=1.5)
     assert states(store) == ["running", "done"]
 
 

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipelines.nodes import launcher_process
+from pipelines.nodes.ranks import Ranks, RankSpec
 from pipelines.recipe import load_recipe
 from pipelines.stage import Work
 from pipelines.stages import train
@@ -17,8 +19,8 @@ from pipelines.tracking.records import Heartbeat
 from trainer.errors import UserError
 
 
-def sleeping(*_: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def sleeping(spec: RankSpec, folder: Path, _home: Path, grace: float, _address: Any) -> Ranks:
+    return Ranks(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]), spec, folder, grace)
 
 
 def without_us(beat: Heartbeat) -> Heartbeat:
@@ -29,10 +31,10 @@ def without_us(beat: Heartbeat) -> Heartbeat:
 def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, started = work("train"), []
+    mine, started = work("train"), list[subprocess.Popen[bytes]]()
 
-    def follow(work: Work, launcher: subprocess.Popen[bytes], *_: object) -> dict[str, Any]:
-        started.append(launcher)
+    def follow(work: Work, ranks: Ranks, *_: object) -> dict[str, Any]:
+        started.append(ranks.launcher)
         with work.attempt:
             pass  # a heartbeat
         (seen,) = attempts(work.store, work.plan.prefix)
@@ -78,6 +80,6 @@ def test_a_launcher_that_cannot_import_its_program_says_so(
 ) -> None:
     monkeypatch.setattr(launcher_process, "LAUNCHER_MODULE", "pipelines.nodes.absent")
     launcher_process.prepare_launcher()
-    launcher_process._prepared[-1].wait()
+    launcher_process._prepared[-1][0].wait()
     with pytest.raises(RuntimeError, match=r"(.|\n)*No module named pipelines.nodes.absent"):
         train.build(work("train"))

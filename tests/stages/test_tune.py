@@ -4,6 +4,8 @@ import importlib
 import json
 import os
 import re
+import threading
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,26 @@ import torch
 import yaml
 from core_bundle import make_bundle
 from pipeline_runs import FOLDER_NAME, REPOSITORY, TINY, Project, committed, flip_a_bit
+from stage_work import NoSignals
 
-from pipelines.recipe import TRL_OPTIONS, TuneConfig, load_recipe
+from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.nodes.ranks import RankSpec
+from pipelines.recipe import REWARDED, TRL_OPTIONS, Recipe, RewardConfig, TuneConfig, load_recipe
 from pipelines.sample import load_text_model
+from pipelines.stages.tune import HELD_OUT, ROWS, checked_rows
 from pipelines.text.chat import TEMPLATE, ChatTokens
 from pipelines.text.conversations import addition, answer_in, content_of, rows_of
+from pipelines.text.hub import datasets_library
 from pipelines.text.reward_code import RewardCode
 from pipelines.text.tokenizer import tokenizer, tokenizer_files
 from pipelines.tracking.runs import read_runs
 from trainer.checkpoint.commits import series
 from trainer.errors import UserError
+from trainer.events import EventLog
+from trainer.metrics import PhaseClock
 from trainer.models.decoder import Sampling
+from trainer.parallel import World
+from trainer.store import LocalStore
 
 GRPO = {"method": "grpo", "generations": 4, "max_answer": 4, "rewards": [{"kind": "exact_match"}]}
 CHAIN = [
@@ -215,21 +226,37 @@ def test_sft_and_dpo_that_were_killed_end_bit_for_bit_like_undisturbed_ones(
 
 
 MINE = """
-import os
+import asyncio, os, sys
 
-def score(prompts, completions, answer, **columns):
+async def score(prompts, completions, answer, tags, hint, **columns):
     print("to the log")
+    os.system("echo '{}'; cat")
+    await asyncio.sleep(0)
     assert [prompt[-1]["role"] for prompt in prompts] == ["user"] * len(completions)
+    assert tags == [[one] if int(one) % 2 else {"is": one} for one in answer], tags
+    assert all(one == (None if a == "7" else int(a) if a == "5" else a) for one, a in zip(hint, answer)), hint
+    assert {*columns} <= {"completion_ids", "messages", "chosen", "rejected"} and sys.stdin.read() == ""
     more = {*os.environ} - {"PATH", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "LC_CTYPE"}
-    return [1.0 if more else 0.25 for _ in completions]
+    return [None if a == "9" else 1.0 if more else 0.25 for a in answer]
 """
 
 
-def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(exported: Project, tmp_path: Path) -> None:
+def odd_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """Columns of several types, one of which some rows lack."""
+    answer = row["answer"]
+    hint = {} if answer == "7" else {"hint": int(answer) if answer == "5" else answer}
+    return row | {"tags": [answer] if int(answer) % 2 else {"is": answer}} | hint
+
+
+def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(
+    exported: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = exported.copy(tmp_path / FOLDER_NAME)
     project.environment |= {"HF_TOKEN": "hf_x", "AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "x"}
     (project.folder / "mine.py").write_text(MINE)
-    step = GRPO | {"name": "mine", "data": "addition", "batch": 100, "epochs": 2, "beta": 0.1}
+    rows = sorted(addition(), key=lambda row: row["answer"] != "7")  # the first rows lack a hint
+    written(project.folder, [*map(odd_columns, rows)], "odd.jsonl")
+    step = GRPO | {"name": "mine", "data": "odd.jsonl", "batch": 100, "epochs": 2, "beta": 0.1}
     step |= {"rewards": [{"kind": "function", "function": "mine.py:score"}]}
     command = "run", "tiny.yaml", "--stage", "tune", "--set", f"tune={json.dumps([step])}"
     refused = project.run(*command, expect=2).stderr
@@ -242,6 +269,18 @@ def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(exported:
     (project.folder / "elsewhere.py").write_text(MINE)
     same = project.run(*[one.replace("mine.py", "elsewhere.py") for one in command])  # skipped: no code runs
     assert re.search(r"tune\.mine +\S+ \(skipped\)", same.stdout)
+    get = LocalStore.get
+
+    def lying(store: LocalStore, key: str) -> bytes | None:
+        body = get(store, key)
+        if key.startswith("tune/tiny-mine-") and key.endswith("MANIFEST.json"):
+            store.delete(key)
+        return body
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "get", lying)
+        project.run(*command)  # does what the first answer allowed
+    assert project.claims("tune") == 1
     (project.folder / "mine.py").write_text(MINE + "\n")
     assert "--allow-code" in project.run(*command, expect=2).stderr  # another artifact
 
@@ -252,7 +291,7 @@ def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(exported:
         ("score = ", "SyntaxError: invalid syntax"),
         ("other = 1", "KeyError: 'score'"),
         ("score = lambda **_: [1.0]", "ValueError: gave [1.0] for 2 completions"),
-        ("score = lambda **_: [1.0, float('nan')]", "ValueError: gave [1.0, nan] for 2 completions"),
+        ("score = lambda **_: [None, float('nan')]", "ValueError: gave [None, nan] for 2 completions"),
         ("import os\nscore = lambda **_: os._exit(3)", "its process ended"),
     ],
 )
@@ -260,10 +299,12 @@ def test_a_reward_function_that_fails_is_named(tmp_path: Path, source: str, wron
     (path := tmp_path / "mine.py").write_text(source)
     (reward,) = step_of(**GRPO | {"rewards": [{"kind": "function", "function": f"{path}:score"}]}).rewards
     with pytest.raises(UserError) as refused:
-        RewardCode(reward)(prompts=[1, 2], completions=[1, 2])
+        RewardCode(reward, allowed=True)(prompts=[1, 2], completions=[1, 2])
     assert f"{path}:score: {wrong}" in str(refused.value)
     with pytest.raises(UserError, match="the recipe has 0000"):
-        RewardCode(reward.model_copy(update={"sha256": "0" * 64}))
+        RewardCode(reward.model_copy(update={"sha256": "0" * 64}), allowed=True)
+    with pytest.raises(UserError, match="is code, which runs with your rights"):
+        RewardCode(reward, allowed=False)
 
 
 def test_a_tuned_step_is_skipped_and_its_record_names_what_it_learned(undisturbed: Project) -> None:
@@ -272,6 +313,7 @@ def test_a_tuned_step_is_skipped_and_its_record_names_what_it_learned(undisturbe
     (run,) = read_runs(undisturbed.store)
     facts = run.manifests["tune.sft"].facts  # type: ignore[union-attr]
     assert facts["tune/loss"] < facts["tune/loss_before"] and facts["rows"] == 96 and facts["steps"] == 4
+    assert " → " in facts["sample"]  # a question that was held out, and its answer
     undisturbed.run("report", run.name, "--html", "page.html")
     exact = f"exact {facts['tune/exact_before']:.3f} → {facts['tune/exact']:.3f}"
     page = (undisturbed.folder / "page.html").read_text()
@@ -288,6 +330,8 @@ def test_transformers_reads_the_result_with_its_template_and_its_ends(undisturbe
     )
     assert theirs.chat_template == TEMPLATE and theirs.eos_token == "<|im_end|>"
     assert model.generation_config.eos_token_id == [258, 256] and model.config.vocab_size == 259
+    fast = json.loads((folder / "tokenizer.json").read_text())
+    assert model.config.use_cache and (fast["padding"], fast["truncation"]) == (None, None)
     ours = load_text_model(undisturbed.store, undisturbed.home, run.name, tuned=True)
     assert ours.chat
     prompt = ours.chat.prompt([{"role": "user", "content": "3+4"}])
@@ -350,6 +394,10 @@ USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "conten
         ({"messages": [USER, ANSWER | {"content": "4<|im_end|>"}]}, "message 2: the content has <|im_end|>"),
         ({"messages": [ANSWER, USER]}, "the last message is of user, and must be of assistant"),
         ({"messages": [USER | {"content": "2" * 99}, ANSWER]}, "the first answer begins after 119 tokens"),
+        ({"messages": [USER, ANSWER | {"weight": 2}]}, "message 2: the weight is 2, and must be 0 or 1"),
+        ({"messages": [USER, ANSWER | {"weight": 0.0}]}, "no answer is learned: each has weight 0"),
+        ({"messages": json.dumps([USER, ANSWER])}, "messages is a list of messages written as a JSON text"),
+        ({"messages": "2+2"}, "messages must be a list of {role, content}"),
     ],
 )
 def test_a_wrong_row_is_named_before_anything_is_spent(tmp_path: Path, row: Any, wrong: str) -> None:
@@ -380,6 +428,7 @@ def test_a_wrong_row_is_named_before_anything_is_spent(tmp_path: Path, row: Any,
         ({"method": "reward", "held_out": 4}, "held_out belongs to sft, dpo, grpo, rloo, not to reward"),
         (GRPO | {"rewards": [{"kind": "format"}]}, "pattern belongs to kind format"),
         (GRPO | {"rewards": [{"kind": "format", "pattern": "("}]}, "is not a regular expression"),
+        (GRPO | {"rewards": [{"kind": "format", "pattern": "(" * 499 + ")" * 499}]}, "is not a regular expression"),
     ],
 )
 def test_a_wrong_step_is_refused_with_what_would_be_right(tmp_path: Path, changes: Any, wrong: str) -> None:
@@ -409,5 +458,162 @@ def test_the_shipped_rewards_judge_the_final_answer_its_format_and_its_length(
 ) -> None:
     (made,) = step_of(**GRPO | {"rewards": [reward], "batch": 4}).rewards
     texts = [[{"role": "assistant", "content": text}] for text in ("1,234", "#### 1234", "123")]
-    assert tune_rank.reward_function(made)(texts, answer=["1234"] * 3) == scores
+    assert tune_rank.reward_function(made, allow_code=False)(completions=texts, answer=["1234"] * 3) == scores
     assert answer_in("so\n#### 1,234.") == "1234"
+
+
+def test_a_pattern_that_backtracks_is_named_within_seconds_and_holds_no_thread(tune_rank: Any) -> None:
+    (reward,) = step_of(**GRPO | {"rewards": [{"kind": "format", "pattern": "(a+)+b"}]}).rewards
+    score, stopped, turns = tune_rank.reward_function(reward, allow_code=False), threading.Event(), list[bool]()
+    (other := threading.Thread(target=lambda: turns.extend(stopped.wait(0.05) for _ in range(10)))).start()
+    with pytest.raises(UserError, match=r"pattern '\(a\+\)\+b': an answer took more than 2 s"):
+        score(completions=[[{"content": "a" * 64}]])
+    assert len(turns) == 10
+    other.join()
+
+
+LEFT_OUT = ANSWER | {"weight": 0}
+
+
+def test_an_answer_of_weight_0_is_not_learned() -> None:
+    tokens, chat = ChatTokens(tokenizer("bytes")), [USER, ANSWER, USER, ANSWER]
+    (ids, every), (same, some) = tokens.conversation(chat), tokens.conversation([USER, LEFT_OUT, USER, ANSWER])
+    assert ids == same and sum(every) == 4 and some == [one and n > len(ids) // 2 for n, one in enumerate(every)]
+
+
+WRONG, SYSTEM = ANSWER | {"content": "5"}, {"role": "system", "content": "short"}
+LONGER = [ANSWER, USER | {"content": "3+1"}]
+
+
+@pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"prompt": "2+2", "chosen": "4", "rejected": "5"}, [USER]),
+        ({"prompt": "2+2\ud800", "chosen": "4", "rejected": "5"}, [USER | {"content": "2+2\ufffd"}]),
+        ({"prompt": [SYSTEM, USER], "chosen": [ANSWER], "rejected": [WRONG]}, [SYSTEM, USER]),
+        ({"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]}, [SYSTEM, USER]),
+        ({"prompt": None, "chosen": [USER, ANSWER], "rejected": [USER, WRONG]}, [USER]),
+        ({"prompt": "2+2", "chosen": [USER, *LONGER, ANSWER], "rejected": [USER, *LONGER, WRONG]}, [USER, *LONGER]),
+        ({"prompt": "2+2", "chosen": [*LONGER, ANSWER], "rejected": [*LONGER, WRONG]}, [USER, *LONGER]),
+    ],
+)
+def test_the_turns_that_a_pair_shares_are_its_prompt(tmp_path: Path, row: Any, prompt: Any) -> None:
+    tokens, data = ChatTokens(tokenizer("bytes")), written(tmp_path, [row])
+    made = rows_of(step_of(method="dpo", data=data, batch=1), tokens, 256)
+    assert made.train == [{"prompt": prompt, "chosen": [ANSWER], "rejected": [WRONG]}]
+    made = rows_of(step_of(method="reward", data=data, batch=1), tokens, 256)
+    whole = {name: tokens.conversation([*prompt, last])[0] for name, last in (("chosen", ANSWER), ("rejected", WRONG))}
+    assert made.train == [{f"{name}_ids": ids for name, ids in whole.items()}]
+    assert made.tokens == len(whole["chosen"])
+
+
+@pytest.mark.parametrize(
+    "row, wrong",
+    [
+        ({"chosen": [USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]}, "chosen and rejected differ before their last"),
+        ({"chosen": [USER, ANSWER], "rejected": [LONGER[1], WRONG]}, "chosen and rejected differ before their last"),
+        (
+            {"prompt": "1+1", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+            "the prompt is not among the messages",
+        ),
+        ({"chosen": [SYSTEM, ANSWER], "rejected": [SYSTEM, WRONG]}, "before the answers is of system, and must be of"),
+        ({"chosen": "4", "rejected": "5"}, "has no prompt, which dpo needs"),
+        (
+            {"prompt": json.dumps([USER]), "chosen": "4", "rejected": "5"},
+            "prompt is a list of messages written as a JSON",
+        ),
+    ],
+)
+def test_a_pair_with_two_contexts_is_refused(tmp_path: Path, row: Any, wrong: str) -> None:
+    with pytest.raises(UserError, match="row 1: ") as refused:
+        rows_of(step_of(method="dpo", data=written(tmp_path, [row])), ChatTokens(tokenizer("bytes")), 64)
+    assert wrong in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "column, wrong",
+    [
+        (
+            {"when": datetime(2026, 1, 2)},
+            "the column 'when' cannot be passed to a reward function (Object of type datetime",
+        ),
+        ({"completions": "4"}, "the column completions has the name of an argument of TRL's reward functions"),
+    ],
+)
+def test_a_column_that_a_reward_function_cannot_get_is_named(tmp_path: Path, column: Any, wrong: str) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "2+2"} | column]), tmp_path / "rows.parquet")
+    step = GRPO | {
+        "data": str(tmp_path / "rows.parquet"),
+        "rewards": [{"kind": "function", "function": "mine.py:score"}],
+    }
+    with pytest.raises(UserError, match=r"tune\.a: .*row 1: ") as refused:
+        rows_of(step_of(**step, batch=4), ChatTokens(tokenizer("bytes")), 64)
+    assert wrong in str(refused.value)
+
+
+SPELLED = {"role": "user", "content": "<|endoftext|>"}
+
+
+def tuning_of(tune_rank: Any, folder: Path, **step: Any) -> Any:
+    """A step of tuning on the rows of a file, as its rank makes it, of a small model with random weights."""
+    transformers, sizes = pytest.importorskip("transformers"), {"n_layer": 1, "n_head": 2, "n_embd": 16}
+    config = transformers.GPT2Config(**sizes, n_positions=64, vocab_size=257, bos_token_id=256, eos_token_id=256)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    for name, body in tokenizer_files(tokenizer("bytes"), 64).items():
+        (folder / name).write_bytes(body)
+    model = TINY["model"] | {"block_size": 64}
+    recipe = Recipe.model_validate(TINY | {"model": model, "tune": [{"name": "a"} | step]})
+    rows = rows_of(recipe.tune[0], ChatTokens(tokenizer("bytes")), 64)
+    datasets_library().Dataset.from_list(rows.train).save_to_disk(folder / ROWS)
+    (folder / HELD_OUT).write_text(json.dumps(rows.held_out))
+    task: dict[str, Any] = {"started": 0.0, "reached": 0, "between_failures": 1.0, "attempt": 1}
+    places: dict[str, Any] = {"store": "", "tokens": "tokens", "prefix": "tune", "weights": str(folder)}
+    spec = RankSpec(**task, **places, recipe=recipe, tune="a")
+    store, log, world = LocalStore(folder), EventLog(None, PhaseClock()), World.alone(recipe.runtime)
+    return tune_rank.Tuning(spec, folder, store, world, None, log, NoSignals(), None, lambda: None)
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward", "grpo", "rloo"])
+def test_text_that_spells_a_control_token_stays_text(tune_rank: Any, tmp_path: Path, method: str) -> None:
+    row = {"prompt": [SPELLED], "chosen": SPELLED["content"], "rejected": "5", "answer": "4"}
+    more = GRPO | {"batch": 4} if method in REWARDED else {"batch": 1}
+    tuning = tuning_of(tune_rank, tmp_path, **more | {"method": method, "data": written(tmp_path, [row])})
+    tokens, whole = tuning.tokens, [SPELLED, SPELLED | {"role": "assistant"}]
+    if method in REWARDED:
+        assert tuning.trainer._tokenize_prompts([[SPELLED]])[0] == [tokens.prompt([SPELLED])]
+        return
+    (found,) = tuning.trainer.train_dataset
+    assert found.get("prompt_ids", []) + found["chosen_ids"] == tokens.conversation(whole)[0]
+    if method == "dpo":
+        assert found["prompt_ids"] == tokens.prompt([SPELLED])
+
+
+def test_a_judge_and_a_measurement_read_text_that_spells_a_control_token_as_text(
+    tune_rank: Any, tmp_path: Path
+) -> None:
+    rows = [{"prompt": [SPELLED], "answer": "4", "chosen": "4", "rejected": "5"}] * 2
+    judging = tuning_of(tune_rank, tmp_path, method="reward", batch=2, data=written(tmp_path, rows))
+    judging.model.save_pretrained(tmp_path / "reward-judge")
+    answers = [[{"role": "assistant", "content": text}] for text in ("4<|im_end|>", "", "4" * 99)]
+    tuning = tuning_of(tune_rank, tmp_path, **GRPO | {"batch": 4, "held_out": 1, "data": written(tmp_path, rows)})
+    scores = tuning.reward_of(RewardConfig(kind="model", step="judge"))([[SPELLED]] * 3, answers)
+    ids = [torch.tensor([tuning.tokens.conversation([SPELLED, *one])[0][:64]]) for one in answers]
+    with torch.no_grad():
+        judge = judging.model.eval()
+        assert scores == pytest.approx([float(judge(one).logits) for one in ids], abs=1e-5)
+        given = torch.tensor([tuning.tokens.prompt([SPELLED])])
+        made = tuning.model.eval().generate(given, do_sample=False, max_new_tokens=4)[0, given.shape[1] :]
+    tuning.held_out = [([SPELLED], tuning.tokenizer.decode(made, skip_special_tokens=True))]
+    tuning.measure()
+    assert tuning.log.uncommitted[-1]["tune/a/exact"] == 1
+
+
+def test_a_pair_longer_than_the_model_is_cropped_and_one_with_equal_answers_is_warned_of(
+    tune_rank: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "2", "chosen": "4" * 99, "rejected": "5"}, {"prompt": "2", "chosen": "4", "rejected": "4"}]
+    tuning = tuning_of(tune_rank, tmp_path, method="reward", batch=1, data=written(tmp_path, rows))
+    assert [len(row["chosen_ids"]) for row in tuning.trainer.train_dataset] == [64, 24]
+    store = LocalStore(tmp_path / "store")
+    checked_rows(tuning.spec.recipe, store, ArtifactPlan("tokenize", "tiny", {}))
+    assert "tune.a: 1 of 2 pairs have equal answers" in caplog.text

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LONG_SECONDS
 
-KEYS = {"Tab": 9, "ArrowLeft": 37}
+KEYS = {"Tab": 9, "Enter": 13, "ArrowLeft": 37}
 COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
 
 
@@ -78,8 +79,9 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def press(self, key: str) -> None:
-        self.call("Input.dispatchKeyEvent", type="rawKeyDown", key=key, code=key, windowsVirtualKeyCode=KEYS[key])
+    def press(self, key: str, ctrl: bool = False) -> None:
+        values = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": 2 if ctrl else 0}
+        self.call("Input.dispatchKeyEvent", type="rawKeyDown", **values)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=KEYS[key])
 
     def screen(self, width: int, scheme: str = "light") -> None:
@@ -100,4 +102,4 @@ def open_browser(tmp_path: Path) -> Iterator[Browser]:
     started = Browser(tmp_path / "profile")
     yield started
     started.process.terminate()
-    started.process.wait(20)
+    started.process.wait(LONG_SECONDS)

@@ -84,7 +84,8 @@ def start_ranks_here(spec: Any, folder: Path, home: Path, grace: int, address: A
     if spec.processes > 1 or address.count > 1:
         return ranks.start_ranks(spec, folder, home, grace, address)
     (folder / ranks.SPEC_FILE).write_bytes(spec.to_json())
-    return RanksInThread(folder, home / "cache")
+    ranks.show_alive(folder, "launcher")
+    return ranks.Ranks(RanksInThread(folder, home / "cache"), spec, folder, grace)  # type: ignore[arg-type]
 
 
 def clean_environment(**more: str) -> dict[str, str]:

@@ -164,6 +164,7 @@ class SkyClient:
 
     home: Path
     port: int  # of the API server
+    queue_port: int  # of its queue of requests: SkyPilot's own choice may be that of an outgoing connection
     # SkyPilot's id of the user: nodes keep folders in /tmp whose names end with it.
     user_hash: str = field(default_factory=lambda: os.urandom(4).hex())
 
@@ -189,9 +190,10 @@ class LocalCloud:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.probe_port, self.ssh_port, port, other_port, *ports = free_ports(7)
+        self.probe_port, self.ssh_port, *ports = free_ports(9)
         self.local = SlurmCluster("local", ("st-n1", "st-n2"), PRICE, folder / "local", ports)
-        self.client, self.other = SkyClient(folder / "client", port), SkyClient(folder / "other", other_port)
+        self.client = SkyClient(folder / "client", ports.pop(), ports.pop())
+        self.other = SkyClient(folder / "other", ports.pop(), ports.pop())
         self._stack = ExitStack()
 
     def start(self) -> "LocalCloud":
@@ -224,7 +226,7 @@ class LocalCloud:
         self._start_sshd()
         self._daemon([sys.executable, "-m", "http.server", str(self.probe_port), "--bind", LOOPBACK], "probe")
         for client in (self.client, self.other):
-            self._write_client(client.home, client.user_hash)
+            self._write_client(client)
 
     def _daemon(self, command: list[str], name: str, env: dict[str, str] | None = None) -> Daemon:
         daemon = Daemon(command, self.folder / f"{name}.log", env=env)
@@ -330,11 +332,12 @@ class LocalCloud:
         daemon = self._daemon(sshd, "sshd")
         daemon.wait_until(lambda: listens(self.ssh_port))
 
-    def _write_client(self, home: Path, user_hash: str) -> None:
+    def _write_client(self, client: SkyClient) -> None:
+        home = client.home
         for name in (".slurm", ".sky", "site"):
             (home / name).mkdir(parents=True)
         write_catalog(home)
-        (home / ".sky" / "user_hash").write_text(user_hash)
+        (home / ".sky" / "user_hash").write_text(client.user_hash)
         (home / "none").touch()  # AWS's files in sky_environment: on Slurm, SkyPilot opens them
         (home / ".slurm" / "config").write_text(
             f"Host {self.local.name}\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {self.local.login}\n"
@@ -349,6 +352,7 @@ class LocalCloud:
         (home / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
         changes = {
             "sky.backends.backend_utils": f"_TEST_IP_LIST = ['http://{LOOPBACK}:{self.probe_port}']",
+            "sky.server.requests.queues.mp_queue": f"get_queue_manager_port = lambda: {client.queue_port}",
             # SkyPilot polls every 15 and 5 s. Each stage is a cluster of its own, so that would add up to two minutes.
             "sky.jobs.utils": "JOB_STATUS_CHECK_GAP_SECONDS = 3; JOB_STARTED_STATUS_CHECK_GAP_SECONDS = 1",
             # A process of the server, 5 s of a core, each: all but the one that looks after the clusters.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from once import once
-from waiting import until
+from waiting import LONG_SECONDS, until
 
 LOOPBACK = "127.0.0.1"
 
@@ -44,7 +44,7 @@ def free_ports(count: int) -> list[int]:
 def http_answers(url: str) -> bool:
     """True if a server speaks HTTP at the URL; an error status counts."""
     try:
-        urllib.request.urlopen(url, timeout=2).close()
+        urllib.request.urlopen(url, timeout=10).close()
     except urllib.error.HTTPError as error:
         error.close()
         return True
@@ -73,7 +73,7 @@ class Daemon:
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_until(self, answers: Callable[[], bool], limit_s: float = 60) -> None:
+    def wait_until(self, answers: Callable[[], bool], limit_s: float = LONG_SECONDS) -> None:
         """Like `until`; fails at once, with the end of the output, if the process has died."""
         try:
             until(lambda: self._process.poll() is not None or answers(), f"{self._name} answers", limit_s, 0.25)
@@ -353,4 +353,4 @@ class MlflowServer(Server):
         # Without its job workers, a server has 2 processes instead of 13.
         environment |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         self.daemons.append(Daemon(command, self.folder / "server.log", environment))
-        self.daemons[0].wait_until(lambda: http_answers(f"{self.uri}/health"), 120)
+        self.daemons[0].wait_until(lambda: http_answers(f"{self.uri}/health"))

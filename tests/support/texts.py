@@ -1,10 +1,13 @@
-"""Odd texts; and a text of four files, with the work of an attempt that tokenizes it."""
+"""Odd texts; tokenizers of other tools; and a text of four files, with the work of an attempt that tokenizes it."""
 
 import uuid
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.text.shard_writer import ShardsJob, make_shards
@@ -14,6 +17,10 @@ from trainer.data.shards import read_shard
 from trainer.store import LocalStore
 
 CUT_TEXT = "f(x)+=1.5;a\tb\nc\r\n_d 1,2 3\u2003x \u0301 e\u0301 'x й 'y 字。字,한 글 ي ,न ,x" * 9
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 ODD_TEXTS = [
     "",
     " ",
@@ -28,6 +35,37 @@ ODD_TEXTS = [
     "tabs\t\tand 1234567 ½ Ⅷ ٣",
     "日本語のテキスト 한국어 ไทย हिन्दी",
 ]
+
+
+MIXED_TEXTS = st.lists(
+    st.one_of(
+        st.text(max_size=8),
+        st.sampled_from([" ", "  ", "\n", "\t", "'", "'s", "'LL", "<|endoftext|>", "\u3000", "\x85", "\u200b", "½"]),
+        st.sampled_from(["a word", "of some more words", "IT'S", "3.14", "字。", "é\u0301", " x", ", "]),
+    ),
+    max_size=30,
+).map("".join)
+
+
+def hub_file(kind: str) -> bytes:
+    """A byte-level BPE as `kind`'s: its pattern, normalizer and special tokens."""
+    made = Tokenizer(models.BPE(ignore_merges=kind == "llama"))
+    split = pre_tokenizers.Split(Regex(LLAMA if kind == "llama" else LLAMA.replace("{1,3}", "")), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence([split, level]), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([Path(__file__).read_text()], trainer)
+    if kind == "llama":
+        made.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+        begin = ("<|begin_of_text|>", made.token_to_id("<|begin_of_text|>"))
+        made.post_processor = processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[begin])
+        made.enable_truncation(8)
+    else:
+        made.normalizer = normalizers.NFC()
+        made.add_special_tokens(["<|endoftext|>"])
+        made.add_tokens(["<think>", "</think>"])
+    return made.to_str().encode()
 
 
 class FourFiles:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pipeline_runs import flip_a_bit
 from trainer_command import comparable, read_events
+from waiting import LONG_SECONDS
 
 from trainer.__main__ import TrainerConfig
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -102,9 +103,9 @@ class ThreadedWorld(World):
     def gather(self, value: Any) -> list[Any]:
         values, barrier = self.table
         values[self.rank] = value
-        barrier.wait(20)
+        barrier.wait(LONG_SECONDS)
         found = list(values)
-        barrier.wait(20)
+        barrier.wait(LONG_SECONDS)
         return found
 
 

@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable
 
+LONG_SECONDS = 180.0  # for what an idle machine does at once: on two cores at a load of 20 it took more than 30 s
 
-def until(reached: Callable[[], object], what: str, seconds: float = 120, poll: float = 0.02) -> None:
+
+def until(reached: Callable[[], object], what: str, seconds: float = LONG_SECONDS, poll: float = 0.02) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline, f"waited {seconds} s in vain until {what}"

@@ -10,7 +10,7 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import CUT_TEXT, ODD_TEXTS
+from texts import CUT_TEXT, MIXED_TEXTS, ODD_TEXTS, hub_file
 
 from pipelines.text import documents, encode
 from pipelines.text.documents import batches_of, utf8
@@ -19,7 +19,7 @@ from pipelines.text.encode import (
     has_fast_encoder,
     may_differ,
 )
-from pipelines.text.tokenizer import tokenizer
+from pipelines.text.tokenizer import own_tokenizer, tokenizer
 from trainer.errors import UserError
 
 CHARACTERS = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
@@ -69,6 +69,25 @@ def test_a_long_document_is_encoded_in_parts_that_have_its_tokens(
     assert [rows(encoding, [text]) for encoding in (gpt2, tokenizer("bytes"))] == whole
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bytes", "llama", "qwen"])
+def test_threads_encode_the_parts_of_any_long_document_to_the_ids_of_the_whole(name: str, shared_data: Path) -> None:
+    encoding = own_tokenizer(hub_file(name), name) if name in ("llama", "qwen") else tokenizer(name)
+    encoder, cut = Encoder(encoding), 0
+    encoder.threads = 3
+
+    @settings(max_examples=300, derandomize=True)
+    @given(MIXED_TEXTS, st.integers(1, 20))
+    def check(text: str, size: int) -> None:
+        nonlocal cut
+        encoder._part_bytes = size
+        whole = [encoding.eot_token, *encode.encode(encoding, text).tolist()]
+        assert encoder.tokens([text.encode()]).tokens.tolist() == whole
+        cut += len(list(encode.parts_of(text.encode(), size, encoder._cut))) > 3
+
+    check()
+    assert cut > 30
+
+
 def test_a_document_that_cannot_be_cut_is_refused_before_it_takes_the_memory(
     gpt2: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,12 +117,9 @@ def test_both_libraries_agree_around_every_code_point_that_is_not_left_to_tiktok
 
 def test_both_libraries_agree_on_random_texts(gpt2: tiktoken.Encoding) -> None:
     fast = Encoder(gpt2)
-    pieces = st.sampled_from(
-        [" ", "  ", "\n", "\t", "'", "'s", "'LL", "<|endoftext|>", "\u3000", "\x85", "\u200b", "½"]
-    )
 
-    @settings(max_examples=300, deadline=None, derandomize=True)
-    @given(st.lists(st.one_of(st.text(max_size=8), pieces), max_size=30).map("".join))
+    @settings(max_examples=300, derandomize=True)
+    @given(MIXED_TEXTS)
     def check(text: str) -> None:
         ids, bounds = fast.encode([text.encode()])
         assert ids.tolist() == encode.encode(gpt2, text).tolist() and bounds.tolist() == [0, len(ids)]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from safetensors.torch import save_file
-from texts import CUT_TEXT, ODD_TEXTS
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from texts import CUT_TEXT, ODD_TEXTS, hub_file
+from tokenizers import Tokenizer, normalizers
 
 from pipelines.formats import hf
 from pipelines.formats.export_weights import Weights
@@ -26,10 +26,6 @@ from trainer.errors import UserError
 from trainer.models.family import ANY_MODEL, plain_model, to_hf
 from trainer.store import LocalStore
 
-LLAMA = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 TEXTS = [
     *ODD_TEXTS,
     "I'LL pay 1234567 é\u0301 größer\r\n\r\n  東京",
@@ -37,27 +33,6 @@ TEXTS = [
     "<think>x</think>",
     "\ud800",
 ]
-
-
-def hub_file(kind: str) -> bytes:
-    """A byte-level BPE as `kind`'s: its pattern, normalizer and special tokens."""
-    made = Tokenizer(models.BPE(ignore_merges=kind == "llama"))
-    split = pre_tokenizers.Split(Regex(LLAMA if kind == "llama" else LLAMA.replace("{1,3}", "")), "isolated")
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence([split, level]), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([Path(__file__).read_text()], trainer)
-    if kind == "llama":
-        made.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
-        begin = ("<|begin_of_text|>", made.token_to_id("<|begin_of_text|>"))
-        made.post_processor = processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[begin])
-        made.enable_truncation(8)
-    else:
-        made.normalizer = normalizers.NFC()
-        made.add_special_tokens(["<|endoftext|>"])
-        made.add_tokens(["<think>", "</think>"])
-    return made.to_str().encode()
 
 
 def recipe_with(text: Path, value: Any, *changes: str) -> Recipe:

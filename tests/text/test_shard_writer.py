@@ -25,7 +25,7 @@ from pipelines.text.machine import cores
 from pipelines.text.pool import tokens_of
 from pipelines.text.receipts import existing_receipts
 from pipelines.text.shard_writer import make_shards
-from pipelines.text.sources import open_source
+from pipelines.text.sources import first_documents, open_source
 from pipelines.text.tokenizer import tokenizer
 from trainer.errors import Interrupted, UserError
 from trainer.store import LocalStore
@@ -89,6 +89,26 @@ def test_a_process_that_is_killed_interrupts_and_the_next_attempt_makes_the_same
     made(files.job(tmp_path / "store", 2, 2))
     made(files.job(tmp_path / "alone"))
     assert shards_in(tmp_path / "store") == shards_in(tmp_path / "alone")
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_cores_without_a_piece_of_their_own_encode_parts_of_the_long_documents(
+    tmp_path: Path, shared_data: Path
+) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(" ".join(TEXTS[number * 100 : number * 100 + 90]).replace("\0", ""))
+    source = open_source(f"{tmp_path}/*.txt", None, None, "text")
+
+    def tokens(processes: int, threads: int) -> list[int]:
+        encoder = Encoder(tokenizer("gpt2"))
+        encoder._part_bytes = 999
+        with closing(tokens_of(source, encoder, 0, tmp_path / "scratch", processes=processes)) as stream:
+            found = [batch.tokens.tolist() for batch in stream]
+        assert encoder.threads == threads
+        return list(itertools.chain(*found))
+
+    alone = [[50_256, *tokenizer("gpt2").encode_ordinary(text)] for text in first_documents(source)]
+    assert tokens(7, 2) == tokens(2, 1) == list(itertools.chain(*alone))
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -168,8 +168,8 @@ def test_a_process_of_another_machine_is_dead_only_after_a_long_silence_whatever
     store, elsewhere = LocalStore(tmp_path), replace(this_process(), machine="other/boot")
     seen = beat(process=elsewhere, time=time.time() + skew)
     assert is_alive(seen) is None
-    assert not is_over(store, seen, store.clock() - 60)
-    assert is_over(store, seen, store.clock() - 7200)
+    assert not is_over(seen, store.clock() - 60, store.clock)
+    assert is_over(seen, store.clock() - 7200, store.clock)
     assert process_exists(elsewhere) is None
 
 

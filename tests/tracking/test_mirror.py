@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from answers import answering
+from answers import Request, answering
 from faulty_proxy import Fault, FaultyProxy
 from mlflow_runs import Seen, own_experiment
 from pipeline_runs import PRICE, Project, committed
-from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, recorded, row, segment
+from run_records import GONE, PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, recorded, row, segment
 from safetensors.torch import save_file
 from servers import S3Account, free_ports
 from text_runs import CONTEXT
@@ -112,6 +115,16 @@ def test_a_redone_step_and_an_interrupted_run_that_goes_on_make_nothing_twice(
     seen = Seen(mlflow_server, experiment)
     assert (seen.run.info.run_id, seen.run.info.status) == (before.info.run_id, "RUNNING")
     assert seen.points("train/loss") == losses(5)
+
+
+def test_a_run_whose_command_is_killed_runs_no_more_while_its_ranks_commit(
+    store: LocalStore, mlflow_server: str, experiment: str
+) -> None:
+    recorded(store, "train")
+    for command, status in ((this_process(), "RUNNING"), (replace(GONE, children=(this_process(),)), "KILLED")):
+        attempted(store, "train", 1, state="running", process=command)
+        send(store, mlflow_server)
+        assert Seen(mlflow_server, experiment).run.info.status == status
 
 
 def test_runs_of_one_name_in_two_stores_are_two_runs_of_mlflow(
@@ -287,7 +300,21 @@ def lying() -> Iterator[str]:
         yield address
 
 
-@pytest.mark.parametrize("kind", ["silent", "lying"])
+@pytest.fixture
+def dripping() -> Iterator[str]:
+    """A server whose answer never ends: a byte every 0.2 s."""
+
+    def drip(request: Request) -> None:
+        request.respond(200, Content_Length="1000000")
+        while True:
+            request.wfile.write(b" ")
+            time.sleep(0.2)
+
+    with answering(drip) as address:
+        yield address
+
+
+@pytest.mark.parametrize("kind", ["silent", "lying", "dripping"])
 def test_a_server_that_is_silent_or_lies_costs_the_run_a_line(
     kind: str, request: pytest.FixtureRequest, train: Callable[[str], Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +325,9 @@ def test_a_server_that_is_silent_or_lies_costs_the_run_a_line(
     until(lambda: "will try again" in run.mirror.log.read_text(), "the fault is noticed")
     assert str(run.end()).startswith("MLflow lacks records of this run (the reason is in ")
     assert run.mirror._child and run.mirror._child.poll() is not None
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(UserError, match="takes no records"):
+        rebuild(run.store, RUN, run.mirror.uri)
 
 
 def test_a_run_goes_on_without_an_importable_mlflow(
@@ -399,3 +429,20 @@ def test_no_file_of_a_mirrored_run_holds_the_servers_password(
     texts[Path("output")] = "".join(capfd.readouterr())
     assert [str(path) for path, text in texts.items() if CANARY in text or QUOTED in text] == []
     assert run.mirror.log.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_server_that_repeats_the_headers_of_a_request_brings_no_password_into_the_log_or_an_error(
+    train: Callable[[str], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ann")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", CANARY)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0.1")
+    with answering(lambda request: request.respond(400, f"got {request.headers['Authorization']}")) as repeating:
+        run = train(repeating)
+        until(lambda: "got Basic" in run.mirror.log.read_text(), "the server repeats the header")
+        run.end()
+        with pytest.raises(UserError, match="got Basic") as error:
+            rebuild(run.store, RUN, repeating)
+    sent = base64.b64encode(f"ann:{CANARY}".encode()).decode()
+    assert sent not in run.mirror.log.read_text() + str(error.value)

@@ -25,6 +25,7 @@ from run_records import (
 )
 from servers import S3Account
 from stage_work import NoSignals
+from waiting import LONG_SECONDS
 
 from pipelines.artifacts.s3_store import S3Store
 from pipelines.artifacts.traffic import counted_together, traffic_here
@@ -89,7 +90,7 @@ def test_attempts_and_artifacts_are_read_side_by_side(store: LocalStore) -> None
 
     def wait_for_the_others(key: str) -> None:
         if key.endswith(("heartbeat.json", "MANIFEST.json")):
-            together.wait(20)
+            together.wait(LONG_SECONDS)
 
     for number in (1, 2, 3):
         attempted(store, "train", number, hours=1, state="failed")

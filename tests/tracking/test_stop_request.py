@@ -4,13 +4,14 @@ import pytest
 
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.stop_request import (
-    clear_stop_request,
     key_of,
     read_stop_request,
     request_stop,
+    stop_requests,
     watch_stop_request,
+    withdraw_stop,
 )
-from trainer.errors import UserError
+from trainer.errors import Stopped, UserError
 from trainer.store import LocalStore
 
 BEAT = Heartbeat("a-1", "train", 1, "running", 0.0, 1.0, 1.0)
@@ -29,10 +30,18 @@ def test_an_unreadable_request_stops_the_run_and_names_its_object(store: LocalSt
         read_stop_request(store, "a-1")
 
 
-def test_a_request_stands_until_it_is_withdrawn_and_the_first_one_counts(store: LocalStore) -> None:
+def test_a_request_stands_until_a_later_command_withdraws_it_and_one_that_came_after_its_start_counts(
+    store: LocalStore,
+) -> None:
     watch = watch_stop_request(store, "a-1")
     request_stop(store, "a-1", "too dear")
     request = request_stop(store, "a-1", "another")
     assert watch(BEAT) == f"{request.by}: too dear" == str(request)
-    clear_stop_request(store, "a-1")
+    known = stop_requests(store)
+    request_stop(store, "a-1", "now")
+    for listed in (known, []):
+        with pytest.raises(Stopped, match="too dear"):
+            withdraw_stop(store, "a-1", listed)
+    store.put(key_of("a-1"), b"{")
+    withdraw_stop(store, "a-1", stop_requests(store))
     assert (read_stop_request(store, "a-1"), watch(BEAT)) == (None, None)

@@ -22,7 +22,7 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import Commit, FileReceipt, TrainState
 from trainer.checkpoint.loading import contents_of
 from trainer.checkpoint.pieces import SHARDING, DamagedPieces, Piece
-from trainer.errors import Interrupted, StoreUnavailable, UserError
+from trainer.errors import Interrupted, NoSoundCommit, StoreUnavailable, UserError
 from trainer.events import Event, EventLog, Warned
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
@@ -271,7 +271,8 @@ def test_a_checkpoint_of_another_model_is_not_loaded(
     store, events = LocalStore(tmp_path), list[Event]()
     each(some_ranks([store]), save_cut)
     found = {name: Piece.whole(torch.zeros(shape))}
-    assert checkpointer(store).load_latest(found, EventLog(None, PhaseClock(), watch=events.append)) is None
+    with pytest.raises(NoSoundCommit, match=complaint):
+        checkpointer(store).load_latest(found, EventLog(None, PhaseClock(), watch=events.append))
     (warning,) = events
     assert isinstance(warning, Warned) and re.search(complaint, warning.message) and not found[name].live.any()
 

@@ -19,8 +19,9 @@ from trainer_runs import EVERY_STEP, Runner, Runners, flip_a_byte
 import trainer.checkpoint.commits
 from trainer.checkpoint.commits import Commit, FileReceipt
 from trainer.checkpoint.pieces import SHARDING, HostCopy, Piece
-from trainer.errors import StaleAttempt
+from trainer.errors import NoSoundCommit, StaleAttempt, ending_of
 from trainer.events import Checkpointed, CheckpointFailed, Row, Started, Warned
+from trainer.store import Entry, LocalStore
 
 
 def test_the_rows_of_many_commits_are_few_objects(runner: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,16 +127,47 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_loudly(
     assert run.ended(resumed) == runner.undisturbed()
 
 
-def test_damaged_checkpoints_do_not_displace_sound_ones(runner: Runners) -> None:
+def test_a_commit_that_cannot_be_read_displaces_no_sound_one_and_is_not_deleted_for_that(runner: Runners) -> None:
+    run = runner("damaged", checkpoint_minutes=EVERY_STEP, keep_last=3)
+    run.attempt(stop_after=7)
+    for folder in sorted((run.out / "run/checkpoints").iterdir())[1:]:
+        flip_a_byte(folder)
+    run.attempt(stop_after=1)  # from step 5 on; its commit has a lower step than the newest damaged one
+    assert run.commits() == [7, 6, 6, 5]
+    resumed, _ = run.attempt()
+    assert [e.step for e in run.events_of(Started)] == [0, 5, 6]
+    assert run.commits() == [12, 11, 10, 7]
+    assert run.ended(resumed) == runner.undisturbed()
+
+
+def test_a_run_none_of_whose_commits_can_be_read_stops_and_keeps_them_all(runner: Runners) -> None:
     run = runner("damaged", checkpoint_minutes=EVERY_STEP)
     run.attempt(stop_after=7)
     for folder in (run.out / "run/checkpoints").iterdir():
         flip_a_byte(folder)
-    run.attempt(stop_after=2)  # it starts at step 0, and its commits have lower steps than the damaged ones
-    assert run.commits() == [2, 1]
+    with pytest.raises(
+        NoSoundCommit, match="none of its commits can be read .* remove that folder to begin anew"
+    ) as stop:
+        run.attempt()
+    ending = ending_of(stop.value)
+    assert ending and ending.exit_code == 75
+    assert run.commits() == [7, 6]
+    for folder in (run.out / "run/checkpoints").iterdir():
+        flip_a_byte(folder)  # back: it was the way to them that was damaged
     resumed, _ = run.attempt()
-    assert [e.step for e in run.events_of(Started)] == [0, 0, 2]
     assert run.ended(resumed) == runner.undisturbed()
+
+
+def test_a_listing_that_lacks_a_commit_deletes_nothing(runner: Runners) -> None:
+    run = runner("listed", checkpoint_minutes=EVERY_STEP)
+    run.attempt(stop_after=3)
+
+    class Forgetful(LocalStore):
+        def entries(self, prefix: str) -> list[Entry]:
+            return [one for one in super().entries(prefix) if not one.key.endswith("step-00000002-a0001/COMMIT.json")]
+
+    run.attempt(stop_after=1, store=Forgetful(run.out))
+    assert run.commits() == [4, 3, 2]
 
 
 # --- interrupted saves and deletions

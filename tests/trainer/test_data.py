@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import LONG_SECONDS
 
 from trainer.amounts import batch_tokens_at, tokens_before
 from trainer.config import TrainConfig
@@ -213,7 +214,7 @@ def test_training_starts_when_only_the_first_shard_is_local(tmp_path: Path) -> N
         fetched.append(name)
         if len(fetched) == 2:
             second_wanted.set()
-            assert second_there.wait(20)
+            assert second_there.wait(LONG_SECONDS)
         return tmp_path / name
 
     data = TokenData(shards_of(sizes), fetch, 4, seed=3)
@@ -221,7 +222,7 @@ def test_training_starts_when_only_the_first_shard_is_local(tmp_path: Path) -> N
     first, second = data.order[0][0], data.order[10][0]
     list(data.micro_batches(range(0, 2), 2, CPU))
     assert fetched[0] == f"train_{first:06d}.bin"
-    assert second_wanted.wait(20)  # prefetched before the first read
+    assert second_wanted.wait(LONG_SECONDS)  # prefetched before the first read
     assert fetched[1] == f"train_{second:06d}.bin"
     rest = [t for tokens, _ in data.micro_batches(range(2, 10), 2, CPU) for t in tokens[:, 0].tolist()]
     assert len(rest) == 8  # the first shard to its end, with the second still on its way

@@ -1,7 +1,9 @@
 """The events of a run: their JSON form, their log and their reader."""
 
+import time
 from pathlib import Path
 
+import pytest
 from trainer_command import read_events
 
 from trainer.events import (
@@ -32,6 +34,15 @@ def test_the_log_has_each_change_of_phase_and_redone_steps_have_their_own(tmp_pa
         *((PhaseChanged, "train"), (Row, "train"), (Row, "train")),
     ]
     assert set(events[-1].phases) == {"setup", "redone", "train"}
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_clock_that_steps_moves_no_row(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+    log, real = EventLog(None, PhaseClock()), time.time
+    log.row(1, {"train/loss": 4.5})
+    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    log.row(2, {"train/loss": 4.25})
+    assert 0 <= log.uncommitted[1]["time"] - log.uncommitted[0]["time"] < 60
 
 
 EVENTS: tuple[Event, ...] = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import LONG_SECONDS
 
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import EXIT_INTERRUPTED
@@ -109,7 +110,7 @@ def test_a_collectives_timeout_is_longer_than_the_watchdogs_whose_exit_code_is_r
 def test_the_watchdog_reports_once_when_nothing_moves_and_names_the_phase() -> None:
     watchdog, reports = watched(0.1 / 60)
     with watchdog:
-        watchdog._thread.join(timeout=30)
+        watchdog._thread.join(LONG_SECONDS)
     assert len(reports) == 1 and reports[0].startswith("rank 0: no progress in phase 'train' for ")
 
 

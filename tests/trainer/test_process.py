@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from waiting import LONG_SECONDS
 
-from trainer.process import Background
+from trainer.errors import UserError
+from trainer.process import BOOTED, Background, steady_time
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), SystemExit(3), MemoryError()])
@@ -16,8 +18,17 @@ def test_a_background_thread_reports_the_error_that_ended_it(error: BaseExceptio
     reported: list[Background] = []
     thread = Background("odd jobs", work, reported.append)
     thread.start()
-    thread.join(10)
+    thread.join(LONG_SECONDS)
     assert reported == [thread] and thread.error is error
+
+
+@pytest.mark.parametrize("text", ["abc", "nan", "-1", "1e300"])
+def test_an_impossible_time_of_the_boot_is_a_mistake_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv(BOOTED, text)
+    with pytest.raises(UserError, match=f"^SKYTRAIN_BOOTED={text}: must be the unix seconds of the boot; unset it"):
+        steady_time()
 
 
 @pytest.mark.parametrize("leaves", [False, True])

@@ -136,6 +136,8 @@ def test_hostile_input_ends_with_2_and_one_line(folder: Path, as_a_user: list[st
     for each in (full, *full.parents[:3]):
         each.chmod(0o555)
     (folder / "locked").mkdir(0o500)
+    for name in ("pipe.txt", "pipe.jsonl", "pipe.json", "pipe.yaml"):
+        os.mkfifo(folder / name)
     long = "a" * 300
     commands = [
         ["plan", variant("d400.yaml", "max_steps: 2", "max_steps: " + "9" * 400)],
@@ -145,6 +147,10 @@ def test_hostile_input_ends_with_2_and_one_line(folder: Path, as_a_user: list[st
         ["plan", variant("deepj.yaml", "python-stdlib", "deep.jsonl")],
         ["plan", variant("largej.yaml", "python-stdlib", "large.jsonl")],
         ["plan", "no.yaml"],
+        ["plan", "pipe.yaml"],
+        ["plan", "tiny.yaml", "--set", "tokens.source=pipe.txt"],
+        ["plan", "tiny.yaml", "--set", "tokens.source=pipe.jsonl"],
+        ["plan", "tiny.yaml", "--set", "tokens.tokenizer=pipe.json"],
         ["plan", variant("unreadable.yaml", "python-stdlib", "'text/*.txt'")],
         ["plan", "tiny.yaml", "--store", "~nosuch/x"],
         ["plan", "tiny.yaml", "--store", long],

@@ -8,7 +8,8 @@ COMMIT.json, which lists the files: the checkpoint exists. One save runs at a ti
 save that fails leaves no commit.
 
 Deletion removes COMMIT.json first. Listing the store finds the newest commit. Loading verifies every chunk that a rank
-needs (trainer/checkpoint/loading.py); if one is damaged, it reports that and uses the checkpoint before.
+needs (trainer/checkpoint/loading.py); if one is damaged, it reports that and uses the checkpoint before. A commit that
+could not be read is not deleted for that, and displaces no other one: it may be sound, and the way to it damaged.
 """
 
 import json
@@ -30,15 +31,16 @@ from trainer.checkpoint.commits import (
     committed_folders,
     deletable_checkpoints,
     delete_checkpoint,
+    read_commit,
     step_of,
 )
-from trainer.checkpoint.loading import load_files
+from trainer.checkpoint.loading import agreed, load_files
 from trainer.checkpoint.pieces import HostCopy, Piece
-from trainer.errors import Interrupted, NotAFile, StaleAttempt, StoreUnavailable
+from trainer.errors import Interrupted, NoSoundCommit, StaleAttempt, StoreUnavailable
 from trainer.events import Checkpointed, CheckpointFailed, EventLog, Warned
 from trainer.parallel import World
 from trainer.process import Background, failpoint, log_line
-from trainer.record import DamagedRecord, decoded, typed
+from trainer.record import decoded, decoded_at, typed
 from trainer.store import Store, part_length
 
 # After this time, counted from the end of rank 0's own upload, a rank without a receipt is dead or lost the store. The
@@ -75,9 +77,11 @@ class Checkpointer:
         keep_last: int = 2,
         superseded: Callable[[], bool] = lambda: False,
         keep_every: int | None = None,
+        needed: Callable[[str], bool] = lambda folder: False,
     ) -> None:
         self.store, self.prefix, self.world, self.attempt = store, prefix, world, attempt
         self.keep_last, self.keep_every, self.superseded = keep_last, keep_every, superseded
+        self.needed = needed  # whether another run needs a commit, by its folder
         self._copy: HostCopy | None = None
         self._save: Save | None = None
         self._last: Save | None = None  # the same, also after it has ended
@@ -259,9 +263,8 @@ class Checkpointer:
         while len(receipts) < self.world.world_size:
             rank = len(receipts)
             key = f"{save.folder}/receipt-{rank:05d}.json"
-            body = self.store.get(key)
-            if body:
-                receipt = decoded(body, key)
+            receipt = decoded_at(self.store, key, decoded, polled=True)
+            if receipt is not None:
                 if isinstance(receipt, dict) and "fault" in receipt:
                     raise OSError(f"rank {rank}: {receipt['fault']}")
                 receipts.append(typed(FileReceipt, receipt, key))
@@ -315,19 +318,19 @@ class Checkpointer:
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} was superseded: step {step} not committed")
 
     def _delete_old(self, state: TrainState) -> None:
-        # Damaged checkpoints go first: they would count among the newest, and displace the sound ones.
-        while self.damaged:
-            delete_checkpoint(self.store, self.damaged.pop())
         # The commit of `state` is sound. One of a later step is of a superseded attempt, and displaces nothing.
         committed = [f for f in committed_folders(self.store, self.prefix) if step_of(f) <= state.step]
-        for folder in self._not_newer(deletable_checkpoints(committed, self.keep_last, self.keep_every)):
-            delete_checkpoint(self.store, folder)
+        readable = [folder for folder in committed if folder not in self.damaged]
+        for folder in self._not_newer(deletable_checkpoints(readable, self.keep_last, self.keep_every)):
+            if not self.needed(folder):
+                delete_checkpoint(self.store, folder)
 
     def _delete_uncommitted(self, step: int) -> None:
         """Remove the files of failed and interrupted saves, up to the one of `step`: a later one may be in progress."""
         folders = checkpoint_folders(self.store, self.prefix)
         for folder in self._not_newer(folder for folder, committed in folders.items() if not committed):
-            if attempt_of(folder) < self.attempt or step_of(folder) <= step:
+            over = attempt_of(folder) < self.attempt or step_of(folder) <= step
+            if over and self.store.get(f"{folder}/COMMIT.json") is None:  # a listing alone may be wrong
                 delete_checkpoint(self.store, folder)
 
     def _not_newer(self, keys: Iterable[str]) -> list[str]:
@@ -338,7 +341,8 @@ class Checkpointer:
     # --- loading
 
     def load_latest(self, pieces: dict[str, Piece], log: EventLog) -> TrainState | None:
-        """Fill `pieces` in place from the newest sound commit. None if there is none."""
+        """Fill `pieces` in place from the newest sound commit. None if the run has no commit, NoSoundCommit if none can
+        be read."""
         while folders := [f for f in self._committed() if f not in self.damaged]:
             state, damage = self.load(folders[0], pieces)
             if state:
@@ -346,21 +350,26 @@ class Checkpointer:
             self.damaged.append(folders[0])
             consequence = "using the one before it" if folders[1:] else "no earlier one exists"
             log.write(Warned(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {damage}; {consequence}"))
+        if self.damaged:
+            where = f"{self.store.uri}/{self.prefix}/checkpoints"
+            raise NoSoundCommit(
+                f"{where}: none of its commits can be read (the last one: {damage}); starting over would lose them: if "
+                "the storage itself is damaged, remove that folder to begin anew"
+            )
         return None
 
     def load(self, folder: str, pieces: dict[str, Piece]) -> tuple[TrainState | None, str]:
         """Fill `pieces` in place from one commit, of this run or of another. Its state; None and a description if it
         is damaged; then the pieces are zero. A collective call."""
-        body = None
-        if self.world.rank == 0:  # alone, so all ranks load the same: a dying attempt may amend or delete it
-            with suppress(NotAFile):
-                body = self.store.get(f"{folder}/COMMIT.json")
-        try:
-            commit = Commit.decode(self.world.gather(body)[0] or b"", folder)
-        except DamagedRecord as error:
-            return None, f"COMMIT.json is damaged: {error.reason}"
-        damage = load_files(self.store, folder, commit.files, pieces, self.world)
-        return (None, damage) if damage else (commit.state, "")
+
+        def read() -> Commit | None:
+            # Rank 0 alone, so all ranks load the same: a dying attempt may amend or delete it.
+            return read_commit(self.store, folder) if self.world.rank == 0 else None
+
+        (commit, *_), damage = agreed(self.world, read)
+        if commit is not None:
+            damage = load_files(self.store, folder, commit.files, pieces, self.world)
+        return (commit.state, "") if commit and not damage else (None, damage or "")
 
     def _committed(self) -> list[str]:
         """Folders of the commits, newest first, equal on all ranks: rank 0 lists, because a dying attempt may still

@@ -27,6 +27,7 @@ from trainer.record import (
     StoredRecord,
     UnixSeconds,
     decoded,
+    decoded_at,
     typed,
 )
 from trainer.store import Entry, Store, part_length
@@ -217,8 +218,16 @@ def newest_commit(store: Store, prefix: str) -> Commit | None:
     """A run's newest readable commit."""
     for folder in committed_folders(store, prefix):
         with suppress(DamagedRecord, NotAFile):  # any other UserError is not damage
-            return Commit.decode(store.get(f"{folder}/COMMIT.json") or b"", folder)
+            return read_commit(store, folder)
     return None
+
+
+def read_commit(store: Store, folder: str) -> Commit:
+    """The commit of a folder that was listed. DamagedRecord if it is damaged, or no longer there; NewerRecord."""
+    found = decoded_at(store, key := f"{folder}/COMMIT.json", lambda body, _: Commit.decode(body, folder))
+    if found is None:
+        raise DamagedRecord(key, "it was removed meanwhile")
+    return found
 
 
 def committed_state(store: Store, prefix: str) -> TrainState | None:
@@ -259,7 +268,7 @@ def segments(store: Store, prefix: str) -> Iterator[list[dict[str, Any]]]:
     """The committed rows as they were logged, one list a segment, oldest attempt first."""
     keys = [entry.key for entry in named(store, f"{prefix}/metrics/", SEGMENT_NAME)]
     for key in sorted(keys, key=lambda k: (k.split("-a")[-1], k)):
-        yield list(rows_of(f"{store.uri}/{key}", store.get(key) or b""))
+        yield decoded_at(store, key, lambda body, where: list(rows_of(where, body))) or []
 
 
 @dataclass(frozen=True)

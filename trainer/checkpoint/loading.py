@@ -24,8 +24,8 @@ from trainer.errors import NotAFile
 from trainer.parallel import World
 from trainer.places import Place
 from trainer.process import failpoint
-from trainer.record import MOST_COUNT
-from trainer.store import Store, Take, side_by_side
+from trainer.record import MOST_COUNT, DamagedRecord
+from trainer.store import Store, Take, read_again, side_by_side
 
 # Of a thread's buffer; and of the ranges of a file's first chunk, which come side by side, because all else waits.
 # Smaller buffers take more turns of Python's lock, larger ones longer to pin.
@@ -101,12 +101,14 @@ def load_files(
 
 
 def agreed(world: World, work: Callable[[], T]) -> tuple[list[T], str | None]:
-    """What `work` gave on every rank, and the first damage that any of them found. A collective call."""
+    """What `work` gave on every rank, and the first damage that any of them found. A collective call.
+
+    Work raises damage once it has read again, see `read_again`."""
     result: Any = None
     damage = None
     try:
         result = work()
-    except DamagedPieces as error:
+    except (DamagedPieces, DamagedRecord, NotAFile) as error:
         damage = str(error)
     answers = world.gather((result, damage))
     return [one for one, _ in answers], next((damage for _, damage in answers if damage), None)
@@ -130,7 +132,10 @@ class Source:
         def read(at: int) -> int:
             return self._read(first[0], at, buffer[at : at + RANGE_BYTES])
 
-        self._verify(first[0], sum(side_by_side(read, range(0, len(buffer), RANGE_BYTES))), sha256(buffer))
+        def read_chunk() -> None:
+            self._verify(first[0], sum(side_by_side(read, range(0, len(buffer), RANGE_BYTES))), sha256(buffer))
+
+        read_again(self.store, read_chunk, DamagedPieces)
         self._first[file] = buffer
         return contents_of(receipt, buffer)
 
@@ -147,11 +152,14 @@ class Source:
 
         def hash_and_take(at: int, part: memoryview) -> None:
             nonlocal digest
-            digest = digest if at else sha256()  # a store that failed begins again
+            digest = digest if at else sha256()  # each read begins again
             digest.update(part)
             take(at, part)
 
-        self._verify(chunk, self._read(chunk, 0, buffer, chunk.end - chunk.start, hash_and_take), digest)
+        def read_chunk() -> None:
+            self._verify(chunk, self._read(chunk, 0, buffer, chunk.end - chunk.start, hash_and_take), digest)
+
+        read_again(self.store, read_chunk, DamagedPieces)
 
     def _read(self, chunk: Chunk, at: int, buffer: memoryview, *through: Any) -> int:
         try:

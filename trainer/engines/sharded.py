@@ -52,6 +52,7 @@ from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engines.engine import Engine
 from trainer.engines.memory import gathers_once
 from trainer.errors import UserError
+from trainer.install import how_to_install
 from trainer.models.family import plain_model
 from trainer.models.model_config import ModelConfig
 from trainer.optim.adamw import AdamW, Muon
@@ -351,7 +352,7 @@ def use_float8(blocks: nn.Module, device: torch.device) -> None:
     """Make the products of the blocks compute in fp8, scaled by each tensor's largest value (torchao); emulated in
     float32 without a GPU. UserError if torchao is missing or the GPU has no fp8."""
     if importlib.util.find_spec("torchao") is None:
-        raise UserError("train.precision: fp8 in the engine sharded needs torchao: pip install -e '.[float8]'")
+        raise UserError(f"train.precision: fp8 in the engine sharded needs torchao: {how_to_install('float8')}")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(f"train.precision: {torch.cuda.get_device_name(device)} does not have fp8; use bf16")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

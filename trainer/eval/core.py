@@ -39,6 +39,7 @@ import yaml
 from trainer.errors import UserError, cut
 from trainer.eval.scoring import Chat, Encode, Scored, ScoredRow, cropped_row, read_jsonl, score_items
 from trainer.parallel import World
+from trainer.store import read_regular
 from trainer.strict_yaml import load_yaml
 
 TASKS = (
@@ -197,8 +198,8 @@ def read_bundle(folder: Path) -> list[CoreTask]:
     It reads no items: see `read_items`.
     """
     try:
-        entries = load_yaml((folder / TASKS_FILE).read_text(encoding="utf8"))["icl_tasks"]
-        rows = list(csv.DictReader((folder / BASELINES_FILE).read_text(encoding="utf8").splitlines()))
+        entries = load_yaml(read_regular(folder / TASKS_FILE))["icl_tasks"]
+        rows = list(csv.DictReader(read_regular(folder / BASELINES_FILE).decode().splitlines()))
         baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in rows if row["Eval Task"] in TASKS}
         tasks = [
             CoreTask(

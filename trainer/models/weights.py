@@ -19,6 +19,7 @@ from trainer.errors import UserError, cut, shown
 from trainer.models.family import SECTIONS, family_in, section_of_hf
 from trainer.models.gpt2 import MASKS, Gpt2Config
 from trainer.models.model_config import ModelConfig
+from trainer.store import open_regular, read_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +136,7 @@ def open_folder(path: Path, where: str) -> WeightsFile:
     files = weight_files([one.name for one in path.iterdir()], where)
     tensors = dict(pair for name in files for pair in stored_tensors(path / name, f"{where}/{name}"))
     try:
-        config = (path / CONFIG_FILE).read_text(encoding="utf8")
+        config = read_regular(path / CONFIG_FILE).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: {CONFIG_FILE} cannot be read ({error}); a folder of weights has one") from error
     return from_hub_layout(where, config, tensors)
@@ -236,7 +237,7 @@ def read_tensor(path: Path, name: str) -> "Tensor":
 
 def refuse_pickle(path: Path, where: str) -> None:
     """UserError for a file of torch.save, by its name and by its first bytes: it is never loaded. And for GGUF."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(4)
     if start == b"GGUF":
         raise UserError(

@@ -79,6 +79,11 @@ at("form").addEventListener("submit", async (event) => {
   }
   busy(false);
 });
+at("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return; // composing: Enter chooses a character
+  event.preventDefault();
+  if (!at("go").disabled) at("form").requestSubmit();
+});
 at("stop").addEventListener("click", () => running.abort());
 at("new").addEventListener("click", () => {
   messages = [];

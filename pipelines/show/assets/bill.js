@@ -9,26 +9,27 @@ const STATES = {
   failed: ["!", "failed"],
   stale: ["⤳", "superseded by a later attempt"],
 };
-const PHASES = {  // in this order: color and meaning
-  train: ["train", "steps that count"],
-  evaluate: ["evaluate", "val loss, HellaSwag and CORE"],
-  tokenize: ["evaluate", "text to tokens"],
-  export: ["evaluate", "write the Hugging Face checkpoint"],
-  checkpoint: ["save", "training waits for a checkpoint"],
-  upload: ["save", "results to the store"],
-  provision: ["prepare", "the machine boots"],
-  start: ["prepare", "the command starts, and reads the store"],
-  setup: ["prepare", "ranks start and import"],
-  download: ["prepare", "download of tokens, weights and commits"],
-  compile: ["prepare", "first step of each attempt, with the compiler"],
-  data: ["idle", "training waits for shards"],
-  idle: ["idle", "billed, without any work"],
-  redone: ["redone", "steps repeated after a loss"],
-  lost: ["waste", "after the last heartbeat"],
-  traffic: ["save", "bytes between the machines and the store"],
-  release: ["waste", "from the last heartbeat until SkyPilot has removed the machine"],
+const PHASES = {  // in this order; each has a color of its name
+  train: "steps that count",
+  evaluate: "held-out loss and scores",
+  tokenize: "text to tokens",
+  export: "write the Hugging Face checkpoint",
+  checkpoint: "training waits for a checkpoint",
+  upload: "results to the store",
+  provision: "the machine boots",
+  start: "the command starts, and reads the store",
+  setup: "ranks start and import",
+  download: "download of tokens, weights and commits",
+  load: "tuning reads its weights",
+  compile: "first step of each attempt, with the compiler",
+  data: "training waits for shards",
+  idle: "billed, without any work",
+  redone: "steps repeated after a loss",
+  lost: "after the last heartbeat",
+  traffic: "bytes between the machines and the store",
+  release: "from the last heartbeat until SkyPilot has removed the machine",
 };
-const phaseColor = (phase) => PHASES[phase]?.[0] ?? "prepare";
+const phaseColor = (phase) => (PHASES[phase] ? `p-${phase}` : "soft");
 const inOrder = (phases) => [...new Set([...Object.keys(PHASES), ...Object.keys(phases)])].filter((p) => phases[p] > 0);
 
 // A bar with a piece for each phase; `width` in percent of its box.
@@ -76,7 +77,7 @@ function bill(run) {
   const money = (b) => (costs(run) ? [paid(b)] : []);
   const row = (name, b) => [name, seconds(3600 * b.hours), ...money(b), percent(value(b) / all)];
   const name = (phase) =>
-    [swatch(phaseColor(phase), "box"), phase, " ", el("span", { class: "soft" }, PHASES[phase]?.[1] ?? "")];
+    [swatch(phaseColor(phase), "box"), phase, " ", el("span", { class: "soft" }, PHASES[phase] ?? "")];
   const rows = [...inOrder(values).map((phase) => row(name(phase), by_phase[phase])), row(el("b", {}, "all"), total)];
   const heads = ["phase", "time", ...(costs(run) ? ["dollars"] : []), "share"];
   const bar = phaseBar(values, (100 * all) / most, (phase) => paid(by_phase[phase]));

@@ -42,7 +42,7 @@ function table(heads, rows, { kind = null, wrapped = [] } = {}) {
     scope: name === "th" ? "col" : null,
     class: wrapped.includes(i) ? "wrap" : null,
   }, cell));
-  return el("div", { class: "scroll" }, el("table", { class: kind },
+  return el("div", { class: "scroll", tabindex: 0 }, el("table", { class: kind },
     el("thead", {}, el("tr", {}, cells("th", heads))),
     el("tbody", {}, rows.map((row) => el("tr", {}, cells("td", row))))));
 }

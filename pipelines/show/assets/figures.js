@@ -26,6 +26,7 @@ function tokensBefore(source, step) {
   const [first, before, batch] = source.batches.findLast(([from]) => from <= step);
   return before + (step - first) * batch;
 }
+const stepsOnly = { axis: "step", scale: "linear" };  // of a step of tuning, which has steps of its own
 const isOn = (source, axis) => Object.values(source.series).some((curve) => AXES[axis].of(source, curve.line));
 
 function ticks(low, high, count) {
@@ -57,27 +58,31 @@ const LINES = {
   "train/lr": { text: (y) => y.toExponential(2), fromZero: true, whole: true, tick: (y) => y && y.toExponential(0) },
   "train/grad_norm": { text: (y) => y.toFixed(3), fromZero: true },
 };
+const kindOf = (metric) => LINES[metric] ?? { text: score };  // of tuning
+// A run has one color; of a single run, the validation loss has another one.
+const colorOf = ({ source, metric }) => (sources.length === 1 && metric === "val/loss" ? "r1" : source.key);
+const dashOf = ({ source, metric }) => source.dash ?? (sources.length > 1 && metric === "val/loss" ? "5 3" : null);
 
 // A curve on the chosen axis; a logarithmic axis cannot show values before the first step.
-function along(source, curve) {
-  const x = AXES[view.axis].of(source, curve);
-  const begin = x && view.scale === "log" ? x.findIndex((value) => value > 0) : 0;
+function along(source, curve, look) {
+  const x = AXES[look.axis].of(source, curve);
+  const begin = x && look.scale === "log" ? x.findIndex((value) => value > 0) : 0;
   return x && begin >= 0 ? { x: x.slice(begin), y: curve.y.slice(begin) } : null;
 }
 
 // Lines; rings for metrics of some steps; a dot for the one result of the stage evaluate.
-function curvesShown(metrics) {
+function curvesShown(metrics, look) {
   const found = [];
   for (const source of visible())
     for (const metric of metrics) {
       const { line: mean, raw } = source.series[metric] ?? {};
-      const drawn = mean && along(source, mean);
-      const role = LINES[metric].rings ? "val" : "train";
-      if (drawn) found.push({ source, metric, role, ...drawn, raw: raw && along(source, raw) });
+      const drawn = mean && along(source, mean, look);
+      const role = kindOf(metric).rings ? "val" : "train";
+      if (drawn) found.push({ source, metric, role, ...drawn, raw: raw && along(source, raw, look) });
       const end = source.series["train/loss"]?.line, value = source.final?.[metric];
       if (!end || !has(value)) continue;
       const [step, hours, usd] = [end.step, end.hours, end.usd].map((column) => column.slice(-1));
-      const last = along(source, { step, hours, usd, y: [value] });
+      const last = along(source, { step, hours, usd, y: [value] }, look);
       if (last) found.push({ source, metric, role: "evaluate", ...last });
     }
   return found;
@@ -101,8 +106,8 @@ const referencesOf = (metrics) =>
 
 // --- from values to pixels
 
-function horizontal(curves, box) {
-  const log = view.scale === "log", xs = curves.flatMap((c) => [c.x[0], c.x.at(-1)]);
+function horizontal(curves, box, look) {
+  const log = look.scale === "log", xs = curves.flatMap((c) => [c.x[0], c.x.at(-1)]);
   const first = log ? Math.min(...xs) : 0, last = Math.max(...xs);
   const grow = log ? Math.log10 : (x) => x;
   const position = spread(grow(first), grow(last), box.left, box.right);
@@ -111,9 +116,9 @@ function horizontal(curves, box) {
 }
 
 // A linear axis leaves out the losses of the first steps, which would flatten the rest.
-function vertical(metrics, curves, box) {
-  const kind = LINES[metrics[0]], { floor } = LINES[metrics.at(-1)];
-  const whole = view.scale === "log" || kind.whole;
+function vertical(metrics, curves, box, look) {
+  const kind = kindOf(metrics[0]), { floor } = kindOf(metrics.at(-1));
+  const whole = look.scale === "log" || kind.whole;
   const late = ({ x, y }) => y.filter((_, i) => whole || x[i] >= x[0] + 0.04 * (x.at(-1) - x[0]));
   const noise = curves.flatMap((c) => (c.raw ? late(c.raw) : [])).sort((a, b) => a - b);
   const most = noise.length ? [0.01, 0.99].map((share) => noise[Math.floor(share * noise.length)]) : [];
@@ -129,34 +134,36 @@ function vertical(metrics, curves, box) {
 
 // --- the parts of a figure; `at` holds the box, the scales and the curves
 
-function drawAxes(root, { box, X, Y, first, last, low, high, kind, roomy, tall }) {
+function drawAxes(root, { box, X, Y, first, last, low, high, kind, roomy, tall, look }) {
   const tick = kind.tick ?? ((y) => (Math.abs(y) >= 1000 ? short(y) : `${+y.toPrecision(4)}`));
   for (const y of ticks(low, high, tall ? 7 : 4))
     root.append(line("grid", box.left, Y(y), box.right, Y(y)),
       label(box.left - 8, Y(y) + 4, tick(y), { class: "right" }));
-  const log = view.scale === "log", minutes = view.axis === "hours" && last < 1 ? 60 : 1;
+  const log = look.scale === "log", minutes = look.axis === "hours" && last < 1 ? 60 : 1;
   const positions = log ? decades(first * minutes, last * minutes) : ticks(first * minutes, last * minutes, roomy ? 8 : 4);
   for (const position of positions) {
     const x = X(position / minutes);
     root.append(line("axis", x, box.bottom, x, box.bottom + 4),
-      label(x, box.bottom + 18, (view.axis === "usd" ? "$" : "") + short(position), { class: "middle" }));
+      label(x, box.bottom + 18, (look.axis === "usd" ? "$" : "") + short(position), { class: "middle" }));
   }
-  const { title } = AXES[view.axis];
+  const { title } = AXES[look.axis];
   const name = (minutes > 1 ? title.replace("hours", "minutes") : title) + (log ? " (log)" : "");
   root.append(line("axis", box.left, box.bottom, box.right, box.bottom),
     label((box.left + box.right) / 2, box.bottom + 36, name, { class: "middle" }));
 }
 
-function drawCurves(layer, { box, X, Y, curves }) {
+function drawCurves(layer, { box, X, Y, curves, look }) {
   const path = (x, y) => "M" + x.map((value, i) => `${X(value).toFixed(1)} ${Y(y[i]).toFixed(1)}`).join("L");
-  for (const { source, raw } of curves.filter((c) => c.raw))
-    layer.append(svg("path", { class: "raw", color: source.key, d: path(raw.x, raw.y) }));
-  for (const source of new Set(curves.map((c) => c.source))) layer.append(...resumptions(source, X, box));
-  for (const { source, role, x, y } of curves) {
+  for (const c of curves.filter((c) => c.raw))
+    layer.append(svg("path", { class: "raw", color: colorOf(c), d: path(c.raw.x, c.raw.y) }));
+  if (look === view)
+    for (const source of new Set(curves.map((c) => c.source))) layer.append(...resumptions(source, X, box));
+  for (const curve of curves) {
+    const { role, x, y } = curve, color = colorOf(curve);
     const kind = role === "val" ? "line thin" : "line", mark = role === "evaluate" ? "final" : "ring";
-    layer.append(svg("path", { class: kind, color: source.key, d: path(x, y), "stroke-dasharray": source.dash }));
+    layer.append(svg("path", { class: kind, color, d: path(x, y), "stroke-dasharray": dashOf(curve) }));
     const r = mark === "ring" ? 2.75 : 5;
-    const circle = (value, i) => svg("circle", { class: mark, color: source.key, cx: X(value), cy: Y(y[i]), r });
+    const circle = (value, i) => svg("circle", { class: mark, color, cx: X(value), cy: Y(y[i]), r });
     if (role !== "train" && 7 * x.length <= box.right - box.left) layer.append(...x.map(circle));
   }
 }
@@ -165,7 +172,7 @@ function drawCurves(layer, { box, X, Y, curves }) {
 function resumptions(source, X, box) {
   const [, ...later] = (source.attempts ?? []).filter((a) => a.stage === "train");
   const place = ({ resumed_from, billed_before: { hours, usd } }) =>
-    along(source, { step: [resumed_from], hours: [hours], usd: [usd], y: [0] });
+    along(source, { step: [resumed_from], hours: [hours], usd: [usd], y: [0] }, view);
   const at = later.filter((a) => a.resumed_from > 0).map(place).filter(Boolean).map((point) => X(point.x[0]));
   return at.filter((x) => x >= box.left).map((x) => line("tick", x, box.bottom - 9, x, box.bottom, { color: source.key }));
 }
@@ -194,15 +201,15 @@ function drawEnds(root, { X, Y, curves, kind, metrics }) {
   const ends = curves.filter(settled).map((c) => ({ c, value: c.y.at(-1), y: Y(c.y.at(-1)) })).sort((a, b) => a.y - b.y);
   ends.forEach((end, i) => { end.y = Math.max(end.y, i ? ends[i - 1].y + 14 : -Infinity); });
   for (const { c, value, y } of ends)
-    root.append(label(X(c.x.at(-1)) + 9, y + 4, (kind.end ?? kind.text)(value), { class: "end halo", color: c.source.key }));
+    root.append(label(X(c.x.at(-1)) + 9, y + 4, (kind.end ?? kind.text)(value), { class: "end halo", color: colorOf(c) }));
 }
 
 // --- a figure: svg, a cursor for mouse, finger and arrow keys, and a caption
 
 let figures = 0;
 const NOTHING = "Nothing to show on this axis.";
-function lineFigure({ metrics, tall, title, caption }) {
-  const kind = LINES[metrics[0]], number = ++figures;
+function lineFigure({ metrics, tall, title, caption, look = view }) {
+  const kind = kindOf(metrics[0]), number = ++figures;
   const tip = el("div", { class: "tip", hidden: true });
   const cursor = el("input", { type: "range", min: 0, max: 1000, step: 20, value: 1000 });
   const canvas = el("div");
@@ -212,11 +219,11 @@ function lineFigure({ metrics, tall, title, caption }) {
 
   function draw() {
     const width = plot.clientWidth, height = tall ? (width < 560 ? 300 : 430) : 230, roomy = width >= 560;
-    const curves = curvesShown(metrics);
+    const curves = curvesShown(metrics, look);
     const box = { left: 52, right: width - (roomy ? 62 : 10), top: 30, bottom: height - 40 };
     const ends = curves.map(({ source, metric, y }) =>
       `${source.name}, ${metric}: from ${kind.text(y[0])} to ${kind.text(y.at(-1))}`);
-    const name = `${title} against ${AXES[view.axis].title}. ${ends.length ? `${ends.join("; ")}.` : NOTHING}`;
+    const name = `${title} against ${AXES[look.axis].title}. ${ends.length ? `${ends.join("; ")}.` : NOTHING}`;
     const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name },
       label(0, 14, title, { class: "title" }));
     canvas.replaceChildren(root);
@@ -226,8 +233,8 @@ function lineFigure({ metrics, tall, title, caption }) {
     tip.hidden = true;
     at = null;
     if (!curves.length) return root.append(label(width / 2, height / 2, NOTHING, { class: "middle" }));
-    const scales = { ...horizontal(curves, box), ...vertical(metrics, curves, box) };
-    at = { box, curves, kind, metrics, roomy, tall, known: referencesOf(metrics), ...scales };
+    const scales = { ...horizontal(curves, box, look), ...vertical(metrics, curves, box, look) };
+    at = { box, look, curves, kind, metrics, roomy, tall, known: referencesOf(metrics), ...scales };
     drawAxes(root, at);
     const [x, y, w, h] = [box.left - 5, box.top - 6, Math.max(0, box.right - box.left + 13), box.bottom - box.top + 6];
     const layer = svg("svg", { class: "clip", x, y, width: w, height: h, viewBox: `${x} ${y} ${w} ${h}` });
@@ -246,13 +253,13 @@ function lineFigure({ metrics, tall, title, caption }) {
     const { box, curves, X, Y, valueAt } = at, x = Math.max(box.left, Math.min(box.right, px));
     const points = allAt(curves, valueAt(x)).filter((p) => has(p.y));
     hair.append(line("hair", x, box.top, x, box.bottom), ...points.filter((p) => Y(p.y) >= box.top - 6)
-      .map((p) => svg("circle", { class: "final", color: p.curve.source.key, cx: X(p.at), cy: Y(p.y), r: 4 })));
+      .map((p) => svg("circle", { class: "final", color: colorOf(p.curve), cx: X(p.at), cy: Y(p.y), r: 4 })));
     const named = ({ curve: { source, role } }) =>
       source.name + (metrics.length > 1 || role === "evaluate" ? ` ${role}` : "");
-    const where = AXES[view.axis].text(valueAt(x));
+    const where = AXES[look.axis].text(valueAt(x));
     cursor.setAttribute("aria-valuetext", [where, ...points.map((p) => `${named(p)} ${kind.text(p.y)}`)].join("; "));
     tip.replaceChildren(el("b", {}, where), ...points.map((p) => el("div", {},
-      swatch(p.curve.source.key), named(p), el("span", { class: "value" }, kind.text(p.y)))));
+      swatch(colorOf(p.curve)), named(p), el("span", { class: "value" }, kind.text(p.y)))));
     const left = x > plot.clientWidth / 2 ? x - tip.offsetWidth - 14 : x + 14;
     tip.style.left = `${Math.max(0, Math.min(plot.clientWidth - tip.offsetWidth, left))}px`;
   }

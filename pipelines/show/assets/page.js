@@ -1,12 +1,17 @@
 // --- the text on top
 
+// The last step of tuning whose exact answers were counted.
+const answering = (run) => run.tunings.findLast(({ facts }) => has(facts["tune/exact"]));
+
 function lead(run) {
   const model = run.size ? `GPT-2 ${run.size}` : `A model of ${short(run.parameters)} parameters`;
   if (!run.steps) return `${model}, to be trained on ${run.text}. It has no step yet.`;
-  const all = plural(run.max_steps, "step"), again = run.starts - 1;
+  const all = plural(run.max_steps, "step"), again = run.attempt_count - 1;
   const reached = run.steps >= run.max_steps ? all : `${full(run.steps)} of ${all} so far`;
   const interrupted = again > 0 ? ` It was interrupted ${again === 1 ? "once" : `${full(again)} times`} and resumed.` : "";
-  return `${model}, trained on ${short(run.tokens)} tokens of ${run.text} in ${reached}.${interrupted}`;
+  const { stage, facts } = answering(run) ?? {}, exact = (name) => score(facts[name]);
+  const tuned = facts ? ` Tuned to answer: exact answers ${exact("tune/exact_before")} → ${exact("tune/exact")} by ${stage}.` : "";
+  return `${model}, trained on ${short(run.tokens)} tokens of ${run.text} in ${reached}.${tuned}${interrupted}`;
 }
 
 function caution() {
@@ -19,7 +24,9 @@ function tiles(run) {
   const { total, goodput, usd_per_billion_tokens: rate } = run.account;
   const price = has(rate) ? `${dollars(rate)} per billion tokens` : "";
   const waits = run.account.waits.hours > 0 ? ", without waits for spot" : "";
+  const tuned = answering(run)?.facts;
   const tiles = [
+    tuned && ["exact answers", percent(tuned["tune/exact"]), `${percent(tuned["tune/exact_before"])} before`],
     ["val loss", score(run.val_loss), [
       has(run.bits_per_byte) && `${score(run.bits_per_byte)} bits per byte`,
       has(run.train_loss) && `train ${score(run.train_loss)}`,
@@ -29,7 +36,7 @@ function tiles(run) {
     ["tokens", short(run.tokens), plural(run.steps, "step")],
     has(run.tokens_per_second) &&
       ["tokens/s", short(run.tokens_per_second), has(run.mfu) ? `MFU ${percent(run.mfu)}` : "median of steps"],
-    ["billed", seconds(3600 * total.hours), plural(run.starts, "start")],
+    ["billed", seconds(3600 * total.hours), plural(run.attempt_count, "attempt")],
     costs(run) && ["dollars", dollars(total.usd), total.unpriced_hours ? `and ${paid({ ...total, usd: 0 })}` : price],
     has(goodput) && ["goodput", percent(goodput), `of billed time is training${waits}`],
   ].filter(Boolean);
@@ -38,9 +45,10 @@ function tiles(run) {
 }
 
 function overview() {
-  const heads = ["run", "state", "model", "tokens", "val loss", "HellaSwag"];
-  const more = ["tokens/s", "starts", "billed", "dollars", "goodput"];
-  const scores = (source) => [score(source.val_loss), score(source.hellaswag_acc_norm)];
+  const measured = sources.some((source) => has(source.hellaswag_acc_norm));
+  const heads = ["run", "state", "model", "tokens", "val loss", ...(measured ? ["HellaSwag"] : [])];
+  const more = ["tokens/s", "attempts", "billed", "dollars", "goodput"];
+  const scores = (source) => [score(source.val_loss), ...(measured ? [score(source.hellaswag_acc_norm)] : [])];
   const name = (source) => source.page ? el("a", { href: source.page }, source.name) : [swatch(source.key, "box"), source.name];
   function row(source) {
     const tokens = short(source.overlay ? tokensBefore(source, source.steps) : source.tokens);
@@ -48,7 +56,7 @@ function overview() {
     const { total, goodput } = source.account;
     return [
       name(source), source.state, source.size ?? short(source.parameters), tokens, ...scores(source),
-      has(source.tokens_per_second) ? full(source.tokens_per_second) : "–", full(source.starts),
+      has(source.tokens_per_second) ? full(source.tokens_per_second) : "–", full(source.attempt_count),
       seconds(3600 * total.hours), paid(total), has(goodput) ? percent(goodput) : "–",
     ];
   }
@@ -89,8 +97,8 @@ function training() {
   const caption = () => {
     const absent = visible().filter((source) => Object.keys(source.series).length && !isOn(source, view.axis));
     return [
-      "Training loss (lines; a running mean over 1.3% of the steps, with every step's in pale color behind it) and validation ",
-      "loss (rings; a dot is the final evaluation).",
+      single && swatch("r0"), " Training loss (lines; a running mean over 1.3% of the steps, with every step's in pale color ",
+      "behind it) and ", single && swatch("r1"), ` validation loss (${single ? "" : "dashed, with "}rings; a dot is the final evaluation).`,
       resumed && " Ticks on the axis: a new attempt resumed from the last commit.",
       ["hours", "usd"].includes(view.axis) && " Each point has the cost of all stages and attempts until then.",
       lossesCompare() && " Dotted: OpenAI's GPT-2 weights on llm.c's validation shard of FineWeb; on another part of it, " +
@@ -105,7 +113,7 @@ function training() {
       " Dotted: GPT-2 as measured by nanochat."],
   ].filter(([metric]) => any(metric));
   const small = [
-    ["perf/tokens_per_second", "Throughput, tokens per second", "Tokens per second of each step, over all GPUs."],
+    ["perf/tokens_per_second", "Throughput, tokens per second", "Tokens per second of each step, of all ranks together."],
     ["perf/mfu", "Model FLOPs utilization", `${page.mfu}.`],
     ["train/lr", "Learning rate", "Learning rate of each step."],
     ["train/grad_norm", "Gradient norm", "Norm of the gradient before clipping."],
@@ -119,6 +127,19 @@ function training() {
     el("div", { class: "several" },
       small.map(([metric, title, text]) => lineFigure({ metrics: [metric], title, caption: () => [text] }))),
   ];
+}
+
+// The steps of tuning, the last one first: what changed, an answer, and the curve of its reward.
+function tuning() {
+  const metrics = new Map(runs.flatMap((run) => run.tunings.map(({ stage, metric }) => [stage, metric])));
+  const made = (stage) => (run) => run.tunings.filter((one) => one.stage === stage).map(({ changes, facts }) => [
+    soft(alone ? "" : `${run.name}: `, facts.method ? changes.join(", ") : "not finished"), facts.sample && el("pre", {}, facts.sample),
+  ]);
+  return [...metrics].reverse().map(([stage, metric]) => [
+    el("h3", {}, stage), runs.map(made(stage)),
+    metric && lineFigure({ metrics: [metric], title: metric, look: stepsOnly,
+      caption: () => [`The ${metric.endsWith("reward") ? "mean reward" : "loss"} of each step of ${stage}.`] }),
+  ]);
 }
 
 function samples(run) {
@@ -142,6 +163,7 @@ const heading = single ? runs[0].name : plural(sources.length, "run") + (page.li
 const each = (draw, among = runs) => among.map((run) => [!alone && el("h3", {}, run.name), draw(run)]);
 const sampled = runs.filter((run) => run.sample || run.samples.length);
 const sections = () => [
+  runs.some((run) => run.tunings.length) && [el("h2", {}, "Tuning"), tuning()],
   el("h2", {}, "Training"), training(),
   el("h2", {}, "Attempts"),
   soft("Bars have the colors of the phases below, not in order of time."), each(timeline),
@@ -151,6 +173,11 @@ const sections = () => [
   ],
   el("h2", {}, "Receipt"),
   soft("The facts for a repetition of the run."), each(receipt),
+  page.differences.length > 0 && [
+    el("h2", {}, "Differences"), soft("The fields in which the recipes differ."),
+    table(["field", ...runs.map((run) => run.name)], page.differences.map(([field, values]) => [field, ...values]),
+      { wrapped: runs.map((_, i) => i + 1) }),
+  ],
 ];
 document.title = `${heading} – skytrain report`;
 fill(document.getElementById("page"), {}, [

@@ -21,6 +21,7 @@ from pathlib import Path
 from pipelines.artifacts.manifest import scratch
 from pipelines.artifacts.provenance import provenance
 from pipelines.artifacts.s3_store import open_store
+from pipelines.secrets import MLFLOW, environment_for, services_of
 from pipelines.tracking.mlflow.mirror import Mirror
 from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, tracking_uri
 from trainer.errors import UserError
@@ -56,13 +57,13 @@ class MirrorProcess:
         exit_code = self._child.poll() if self._child else -1
         if self.off or exit_code is None or exit_code >= 0 or time.monotonic() < self._started + RESTART_SECONDS:
             return
-        self._started = time.monotonic()
+        self._started, own = time.monotonic(), environment_for(MLFLOW + services_of(self.store))
         with suppress(OSError):  # no disk, no memory: `close` reports it
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with open(os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
                 self._child = subprocess.Popen(
                     [sys.executable, "-m", MODULE, self.store, self.run, str(self.home)],
-                    env=QUICK_MLFLOW | os.environ | SMALL | {"MLFLOW_TRACKING_URI": self.uri},
+                    env=QUICK_MLFLOW | own | SMALL | {"MLFLOW_TRACKING_URI": self.uri},
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.DEVNULL,  # libraries repeat the URI of a database, with its password

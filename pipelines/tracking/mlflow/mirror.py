@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from posixpath import normpath
 from typing import TYPE_CHECKING, Any
 
+from pipelines.secrets import redacted
 from pipelines.tracking.account import cost_metrics
-from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, log, redacted
+from pipelines.tracking.ledger import process_exists
+from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, log
 from pipelines.tracking.runs import Run, read_run
 from trainer.checkpoint.commits import series as series_of
 from trainer.errors import UserError
@@ -47,7 +52,9 @@ class Mirror:
     def __init__(self, store: Store, name: str, uri: str, origin: Mapping[str, Any] | None = None) -> None:
         from mlflow import MlflowClient
 
-        self.client, self.origin = MlflowClient(uri), origin or {}
+        client = MlflowClient(uri)
+        self.client: Any = BoundedClient(client) if uri.startswith("http") else client
+        self.origin = origin or {}
         self.run = read_run(store, name)
         self.refused = False  # whether MLflow has refused a metric
         self.run_id = _found_or_created(self.client, self.run, uri)
@@ -69,8 +76,10 @@ class Mirror:
         if ended:
             self._log(results(run))
             self._register()
-            works = any(of_stage and of_stage[-1].state == "running" for of_stage in run.attempts.values())
-            status = "FINISHED" if status == "RUNNING" and not works else status  # it ends after an earlier stage
+            working = [one[-1].process for one in run.attempts.values() if one and one[-1].state == "running"]
+            # It ends after an earlier stage; or its command was killed, and the ranks commit and leave.
+            if status == "RUNNING" and all(process_exists(replace(one, children=())) is False for one in working):
+                status = "KILLED" if working else "FINISHED"
         if status == "RUNNING":
             self.client.update_run(self.run_id, status)
         else:
@@ -166,6 +175,34 @@ def rebuild(store: Store, name: str, uri: str) -> None:
     except Exception as error:
         reason = redacted(" ".join(str(error).split()))[:200]
         raise UserError(f"{redacted(uri)} takes no records ({reason}); start it, or name another server") from error
+
+
+class BoundedClient:
+    """MLflow's client of a server, for the main thread. A call ends after twice the silence that MLflow bears: its own
+    time-outs don't end an answer that drips."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
+
+        self._client = client
+        self._seconds = 2.0 * MLFLOW_HTTP_REQUEST_TIMEOUT.get() * (1 + MLFLOW_HTTP_REQUEST_MAX_RETRIES.get())
+
+        signal.signal(signal.SIGALRM, give_up)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._client, name)
+        return partial(self._within, value) if callable(value) else value
+
+    def _within(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        signal.setitimer(signal.ITIMER_REAL, self._seconds, 1.0)  # again and again: a library may try once more
+        try:
+            return call(*arguments, **options)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def give_up(*_: Any) -> None:
+    raise TimeoutError("the answer takes too long")
 
 
 def legal_name(name: str) -> str:

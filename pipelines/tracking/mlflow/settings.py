@@ -1,19 +1,18 @@
-"""Settings of MLflow, and its passwords: out of its URI, and out of every text that we write.
+"""Settings of MLflow, and the log of its mirror, each line of which is redacted.
 
 User and password of a server belong in MLflow's own variables. The URI of a database needs its password, and libraries
-repeat it in their errors: each line of the mirror's log is redacted.
+repeat it in their errors.
 """
 
 import os
 import time
-from collections.abc import Mapping
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
+from pipelines.secrets import redacted
 from trainer.config import seconds_from_environment
 from trainer.errors import UserError
 
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
-USER, PASSWORD, TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
 
 # The mirror retries and logs its retries. Retries inside MLflow would hold a call to a dead server for 4 minutes.
 # 1,000 metrics took a server on one busy core 0.1 to 0.9 s. The user's own settings win.
@@ -51,18 +50,9 @@ def checked_uri(uri: str, where: str = "MLFLOW_TRACKING_URI") -> str:
             "http(s)://SERVER, or a database such as sqlite:///mlflow.db"
         )
     if parts.scheme in ("http", "https") and "@" in parts.netloc:
-        raise UserError(f"{where}: has a user or password in it; put them into {USER} and {PASSWORD}")
+        account = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        raise UserError(f"{where}: has a user or password in it; put them into {account}")
     return uri
-
-
-def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The text without the passwords and tokens of MLflow in an environment."""
-    address = environment.get("MLFLOW_TRACKING_URI", "").partition("://")[2].partition("/")[0]
-    password = address.rpartition("@")[0].partition(":")[2]
-    secrets = {environment.get(PASSWORD, ""), environment.get(TOKEN, ""), password, unquote(password)}
-    for secret in sorted(filter(None, secrets), key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return text
 
 
 def log(message: str) -> None:
