@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from trainer.errors import EXIT_MISTAKE, UserError
+from trainer.config.errors import EXIT_MISTAKE, UserError
 
 
 def run_as_command(main: Callable[[], int | None]) -> NoReturn:

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import median_ms, run_as_command
-from pipelines.bench.measure import bench_recipe
-from pipelines.recipe import Recipe
+from pipelines.extras.bench.measure import bench_recipe
+from pipelines.recipe.recipe import Recipe
+from trainer.base.parallel import World
+from trainer.config.errors import UserError
 from trainer.engines.choice import make_engine
 from trainer.engines.fused import gemm
 from trainer.engines.fused.gemm import ALIGNMENT_BYTES, Lt, Matrix, ProductPlan, Request
-from trainer.errors import UserError
-from trainer.parallel import World
 
 HEAT_SECONDS, ROUNDS, BURST_SECONDS = 10.0, 9, 0.01
 GAIN = 0.01  # of a product's time: less is noise

@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import run_as_command
-from pipelines.show.overlay import read_overlay
+from pipelines.user.show.overlay import read_overlay
+from trainer.config.errors import UserError
 from trainer.data.shards import local_shards, read_shard, write_shard
-from trainer.errors import UserError
 
 SEED = 1337  # of the order of files and windows
 RECIPE = """\

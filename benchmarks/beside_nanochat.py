@@ -31,15 +31,15 @@ from torch import Tensor
 
 from benchmarks import run_as_command
 from trainer.__main__ import TrainerConfig, read_config
-from trainer.amounts import batch_tokens_at, micro_batch_count, tokens_before
-from trainer.config import TrainConfig
+from trainer.base.parallel import World
+from trainer.config.amounts import batch_tokens_at, micro_batch_count, tokens_before
+from trainer.config.config import TrainConfig
+from trainer.config.errors import UserError
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards, sequences_of
 from trainer.engines.choice import make_engine
-from trainer.errors import UserError
 from trainer.eval.evaluation import validation_loss
 from trainer.optim import rates
-from trainer.parallel import World
 
 RECIPE = Path(__file__).parents[1] / "pipelines" / "recipes" / "modern-124m.yaml"
 RAMPS = {

@@ -22,17 +22,17 @@ from pathlib import Path
 import torch
 
 from benchmarks import run_as_command, spread
-from pipelines.bench.measure import Steps, bench_recipe, training_data
-from pipelines.recipe import Recipe
+from pipelines.extras.bench.measure import Steps, bench_recipe, training_data
+from pipelines.recipe.recipe import Recipe
+from trainer.base.events import EventLog
+from trainer.base.metrics import PhaseClock
+from trainer.base.parallel import World
+from trainer.base.store import LocalStore
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState, checkpoint_seconds
 from trainer.data.batches import TokenData
 from trainer.engines.choice import make_engine
 from trainer.engines.engine import Engine
-from trainer.events import EventLog
-from trainer.metrics import PhaseClock
-from trainer.parallel import World
-from trainer.store import LocalStore
 
 WARM_SECONDS = 8.0
 

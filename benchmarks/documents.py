@@ -17,19 +17,19 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from pipelines.artifacts.unread_store import UnreadStore
-from pipelines.bench.measurements import OURS, Measurements, Speed, measurements
-from pipelines.cloud.catalog import cheapest_of, shipped_machines, shipped_prices
-from pipelines.cloud.planner import NO_LIMITS, Candidate, CloudPlan, Offered, plan_run, workload
-from pipelines.cloud.request import LaunchRequest
-from pipelines.cloud.tasks import managed_job
-from pipelines.plan import plan_of
-from pipelines.recipe import Recipe, load_recipe, shipped
-from pipelines.show.cloud_plan import print_cloud_plan
-from pipelines.show.plan import print_plan
-from pipelines.stage import STAGES, plans_of
+from pipelines.extras.bench.measurements import OURS, Measurements, Speed, measurements
+from pipelines.recipe.recipe import Recipe, load_recipe, shipped
+from pipelines.run.plan import plan_of
+from pipelines.run.stage import STAGES, plans_of
+from pipelines.store.unread_store import UnreadStore
+from pipelines.user.cloud.catalog import cheapest_of, shipped_machines, shipped_prices
+from pipelines.user.cloud.planner import NO_LIMITS, Candidate, CloudPlan, Offered, plan_run, workload
+from pipelines.user.cloud.request import LaunchRequest
+from pipelines.user.cloud.tasks import managed_job
+from pipelines.user.show.cloud_plan import print_cloud_plan
+from pipelines.user.show.plan import print_plan
+from trainer.config.model_config import ModelConfig
 from trainer.models.family import SECTIONS
-from trainer.models.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("README.md", "docs/recipes.md", "docs/measurements.md")

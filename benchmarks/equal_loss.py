@@ -28,17 +28,17 @@ import torch
 from torch import Tensor
 
 from benchmarks import run_as_command
-from pipelines.recipe import Recipe, load_recipe
-from trainer.amounts import micro_batch_count, sequences_per_step
+from pipelines.recipe.recipe import Recipe, load_recipe
+from trainer.base.parallel import World
 from trainer.checkpoint.commits import TrainState
+from trainer.config.amounts import micro_batch_count, sequences_per_step
+from trainer.config.errors import EXIT_DONE, EXIT_FAILED, UserError
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards, sequences_of
 from trainer.engines.choice import make_engine
 from trainer.engines.engine import Engine
-from trainer.errors import EXIT_DONE, EXIT_FAILED, UserError
 from trainer.eval.evaluation import validation_loss
 from trainer.optim.rates import rates_of
-from trainer.parallel import World
 
 RECIPES = {"124M": "gpt2-124m", "1558M": "gpt2-1558m"}
 MICRO_BATCHES = {"124M": 64, "1558M": 16}

@@ -5,7 +5,7 @@ sequences of 1024 tokens) and of 1558M (16 of them), on random operands, it comp
 ways to compute the product take turns, 21 rounds after 3 to warm up. It prints median ms and TFLOP/s, and the time of a
 model's products in a micro-step; a whole step, unlike so short a run, meets the power limit. The same for the products
 in fp8, against bf16 and torch._scaled_mm. It exits with 1 if a result is wrong or cuBLASLt lacks a product.
-`tests/fused/test_gemm.py` compares small ones with float64.
+`tests/trainer/fused/test_gemm.py` compares small ones with float64.
 """
 
 import sys

@@ -28,16 +28,16 @@ from statistics import fmean, stdev
 import torch
 
 from benchmarks import run_as_command
-from pipelines.recipe import Recipe, load_recipe
-from trainer.amounts import micro_batch_count
+from pipelines.recipe.recipe import Recipe, load_recipe
+from trainer.base.parallel import World
+from trainer.config.amounts import micro_batch_count
+from trainer.config.errors import UserError
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards, sequences_of
 from trainer.engines.choice import make_engine
 from trainer.engines.engine import Engine
-from trainer.errors import UserError
 from trainer.eval.evaluation import validation_loss
 from trainer.optim.rates import rates_at
-from trainer.parallel import World
 
 # What all arms share: a byte-level model of 0.9M parameters, 0.5M tokens, and one schedule.
 SHARED = [

@@ -70,7 +70,7 @@ class Command:
         the command has ended then."""
         assert self.process
         command = psutil.Process(self.process.pid)
-        (launcher,) = (one for one in command.children() if "pipelines.nodes" in str(one.cmdline()))
+        (launcher,) = (one for one in command.children() if "pipelines.run.nodes" in str(one.cmdline()))
         ranks, began = launcher.children(), time.time()
         {"rank": ranks[-1], "launcher": launcher, "command": command}[victim].kill()
         until(lambda: all(map(has_ended, ranks)))

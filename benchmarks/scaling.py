@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks import run_as_command
-from pipelines.recipe import load_recipe
-from trainer.errors import UserError
+from pipelines.recipe.recipe import load_recipe
+from trainer.config.errors import UserError
 
 
 def started(arguments: list[str], gpus: range, of: int) -> subprocess.Popen[str]:

@@ -34,11 +34,11 @@ SAMPLE_SECONDS = 0.5  # between two looks at the memory
 
 def stage(source: str, work: Path) -> int:
     """The shards of the tokenize stage, with receipts and checksums."""
-    from pipelines.artifacts.manifest import ArtifactPlan, upload
-    from pipelines.artifacts.s3_store import S3Store
-    from pipelines.text.shard_writer import ShardsJob, make_shards
-    from pipelines.text.sources import text_of
-    from pipelines.tokens_config import TokensConfig
+    from pipelines.recipe.tokens_config import TokensConfig
+    from pipelines.run.text.shard_writer import ShardsJob, make_shards
+    from pipelines.run.text.sources import text_of
+    from pipelines.store.manifest import ArtifactPlan, upload
+    from pipelines.store.s3_store import S3Store
 
     config = TokensConfig(source=f"{source}/*.parquet", shard_tokens=SHARD_TOKENS, val_shards=1)
     plan = ArtifactPlan("tokenize", "bench", {"stage": "tokenize", "text": text_of(config).identity()})

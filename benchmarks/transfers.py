@@ -29,14 +29,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from pipelines.artifacts.manifest import download_verified, upload
-from pipelines.artifacts.s3_store import S3Store
+from pipelines.store.manifest import download_verified, upload
+from pipelines.store.s3_store import S3Store
+from trainer.base.events import EventLog
+from trainer.base.metrics import PhaseClock
+from trainer.base.parallel import World
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
-from trainer.events import EventLog
-from trainer.metrics import PhaseClock
-from trainer.parallel import World
 
 PART_BYTES = 16 << 20  # of the uploads of all versions
 SERVERS = 8

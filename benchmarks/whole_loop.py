@@ -26,11 +26,11 @@ import yaml
 
 from benchmarks import run_as_command
 from benchmarks.scaling import measured, started
-from pipelines.recipe import load_recipe
-from pipelines.verbs.bench import LEAST_STEPS
+from pipelines.recipe.recipe import load_recipe
+from pipelines.user.verbs.bench import LEAST_STEPS
+from trainer.base.store import LocalStore
 from trainer.checkpoint.commits import series
-from trainer.errors import UserError
-from trainer.store import LocalStore
+from trainer.config.errors import UserError
 
 
 def bench(recipe: Path, gpus: int, options: list[str]) -> float:

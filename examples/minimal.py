@@ -6,8 +6,8 @@ It trains a small GPT-2 on the bytes of some text files (by default the standard
 it makes in FOLDER. Interrupt it anywhere, also with `kill -9`: the same command goes on after the last checkpoint, and
 ends with the same weights bit for bit.
 
-Read this file first. trainer/loop.py has the same loop for several ranks, with validation, a watchdog, outliers and
-saves while the GPU computes. `skytrain run` puts tokenizing, export, records and the bill around that loop.
+Read this file first. trainer/loop/loop.py has the same loop for several ranks, with validation, a watchdog, outliers
+and saves while the GPU computes. `skytrain run` puts tokenizing, export, records and the bill around that loop.
 """
 
 import sys
@@ -19,23 +19,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer.amounts import micro_batch_count
+from trainer.base.events import EventLog
+from trainer.base.metrics import PhaseClock
+from trainer.base.parallel import World
+from trainer.base.process import StopSignal
+from trainer.base.store import LocalStore
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.config.amounts import micro_batch_count
+from trainer.config.config import RuntimeConfig, TrainConfig
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards, sequences_of, write_shard
 from trainer.engines.choice import make_engine
 from trainer.engines.engine import Engine
-from trainer.events import EventLog
-from trainer.metrics import PhaseClock
 from trainer.models.decoder import Decoder, Sampling, stream
 from trainer.models.family import plain_model
 from trainer.models.gpt2 import Gpt2Config
 from trainer.optim.rates import rates_at
-from trainer.parallel import World
-from trainer.process import StopSignal
-from trainer.store import LocalStore
 
 # A token is a byte. A step reads 2,048 of them: 32 sequences of 64.
 MODEL = Gpt2Config(vocab_size=256, block_size=64, n_layer=2, n_head=4, n_embd=96)

@@ -20,27 +20,27 @@ from typing import IO, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pipelines.show.warnings import make_warnings_printable
-from pipelines.verbs.bench import bench
-from pipelines.verbs.doctor import doctor
-from pipelines.verbs.down import down
-from pipelines.verbs.gc import gc
-from pipelines.verbs.init import init
-from pipelines.verbs.launch import launch
-from pipelines.verbs.logs import logs
-from pipelines.verbs.options import home
-from pipelines.verbs.plan import plan
-from pipelines.verbs.pull import pull
-from pipelines.verbs.recipes import recipes
-from pipelines.verbs.report import report
-from pipelines.verbs.resume import resume
-from pipelines.verbs.run import run
-from pipelines.verbs.sample import sample
-from pipelines.verbs.serve import serve
-from pipelines.verbs.status import status
-from pipelines.verbs.stop import stop
-from pipelines.verbs.tokenizer import tokenizer_app
-from trainer.errors import EXIT_MISTAKE, Ending, StoreUnavailable, UserError, ending_of, is_full
+from pipelines.user.show.warnings import make_warnings_printable
+from pipelines.user.verbs.bench import bench
+from pipelines.user.verbs.doctor import doctor
+from pipelines.user.verbs.down import down
+from pipelines.user.verbs.gc import gc
+from pipelines.user.verbs.init import init
+from pipelines.user.verbs.launch import launch
+from pipelines.user.verbs.logs import logs
+from pipelines.user.verbs.options import home
+from pipelines.user.verbs.plan import plan
+from pipelines.user.verbs.pull import pull
+from pipelines.user.verbs.recipes import recipes
+from pipelines.user.verbs.report import report
+from pipelines.user.verbs.resume import resume
+from pipelines.user.verbs.run import run
+from pipelines.user.verbs.sample import sample
+from pipelines.user.verbs.serve import serve
+from pipelines.user.verbs.status import status
+from pipelines.user.verbs.stop import stop
+from pipelines.user.verbs.tokenizer import tokenizer_app
+from trainer.config.errors import EXIT_MISTAKE, Ending, StoreUnavailable, UserError, ending_of, is_full
 
 PROGRAM = "skytrain"
 WHOLE = 1_000  # characters of a verb's description in --help
@@ -67,7 +67,7 @@ class Verb(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         if ctx.info_name != init.__name__ and os.path.lexists(PROJECT_FILE):  # init may replace a wrong one
-            from pipelines.project import project
+            from pipelines.recipe.project import project
 
             project().set_in(os.environ)
         if ctx.info_name not in BRIEF:
@@ -184,7 +184,7 @@ for verbs in GROUPS.values():
 
 
 def print_version(asked: bool) -> None:
-    from pipelines.show.console import say
+    from pipelines.user.show.console import say
 
     if asked:
         say(f"{PROGRAM} {metadata.version(PROGRAM)}, Python {sys.version.partition(' ')[0]}")
@@ -229,8 +229,8 @@ def sky_ending_of(error: BaseException) -> Ending | None:
 
 def exit_with(ending: Ending) -> NoReturn:
     """Print the message of an ending on stderr, without secrets, and exit with its code."""
-    from pipelines.secrets import redacted
-    from pipelines.show.console import say
+    from pipelines.store.secrets import redacted
+    from pipelines.user.show.console import say
 
     say(redacted(ending.message), on_stderr=True)
     sys.exit(ending.exit_code)

@@ -24,11 +24,11 @@ from servers import (
     stop_all,
 )
 
-from pipelines.artifacts.s3_store import S3Store
-from trainer.store import LocalStore
+from pipelines.store.s3_store import S3Store
+from trainer.base.store import LocalStore
 
 if TYPE_CHECKING:
-    from pipelines.stage import Work
+    from pipelines.run.stage import Work
 
 # Without a GPU, Triton's kernels run in its interpreter. The variable has to be set before the first import of triton;
 # child processes inherit it. The check of the device file spares most tests the import of torch.
@@ -201,8 +201,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Callable[[str], Wo
 @pytest.fixture
 def clean_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell without any variable or secret that a launch takes over."""
-    from pipelines.cloud.request import VARIABLES
-    from pipelines.secrets import SECRETS
+    from pipelines.store.secrets import SECRETS
+    from pipelines.user.cloud.request import VARIABLES
 
     for name in (*VARIABLES, *SECRETS):
         monkeypatch.delenv(name, raising=False)

@@ -29,24 +29,24 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from trainer.config import RuntimeConfig, TrainConfig, identity_of
-from trainer.config_errors import explain
-from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
-from trainer.events import Event, Row, Started, Warned
-from trainer.health import Watchdog
-from trainer.metrics import PhaseClock
+from trainer.base.events import Event, Row, Started, Warned
+from trainer.base.metrics import PhaseClock
+from trainer.base.process import StopSignal, die_with_parent, log_line
+from trainer.base.record import decoded, typed
+from trainer.base.store import LocalStore
+from trainer.base.strict_yaml import read_yaml
+from trainer.config.config import RuntimeConfig, TrainConfig, identity_of
+from trainer.config.config_errors import explain
+from trainer.config.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
+from trainer.config.model_config import Section, identity_of_model
+from trainer.loop.watchdog import Watchdog
 from trainer.models.family import AnyModel
-from trainer.models.model_config import Section, identity_of_model
-from trainer.process import StopSignal, die_with_parent, log_line
-from trainer.record import decoded, typed
-from trainer.store import LocalStore
-from trainer.strict_yaml import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainer.models.weights import Origin
-    from trainer.parallel import World
+    from trainer.base.parallel import World
+    from trainer.checkpoint.weights import Origin
 
 PREFIX = "run"  # of the run in its store
 
@@ -102,7 +102,7 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
     with Watchdog(config.runtime, PhaseClock("imports"), rank) as watch:
         from trainer.checkpoint.commits import series
         from trainer.data.shards import local_shards
-        from trainer.rank import RankJob, run_rank
+        from trainer.loop.rank import RankJob, run_rank
 
         store = LocalStore(out)
         train_shards, val_shards = local_shards(data, "train"), local_shards(data, "val")
@@ -152,7 +152,7 @@ def print_event(max_steps: int, event: Event) -> None:
 def origin_of(config: TrainerConfig, store: LocalStore) -> "Callable[[World], Origin] | None":
     """Where a new run begins. UserError for weights that do not fit, and for those of a run in a store."""
     from trainer.checkpoint.commits import committed_folders
-    from trainer.models.weights import Origin, open_weights
+    from trainer.checkpoint.weights import Origin, open_weights
 
     source = config.train.init_from
     if config.train.branch_from or (source or "").startswith("run:"):

@@ -1,1 +1,1 @@
-"""What runs inside a job: its price, its budget, its deadline, and the preemption notices of its machine."""
+"""What runs on a rented machine around a run: notices, budget, deadline and prices."""

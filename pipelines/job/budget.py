@@ -9,14 +9,14 @@ command ends with exit code 76, which no launcher restarts by itself.
 import math
 import threading
 
-from pipelines.tracking.account import traffic_of
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Meter
-from pipelines.tracking.records import Billing, Heartbeat, Progress
-from pipelines.tracking.releases import RELEASE
-from pipelines.tracking.runs import Run, find_run
-from trainer.errors import Stopped, UserError
-from trainer.process import StopSignal, steady_time
-from trainer.store import Store
+from pipelines.store.account import traffic_of
+from pipelines.store.ledger import HEARTBEAT_SECONDS, Meter
+from pipelines.store.records import Billing, Heartbeat, Progress
+from pipelines.store.releases import RELEASE
+from pipelines.store.runs import Run, find_run
+from trainer.base.process import StopSignal, steady_time
+from trainer.base.store import Store
+from trainer.config.errors import Stopped, UserError
 
 LEAVE_SECONDS = 10.0  # from the last commit to the last heartbeat: the ranks end, files are uploaded
 RELEASE_SECONDS = 180.0  # before any was seen: a cluster is billed until SkyPilot has removed it; 87 s were measured

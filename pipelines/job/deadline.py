@@ -17,19 +17,19 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pipelines.job.prices import prices_from_environment
-from pipelines.recipe import Recipe
-from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account, training_seconds
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS
-from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.runs import read_run
-from trainer.amounts import tokens_before
+from pipelines.recipe.recipe import Recipe
+from pipelines.store.account import AttemptAccount, StoredHeartbeat, account, training_seconds
+from pipelines.store.ledger import HEARTBEAT_SECONDS
+from pipelines.store.records import Heartbeat
+from pipelines.store.runs import read_run
+from trainer.base.process import StopSignal
 from trainer.checkpoint.commits import committed_state
-from trainer.config import TrainConfig, seconds_from_environment
-from trainer.errors import HandedOver, UserError
-from trainer.process import StopSignal
+from trainer.config.amounts import tokens_before
+from trainer.config.config import TrainConfig, seconds_from_environment
+from trainer.config.errors import HandedOver, UserError
 
 if TYPE_CHECKING:
-    from pipelines.stage import Work
+    from pipelines.run.stage import Work
 
 DEADLINE = "SKYTRAIN_DEADLINE"
 WAIT_SECONDS = 180.0  # until there is a node, first and after a preemption; on a local Slurm 25 to 40 s were measured
@@ -131,7 +131,7 @@ class DeadlineWatch:
 
 def seconds_left(work: "Work") -> float:
     """The seconds of training that are left. UserError if they can't be known."""
-    from pipelines.bench.throughput import speed_on  # reads the measured figures
+    from pipelines.extras.bench.throughput import speed_on  # reads the measured figures
 
     recipe, train, here = work.recipe, work.recipe.train, work.attempt.latest
     attempts = [one for one in read_run(work.store, here.run).account.attempts if one.stage == "train"]

@@ -18,12 +18,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from pipelines.screen import Screen
-from pipelines.tracking.records import Machine
-from trainer.answers import answered_within
-from trainer.config import seconds_from_environment
-from trainer.errors import UserError
-from trainer.process import Background, StopSignal
+from pipelines.run.screen import Screen
+from pipelines.store.records import Machine
+from trainer.base.answers import answered_within
+from trainer.base.process import Background, StopSignal
+from trainer.config.config import seconds_from_environment
+from trainer.config.errors import UserError
 
 ENDPOINT = "http://169.254.169.254"  # link-local, the same at EC2 and GCE
 POLL_SECONDS = 2.0  # of at least 30 s of notice

@@ -15,9 +15,9 @@ from dataclasses import replace
 from operator import itemgetter
 
 from pipelines.job.notice import SOURCES, Metadata
-from pipelines.tracking.records import Billing, Machine
-from trainer.errors import UserError
-from trainer.record import DamagedRecord, NewerRecord, typed
+from pipelines.store.records import Billing, Machine
+from trainer.base.record import DamagedRecord, NewerRecord, typed
+from trainer.config.errors import UserError
 
 TRIES = 3  # the cost of a whole attempt depends on the answer
 
@@ -126,7 +126,7 @@ def gpus_here() -> str | None:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
         return None
-    from pipelines.bench.gpus import gpu_named
+    from pipelines.extras.bench.gpus import gpu_named
 
     names = [name for name in listed if name.strip()]
     return f"{gpu_named(names[0])}:{len(names)}" if names else None

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.beside_llmc import prepare
-from pipelines.recipe import load_recipe
-from trainer.errors import UserError
+from pipelines.recipe.recipe import load_recipe
+from trainer.config.errors import UserError
 
 # The options that llm.c's parser knows (train_gpt2.cu at f1e2ace), of those that the command uses. It exits on another.
 KNOWN = "i j e o b t d x l u q c v m s h r ge z pn pr pg pi pf"

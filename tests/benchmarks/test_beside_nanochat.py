@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.beside_nanochat import main
+from trainer.config.errors import UserError
 from trainer.data.shards import write_shard
-from trainer.errors import UserError
 
 
 def test_a_call_adds_the_runs_that_the_results_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.optimizers import Run, best_rate, share_to_reach, table
-from trainer.errors import UserError
+from trainer.config.errors import UserError
 
 RUNS = [
     Run("a", 0.1, 1, 100, 2.0),

@@ -24,30 +24,30 @@ import pytest
 import torch
 from stage_work import NoSignals
 
-import pipelines.stages.follow  # before a patch of what it imports
-import pipelines.tracking.run_record
-import pipelines.tracking.runs
+import pipelines.run.stages.follow  # before a patch of what it imports
+import pipelines.store.run_record
+import pipelines.store.runs
+import trainer.base.store
 import trainer.checkpoint.checkpointer
-import trainer.store
-from pipelines import gc, pipeline
-from pipelines.artifacts.manifest import read_manifest
-from pipelines.pipeline import Pipeline
-from pipelines.recipe import Recipe
-from pipelines.show.console import TerminalScreen
-from pipelines.stage import Built, Work, artifacts, plans_of, run_name, stage_named
-from pipelines.stages import tokenize
-from pipelines.tracking import ledger
-from pipelines.tracking.mlflow.child import MirrorProcess
-from pipelines.tracking.records import Billing, ProcessId
-from pipelines.tracking.run_record import record
+from pipelines.extras.mlflow.child import MirrorProcess
+from pipelines.recipe.recipe import Recipe
+from pipelines.run import gc, pipeline
+from pipelines.run.pipeline import Pipeline
+from pipelines.run.stage import Built, Work, artifacts, plans_of, run_name, stage_named
+from pipelines.run.stages import tokenize
+from pipelines.store import ledger
+from pipelines.store.manifest import read_manifest
+from pipelines.store.records import Billing, ProcessId
+from pipelines.store.run_record import record
+from pipelines.user.show.console import TerminalScreen
+from trainer.base.events import EventLog
+from trainer.base.metrics import PhaseClock
+from trainer.base.parallel import World as Ranks
+from trainer.base.store import LocalStore
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import Commit, TrainState, committed_state
 from trainer.checkpoint.pieces import Piece
-from trainer.errors import Interrupted, NoSoundCommit, StaleAttempt, StoreUnavailable, UserError
-from trainer.events import EventLog
-from trainer.metrics import PhaseClock
-from trainer.parallel import World as Ranks
-from trainer.store import LocalStore
+from trainer.config.errors import Interrupted, NoSoundCommit, StaleAttempt, StoreUnavailable, UserError
 
 DAY = 86_400.0
 STEPS = 4  # of training, with a commit after each
@@ -549,20 +549,20 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
     """Give this process the clocks, threads and stages of the simulated ones."""
     patch.setenv("SKYTRAIN_TRACKING", "off")
     patch.delenv("SKYTRAIN_METER", raising=False)
-    for module in (ledger, gc, pipeline, trainer.checkpoint.checkpointer, pipelines.tracking.run_record):
+    for module in (ledger, gc, pipeline, trainer.checkpoint.checkpointer, pipelines.store.run_record):
         patch.setattr(module, "time", Clock())
     for module in (ledger, trainer.checkpoint.checkpointer):
         patch.setattr(module, "Background", Thread)
-    patch.setattr(trainer.store, "READERS", 1)
+    patch.setattr(trainer.base.store, "READERS", 1)
     patch.setattr(ledger, "threading", SimpleNamespace(Event=Event, Lock=Lock))
     patch.setattr(ledger, "this_process", this_process)
     patch.setattr(ledger, "process_started", process_started)
     patch.setattr(ledger, "process_began", lambda: the_world().now)
     patch.setattr(ledger, "steady_time", Clock().time)
     patch.setattr(ledger, "since_boot", Clock().monotonic)
-    for name, value in vars(pipelines.tracking.runs.Run).items():
+    for name, value in vars(pipelines.store.runs.Run).items():
         if isinstance(value, cached_property) and hasattr(value, "lock"):  # Python 3.11: one for all processes here
-            patch.setattr(vars(pipelines.tracking.runs.Run)[name], "lock", nullcontext())
+            patch.setattr(vars(pipelines.store.runs.Run)[name], "lock", nullcontext())
     patch.setattr(pipeline, "provenance", dict)
     stages = {"tokenize": tokenize, "train": SmallTraining()}
     patch.setattr(pipeline, "stage_named", lambda name: stages.get(name) or stage_named(name))

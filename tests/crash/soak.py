@@ -37,13 +37,13 @@ from pipeline_runs import TINY, Project, series_of, sums
 from servers import FOREIGN_AWS_VARIABLES, MotoServer, Radosgw, S3Account
 from small_disk import Disk, small_disk
 
-from pipelines.artifacts.manifest import key_of, read_manifest
-from pipelines.artifacts.s3_store import S3Store
-from pipelines.stage import STAGES
-from pipelines.tracking.ledger import GC, attempts, latest_number
-from pipelines.tracking.runs import read_runs
+from pipelines.run.stage import STAGES
+from pipelines.store.ledger import GC, attempts, latest_number
+from pipelines.store.manifest import key_of, read_manifest
+from pipelines.store.runs import read_runs
+from pipelines.store.s3_store import S3Store
 from trainer.checkpoint.commits import attempt_of, step_of
-from trainer.errors import FULL
+from trainer.config.errors import FULL
 
 STEPS = 600
 KEEP_LAST = 2

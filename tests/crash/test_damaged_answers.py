@@ -18,19 +18,19 @@ from run_records import ELSEWHERE, PLANS, RUN, TRAIN, attempted, done_run, recip
 from servers import S3Account
 from trainer_runs import ALONE
 
-from pipelines.artifacts.manifest import key_of
-from pipelines.artifacts.s3_store import S3Store
-from pipelines.gc import collect, needed_by_runs
-from pipelines.tracking.ledger import attempts
-from pipelines.tracking.run_record import key_of as run_key
-from pipelines.tracking.run_record import read_record
+from pipelines.run.gc import collect, needed_by_runs
+from pipelines.store.ledger import attempts
+from pipelines.store.manifest import key_of
+from pipelines.store.run_record import key_of as run_key
+from pipelines.store.run_record import read_record
+from pipelines.store.s3_store import S3Store
+from trainer.base.events import EventLog, Warned
+from trainer.base.metrics import PhaseClock
+from trainer.base.store import LocalStore, Store
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState, committed_folders, committed_state, series, step_of
 from trainer.checkpoint.pieces import Piece
-from trainer.errors import StoreUnavailable, UserError
-from trainer.events import EventLog, Warned
-from trainer.metrics import PhaseClock
-from trainer.store import LocalStore, Store
+from trainer.config.errors import StoreUnavailable, UserError
 
 PASSES_AFTER = 2.0  # seconds
 

@@ -11,8 +11,8 @@ from pipeline_runs import SHIPPED_CLI, Project
 from small_disk import Disk, small_disk
 from trainer_runs import EVERY_STEP, Runner, Runners, configured
 
-from trainer.errors import FULL
-from trainer.events import CheckpointFailed
+from trainer.base.events import CheckpointFailed
+from trainer.config.errors import FULL
 
 _one_thread, data = trainer_runs._one_thread, trainer_runs.data
 endings, runner = trainer_runs.endings, trainer_runs.runner

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from simulated import DAY, Process, World, final_weights, simulate
 
-from pipelines import stage
-from pipelines.artifacts.manifest import key_of, read_manifest
-from pipelines.recipe import Recipe, load_recipe
-from pipelines.tracking import ledger
+from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.run import stage
+from pipelines.store import ledger
+from pipelines.store.manifest import key_of, read_manifest
+from trainer.base.store import LocalStore
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.store import LocalStore
 
 SMALL = [
     "tokens.tokenizer=bytes", "tokens.shard_tokens=1024", "tokens.val_shards=1", "tokens.max_tokens=null",

@@ -34,10 +34,10 @@ from pipeline_runs import (
 )
 from servers import S3Account
 
-from pipelines.artifacts.s3_store import S3Store
-from pipelines.nodes.launcher_process import LAUNCHER_MODULE
-from pipelines.stage import STAGES
-from trainer.store import PARTIAL
+from pipelines.run.nodes.launcher_process import LAUNCHER_MODULE
+from pipelines.run.stage import STAGES
+from pipelines.store.s3_store import S3Store
+from trainer.base.store import PARTIAL
 
 PATIENT = ("--set", "runtime.checkpoint_minutes=1000")  # commits only when it is asked to stop
 INTERRUPTED = "interrupted: run the same command to resume\n"
@@ -65,7 +65,7 @@ def launcher_and_ranks(project: Project) -> tuple[psutil.Process, list[psutil.Pr
 
 GPUS = """
 import sys
-if "pipelines.nodes.launcher" in sys.orig_argv:
+if "pipelines.run.nodes.launcher" in sys.orig_argv:
     from pipelines.nodes import address
     address.nvidia_gpus = lambda: 3
 """
@@ -113,7 +113,7 @@ def test_when_the_launcher_is_killed_its_ranks_commit_before_the_command_leaves(
 
 CHATTY = """
 import sys
-if "pipelines.nodes.launcher" in sys.orig_argv:
+if "pipelines.run.nodes.launcher" in sys.orig_argv:
     sys.stderr.write("import time:" * 100_000)
 """
 WATCHED = ("--set", "runtime.watchdog_minutes=0.1")  # 6 s
@@ -270,7 +270,7 @@ SLOW_IMPORT = """
 import os, sys, time
 class Slow:
     def find_spec(self, name, path=None, target=None):
-        if name == "torch" and "pipelines.nodes.launcher" in sys.orig_argv:
+        if name == "torch" and "pipelines.run.nodes.launcher" in sys.orig_argv:
             open("importing", "w").close()
             end = time.monotonic() + 1000
             while time.monotonic() < end:

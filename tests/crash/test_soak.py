@@ -8,7 +8,7 @@ from disturbances import possible_kinds
 from servers import Radosgw, S3Account
 from soak import soak
 
-from pipelines.artifacts.s3_store import S3Store
+from pipelines.store.s3_store import S3Store
 
 
 @pytest.mark.slow

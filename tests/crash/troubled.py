@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-import trainer.loop
+import trainer.loop.loop
 from trainer.__main__ import main
 from trainer.engines.plain import PlainEngine
 from trainer.optim.rates import Rates
@@ -27,7 +27,7 @@ from trainer.optim.rates import Rates
 
 def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Inject the faults of `trouble` each time when training reads their positions."""
-    batch_tokens_at, backward, update = trainer.loop.batch_tokens_at, PlainEngine.backward, PlainEngine.update
+    batch_tokens_at, backward, update = trainer.loop.loop.batch_tokens_at, PlainEngine.backward, PlainEngine.update
     position = -1
 
     def recording_batch_tokens_at(step: int, *args: Any) -> int:
@@ -55,7 +55,7 @@ def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None]
     def troubled_update(engine: PlainEngine, rates: Rates, *args: Any) -> None:
         update(engine, Rates.adamw(1e30) if "ruin" in active_kinds() else rates, *args)
 
-    patch(trainer.loop, "batch_tokens_at", recording_batch_tokens_at)
+    patch(trainer.loop.loop, "batch_tokens_at", recording_batch_tokens_at)
     patch(PlainEngine, "backward", troubled_backward)
     patch(PlainEngine, "update", troubled_update)
 

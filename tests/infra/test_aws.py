@@ -15,7 +15,7 @@ import yaml
 from botocore.exceptions import ClientError
 from servers import Radosgw, S3Account
 
-from pipelines.artifacts.s3_store import S3Store
+from pipelines.store.s3_store import S3Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:Tried to parse:UserWarning")  # what moto's CloudFormation lacks
 ROOT = Path(__file__).resolve().parents[2]

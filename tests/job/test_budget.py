@@ -20,15 +20,15 @@ from pipelines.job.budget import (
     seconds_until_ask,
     stopping_seconds,
 )
-from pipelines.recipe import load_recipe
-from pipelines.stage import plans_of, run_name
-from pipelines.tracking.ledger import claim
-from pipelines.tracking.records import Billing, Machine, Progress
-from pipelines.tracking.releases import Release, write_releases
-from pipelines.tracking.run_record import record
-from trainer.errors import Stopped, UserError
-from trainer.process import FAILPOINTS
-from trainer.store import LocalStore
+from pipelines.recipe.recipe import load_recipe
+from pipelines.run.stage import plans_of, run_name
+from pipelines.store.ledger import claim
+from pipelines.store.records import Billing, Machine, Progress
+from pipelines.store.releases import Release, write_releases
+from pipelines.store.run_record import record
+from trainer.base.process import FAILPOINTS
+from trainer.base.store import LocalStore
+from trainer.config.errors import Stopped, UserError
 
 # --- the rule
 

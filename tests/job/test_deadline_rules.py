@@ -10,7 +10,6 @@ import pytest
 from pipeline_runs import FOLDER_NAME, Project
 from stage_work import NoSignals
 
-from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.job.deadline import (
     AFTER_TRAINING_SECONDS,
     DEADLINE,
@@ -19,13 +18,14 @@ from pipelines.job.deadline import (
     seconds_left,
     seconds_per_token,
 )
-from pipelines.recipe import load_recipe
-from pipelines.stage import Work
-from pipelines.tracking.account import StoredHeartbeat, account
-from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
-from pipelines.tracking.run_record import record
-from trainer.errors import HandedOver
-from trainer.process import StopSignal
+from pipelines.recipe.recipe import load_recipe
+from pipelines.run.stage import Work
+from pipelines.store.account import StoredHeartbeat, account
+from pipelines.store.manifest import ArtifactPlan
+from pipelines.store.records import Billing, Heartbeat, Machine, Progress
+from pipelines.store.run_record import record
+from trainer.base.process import StopSignal
+from trainer.config.errors import HandedOver
 
 CHANGEOVER_SECONDS = changeover_seconds(installs=False)
 RECIPE = load_recipe("gpt2-124m")

@@ -15,9 +15,9 @@ from waiting import until
 
 from pipelines.job import notice
 from pipelines.job.notice import watching
-from pipelines.show.console import TerminalScreen
-from trainer.errors import UserError
-from trainer.process import StopSignal
+from pipelines.user.show.console import TerminalScreen
+from trainer.base.process import StopSignal
+from trainer.config.errors import UserError
 
 CLOUDS = [Ec2Cloud, GceCloud]
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from metadata_servers import Cloud, Ec2Cloud, GceCloud
 
-from pipelines.artifacts.traffic import GB
-from pipelines.bench.gpus import peak_of
-from pipelines.cloud.catalog import CloudRegion, usd_per_gb, with_traffic
+from pipelines.extras.bench.gpus import peak_of
 from pipelines.job import prices
 from pipelines.job.prices import billing_here, prices_json
-from pipelines.tracking.account import StoredHeartbeat, account
-from pipelines.tracking.ledger import traffic_seconds
-from pipelines.tracking.records import Heartbeat, Machine, Progress
+from pipelines.store.account import StoredHeartbeat, account
+from pipelines.store.ledger import traffic_seconds
+from pipelines.store.records import Heartbeat, Machine, Progress
+from pipelines.store.traffic import GB
+from pipelines.user.cloud.catalog import CloudRegion, usd_per_gb, with_traffic
 
 GPUS_HERE = prices.gpus_here  # the tests below have no GPU
 

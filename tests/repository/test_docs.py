@@ -8,9 +8,9 @@ import pytest
 from typer.main import get_command
 
 from benchmarks.documents import FILES, PARTS, renewed
-from pipelines.bench.measurements import measurements
 from pipelines.cli import app
-from pipelines.recipe import Recipe
+from pipelines.extras.bench.measurements import measurements
+from pipelines.recipe.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -22,7 +22,7 @@ from faulty_proxy import Fault, FaultyProxy, Window
 from pipeline_runs import SHIPPED_CLI, Project
 from small_disk import Disk
 
-from pipelines.nodes.launcher_process import LAUNCHER_MODULE
+from pipelines.run.nodes.launcher_process import LAUNCHER_MODULE
 
 DAY = 86_400.0
 AWAY_SECONDS = 30.0  # of a host whose work another one takes over after 20 s

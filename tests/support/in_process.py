@@ -46,7 +46,7 @@ class RanksInThread:
         self._thread.start()
 
     def _run(self, folder: Path, cache: Path) -> None:
-        from pipelines.stages import rank
+        from pipelines.run.stages import rank
 
         out = sys.stdout if isinstance(sys.stdout, Output) else Output()
         with (folder / "train.log").open("a") as log:
@@ -79,7 +79,7 @@ class RanksInThread:
 
 def start_ranks_here(spec: Any, folder: Path, home: Path, grace: int, address: Any) -> Any:
     """Stands in for `start_ranks`, which several ranks still need."""
-    from pipelines.nodes import ranks
+    from pipelines.run.nodes import ranks
 
     if spec.processes > 1 or address.count > 1:
         return ranks.start_ranks(spec, folder, home, grace, address)
@@ -99,9 +99,9 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
     import torch
 
     from pipelines import cli
-    from pipelines.nodes import launcher_process
-    from pipelines.stages import follow, train
-    from pipelines.tracking import ledger
+    from pipelines.run.nodes import launcher_process
+    from pipelines.run.stages import follow, train
+    from pipelines.store import ledger
 
     began, out, err, code = time.time(), Output(), StringIO(), 0
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()

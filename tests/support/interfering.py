@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.store import LocalStore
+from trainer.base.store import LocalStore
 
 A = TypeVar("A")
 

@@ -18,9 +18,9 @@ import yaml
 from in_process import skytrain
 from trainer_command import kill_tree
 
-from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest
-from pipelines.tracking.runs import read_runs
-from trainer.store import LocalStore, Store
+from pipelines.store.manifest import FOLDERS, Manifest, read_manifest
+from pipelines.store.runs import read_runs
+from trainer.base.store import LocalStore, Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER_NAME = "ein Ordner für 東京"  # of every run: with spaces and letters beyond Latin-1

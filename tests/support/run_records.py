@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipelines.artifacts.manifest import File, Manifest, key_of
-from pipelines.recipe import Recipe, load_recipe
-from pipelines.stage import STAGES, plans_of, run_name
-from pipelines.tracking.ledger import claim, this_process
-from pipelines.tracking.records import Billing, Heartbeat, ProcessId
-from pipelines.tracking.run_record import RunRecord, record
+from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.run.stage import STAGES, plans_of, run_name
+from pipelines.store.ledger import claim, this_process
+from pipelines.store.manifest import File, Manifest, key_of
+from pipelines.store.records import Billing, Heartbeat, ProcessId
+from pipelines.store.run_record import RunRecord, record
+from trainer.base.store import Store
 from trainer.checkpoint.commits import Commit, TrainState
-from trainer.store import Store
 
 SMALLER = ["train.max_steps=200", "train.batch_tokens=8192"]
 

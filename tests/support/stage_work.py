@@ -6,18 +6,18 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import save_file
 
-from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, upload
-from pipelines.recipe import Recipe, load_recipe
-from pipelines.show.console import TerminalScreen
-from pipelines.stage import Work
-from pipelines.stages import tokenize
-from pipelines.tracking.ledger import claim
-from pipelines.tracking.records import Billing
+from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.run.stage import Work
+from pipelines.run.stages import tokenize
+from pipelines.store.ledger import claim
+from pipelines.store.manifest import ArtifactPlan, Manifest, commit, upload
+from pipelines.store.records import Billing
+from pipelines.user.show.console import TerminalScreen
+from trainer.base.process import StopSignal
+from trainer.base.store import LocalStore
+from trainer.config.errors import Interrupted
 from trainer.data.shards import write_shard
-from trainer.errors import Interrupted
 from trainer.models.family import plain_model
-from trainer.process import StopSignal
-from trainer.store import LocalStore
 
 SMALL = [
     "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=8", "model.vocab_size=257",

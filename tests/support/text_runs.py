@@ -5,17 +5,17 @@ from pathlib import Path
 from safetensors.torch import save_file
 from trainer_runs import ALONE
 
-from pipelines.artifacts.manifest import Manifest, key_of, upload
-from pipelines.recipe import load_recipe
-from pipelines.stage import plans_of, run_name
-from pipelines.tracking.run_record import record
+from pipelines.recipe.recipe import load_recipe
+from pipelines.run.stage import plans_of, run_name
+from pipelines.store.manifest import Manifest, key_of, upload
+from pipelines.store.run_record import record
+from trainer.base.events import EventLog
+from trainer.base.metrics import PhaseClock
+from trainer.base.store import Store
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
-from trainer.events import EventLog
-from trainer.metrics import PhaseClock
 from trainer.models.gpt2_module import GPT
-from trainer.store import Store
 
 CONTEXT = 64
 RECIPE = load_recipe(

@@ -9,12 +9,12 @@ from typing import Any
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from pipelines.artifacts.manifest import ArtifactPlan, upload
-from pipelines.text.shard_writer import ShardsJob, make_shards
-from pipelines.text.sources import open_source
-from pipelines.tokens_config import TokensConfig
+from pipelines.recipe.tokens_config import TokensConfig
+from pipelines.run.text.shard_writer import ShardsJob, make_shards
+from pipelines.run.text.sources import open_source
+from pipelines.store.manifest import ArtifactPlan, upload
+from trainer.base.store import LocalStore
 from trainer.data.shards import read_shard
-from trainer.store import LocalStore
 
 CUT_TEXT = "f(x)+=1.5;a\tb\nc\r\n_d 1,2 3\u2003x \u0301 e\u0301 'x й 'y 字。字,한 글 ي ,न ,x" * 9
 LLAMA = (

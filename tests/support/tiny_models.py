@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.config.model_config import ModelConfig
 from trainer.models.family import plain_model, to_hf
 from trainer.models.language_model import LanguageModel
-from trainer.models.model_config import ModelConfig
 
 
 def model_of(config: ModelConfig, seed: int = 0, spread: float = 0.2) -> Any:

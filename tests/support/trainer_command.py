@@ -15,7 +15,7 @@ import psutil
 import yaml
 from pydantic import BaseModel
 
-from trainer.events import Event, event_from_json
+from trainer.base.events import Event, event_from_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SERIES = ("train/loss", "train/lr", "train/grad_norm", "val/loss", "data/checksum")

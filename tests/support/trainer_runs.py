@@ -15,25 +15,25 @@ from trainer_command import comparable, read_events
 from waiting import LONG_SECONDS
 
 from trainer.__main__ import TrainerConfig
+from trainer.base.events import Event, EventLog
+from trainer.base.metrics import PhaseClock
+from trainer.base.parallel import World
+from trainer.base.process import StopSignal
+from trainer.base.store import LocalStore, Store
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState, committed_folders, series, step_of
 from trainer.checkpoint.save_clock import SaveClock
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.checkpoint.weights import Origin
+from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.model_config import Section
 from trainer.data.batches import TokenData
 from trainer.data.shard_maps import Fetch
 from trainer.data.shards import local_shards, write_shard
 from trainer.eval.evaluation import Evaluation
-from trainer.events import Event, EventLog
-from trainer.loop import Training
-from trainer.metrics import PhaseClock
+from trainer.loop.loop import Training
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
 from trainer.models.language_model import LanguageModel
-from trainer.models.model_config import Section
-from trainer.models.weights import Origin
-from trainer.parallel import World
-from trainer.process import StopSignal
-from trainer.store import LocalStore, Store
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, CPU)

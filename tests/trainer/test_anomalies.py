@@ -17,17 +17,17 @@ from trainer_command import Command
 from trainer_runs import EVERY_STEP, Runner, Runners, configured, weights
 from troubled import inject
 
-import trainer.health
-import trainer.loop
+import trainer.checkpoint.health
+import trainer.loop.loop
+from trainer.base.events import Started, Warned
+from trainer.base.parallel import clip_
 from trainer.checkpoint.commits import series
+from trainer.config.errors import Diverged
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards, sequences_of
 from trainer.engines.choice import make_engine
 from trainer.engines.plain import PlainEngine
-from trainer.errors import Diverged
-from trainer.events import Started, Warned
 from trainer.optim.rates import rates_at
-from trainer.parallel import clip_
 
 TROUBLED = (str(Path(troubled.__file__)),)
 
@@ -35,7 +35,7 @@ TROUBLED = (str(Path(troubled.__file__)),)
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that a run of seconds can fill."""
-    monkeypatch.setattr(trainer.health, "OUTLIER_WINDOW", 10)
+    monkeypatch.setattr(trainer.checkpoint.health, "OUTLIER_WINDOW", 10)
 
 
 def tensors_at(run: Runner, step: int) -> dict[str, torch.Tensor]:

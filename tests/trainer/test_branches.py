@@ -8,8 +8,8 @@ import trainer_runs
 from trainer_runs import EVERY_STEP, Runner, Runners
 
 from trainer.checkpoint.commits import committed_folders, step_of
-from trainer.errors import UserError
-from trainer.models.weights import Origin
+from trainer.checkpoint.weights import Origin
+from trainer.config.errors import UserError
 
 
 @pytest.fixture

@@ -18,15 +18,15 @@ from torch import Tensor
 from trainer_runs import ALONE, committed_steps, threaded_worlds
 
 import trainer.checkpoint.checkpointer
+from trainer.base.events import Event, EventLog, Warned
+from trainer.base.metrics import PhaseClock
+from trainer.base.parallel import World
+from trainer.base.store import LocalStore
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import Commit, FileReceipt, TrainState
 from trainer.checkpoint.loading import contents_of
 from trainer.checkpoint.pieces import SHARDING, DamagedPieces, Piece
-from trainer.errors import Interrupted, NoSoundCommit, StoreUnavailable, UserError
-from trainer.events import Event, EventLog, Warned
-from trainer.metrics import PhaseClock
-from trainer.parallel import World
-from trainer.store import LocalStore
+from trainer.config.errors import Interrupted, NoSoundCommit, StoreUnavailable, UserError
 
 
 def pieces(value: float) -> dict[str, Piece]:
@@ -230,7 +230,7 @@ def load_by(tmp_path: Path, count: int) -> list[int]:
 def test_a_rank_fetches_only_the_chunks_that_it_needs(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.store.PART_BYTES", 1000)  # the last float of a chunk ends in the next one
+    monkeypatch.setattr("trainer.base.store.PART_BYTES", 1000)  # the last float of a chunk ends in the next one
     monkeypatch.setattr("trainer.checkpoint.loading.RANGE_BYTES", 301)
 
     def save_slice(rank: Checkpointer) -> None:

@@ -17,11 +17,11 @@ from safetensors import safe_open
 from trainer_runs import EVERY_STEP, Runner, Runners, flip_a_byte
 
 import trainer.checkpoint.commits
+from trainer.base.events import Checkpointed, CheckpointFailed, Row, Started, Warned
+from trainer.base.store import Entry, LocalStore
 from trainer.checkpoint.commits import Commit, FileReceipt
 from trainer.checkpoint.pieces import SHARDING, HostCopy, Piece
-from trainer.errors import NoSoundCommit, StaleAttempt, ending_of
-from trainer.events import Checkpointed, CheckpointFailed, Row, Started, Warned
-from trainer.store import Entry, LocalStore
+from trainer.config.errors import NoSoundCommit, StaleAttempt, ending_of
 
 
 def test_the_rows_of_many_commits_are_few_objects(runner: Runners, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from trainer.base.record import DamagedRecord
+from trainer.base.store import LocalStore
 from trainer.checkpoint.commits import (
     Commit,
     FileReceipt,
@@ -17,10 +19,8 @@ from trainer.checkpoint.commits import (
     segments,
     series,
 )
-from trainer.errors import UserError
-from trainer.health import Health
-from trainer.record import DamagedRecord
-from trainer.store import LocalStore
+from trainer.checkpoint.health import Health
+from trainer.config.errors import UserError
 
 FOLDER = "run/checkpoints/step-00000003-a0001"
 

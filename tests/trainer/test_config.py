@@ -8,13 +8,13 @@ import pytest
 from pydantic import Field, ValidationError, create_model
 
 from trainer.__main__ import TrainerConfig
-from trainer.amounts import check_shares, val_share, val_tokens, validations
-from trainer.config import RuntimeConfig, TrainConfig
-from trainer.config_errors import explain
-from trainer.errors import UserError
+from trainer.base.strict_yaml import load_yaml
+from trainer.config.amounts import check_shares, val_share, val_tokens, validations
+from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.config_errors import explain
+from trainer.config.errors import UserError
+from trainer.config.model_config import ModelConfig
 from trainer.models.gpt2 import Gpt2Config
-from trainer.models.model_config import ModelConfig
-from trainer.strict_yaml import load_yaml
 
 GOOD: dict[str, dict[str, Any]] = {
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 16, "vocab_size": 257},

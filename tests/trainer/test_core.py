@@ -13,7 +13,7 @@ from core_bundle import make_bundle
 from tiny_models import model_of, transformers_copy
 from trainer_runs import ALONE
 
-from trainer.errors import UserError
+from trainer.config.errors import UserError
 from trainer.eval.core import CoreTask, answers, bundle_digest, core, item_rows, read_bundle, read_items
 from trainer.eval.scoring import score_rows
 from trainer.models.gpt2 import Gpt2Config

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import LONG_SECONDS
 
-from trainer.amounts import batch_tokens_at, tokens_before
-from trainer.config import TrainConfig
+from trainer.config.amounts import batch_tokens_at, tokens_before
+from trainer.config.config import TrainConfig
+from trainer.config.errors import UserError
 from trainer.data.batches import TokenData
 from trainer.data.shards import Order, Shard, local_shards, read_shard, sequences_of, token_dtype, write_shard
-from trainer.errors import UserError
 from trainer.models.gpt2 import Gpt2Config
 
 MODEL = Gpt2Config(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=1000)

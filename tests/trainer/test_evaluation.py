@@ -14,15 +14,15 @@ from tiny_models import model_of
 from torch import Tensor
 from trainer_runs import ALONE, Runner, Runners, weights
 
+from trainer.base.events import Row
+from trainer.base.parallel import World
 from trainer.checkpoint.commits import committed_state, series
 from trainer.data.batches import TokenData
 from trainer.data.shards import Shard, write_shard
 from trainer.eval.evaluation import Evaluation, TextSampler, validation, validation_loss
 from trainer.eval.scoring import Scored
-from trainer.events import Row
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
-from trainer.parallel import World
 
 SCORE = "eval/hellaswag_acc_norm"
 BATCHES = 3  # of a measurement

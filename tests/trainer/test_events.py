@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from trainer_command import read_events
 
-from trainer.events import (
+from trainer.base.events import (
     KINDS,
     Checkpointed,
     CheckpointFailed,
@@ -20,7 +20,7 @@ from trainer.events import (
     event_from_json,
     event_to_json,
 )
-from trainer.metrics import PhaseClock
+from trainer.base.metrics import PhaseClock
 
 
 def test_the_log_has_each_change_of_phase_and_redone_steps_have_their_own(tmp_path: Path) -> None:

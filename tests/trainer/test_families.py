@@ -11,16 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.__main__ import read_config
 from trainer.checkpoint.pieces import Piece
-from trainer.config import Recompute
-from trainer.errors import UserError
+from trainer.checkpoint.weights import StoredTensor, from_hub_layout
+from trainer.config.config import Recompute
+from trainer.config.errors import UserError
+from trainer.config.model_config import ModelConfig
 from trainer.models.decoder import Decoder
 from trainer.models.family import ANY_MODEL, plain_model, section_of_hf, to_hf
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
 from trainer.models.llama import LlamaConfig
-from trainer.models.model_config import ModelConfig
 from trainer.models.modern import ModernConfig
-from trainer.models.weights import StoredTensor, from_hub_layout
 
 SIZES: dict[str, Any] = {"n_layer": 3, "n_head": 6, "n_embd": 36, "block_size": 40, "vocab_size": 300}
 CONFIGS = {
@@ -71,7 +71,7 @@ def theirs_of(config: ModelConfig, state: dict[str, Tensor]) -> Any:
     transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
     values = config.hf_config()
     if values["model_type"] == "skytrain":
-        from pipelines.formats import modeling_skytrain
+        from pipelines.extras.formats import modeling_skytrain
 
         theirs = modeling_skytrain.SkytrainForCausalLM(modeling_skytrain.SkytrainConfig(**values)).eval()
     else:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from waiting import LONG_SECONDS
 
-from trainer.config import RuntimeConfig, TrainConfig
-from trainer.errors import EXIT_INTERRUPTED
-from trainer.health import Health, Watchdog
-from trainer.metrics import PhaseClock
-from trainer.parallel import collective_timeout
+from trainer.base.metrics import PhaseClock
+from trainer.base.parallel import collective_timeout
+from trainer.checkpoint.health import Health
+from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.errors import EXIT_INTERRUPTED
+from trainer.loop.watchdog import Watchdog
 
 BASE: dict[str, Any] = {"batch_tokens": 256, "max_steps": 1000, "learning_rate": 0.01}
 
@@ -116,12 +117,12 @@ def test_the_watchdog_reports_once_when_nothing_moves_and_names_the_phase() -> N
 
 def test_a_rank_whose_peers_never_come_leaves_resumable_and_names_the_phase() -> None:
     alone = """
-import trainer.health
+import trainer.loop.watchdog
 from trainer.config import RuntimeConfig
 from trainer.metrics import PhaseClock
-with trainer.health.Watchdog(RuntimeConfig(), PhaseClock("imports"), poll_seconds=0.1) as watch:
+with trainer.loop.watchdog.Watchdog(RuntimeConfig(), PhaseClock("imports"), poll_seconds=0.1) as watch:
     from trainer.parallel import World
-    trainer.health.START_MINUTES = 0.5 / 60
+    trainer.loop.watchdog.START_MINUTES = 0.5 / 60
     watch.enter("rendezvous")
     World.start(RuntimeConfig(device="cpu"))
 """

@@ -10,7 +10,7 @@ import torch
 from tiny_models import model_of, transformers_copy
 from trainer_runs import ALONE
 
-from trainer.errors import UserError
+from trainer.config.errors import UserError
 from trainer.eval.hellaswag import HellaSwagItem, hellaswag, read_hellaswag
 from trainer.eval.scoring import Encode
 from trainer.models.gpt2 import Gpt2Config

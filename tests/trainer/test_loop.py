@@ -9,10 +9,10 @@ import torch
 from trainer_runs import ALONE, Runners, weights
 
 from trainer.checkpoint.commits import committed_state
+from trainer.config.errors import StoreUnavailable
 from trainer.data.batches import TokenData
 from trainer.data.shards import local_shards
 from trainer.engines.plain import PlainEngine
-from trainer.errors import StoreUnavailable
 from trainer.eval.evaluation import validation_loss
 
 

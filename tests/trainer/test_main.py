@@ -11,9 +11,9 @@ from trainer_command import Command, kill_tree
 from trainer_runs import CONFIG, LONG, STEPS, configured, flip_a_byte
 
 from trainer.__main__ import claim, main
-from trainer.errors import UserError
-from trainer.events import Started
-from trainer.store import LocalStore
+from trainer.base.events import Started
+from trainer.base.store import LocalStore
+from trainer.config.errors import UserError
 
 WITHOUT_COMPILER = """import sys, torch; from trainer.__main__ import main
 assert main() == 0 and torch.are_deterministic_algorithms_enabled()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer import metrics
-from trainer.metrics import PhaseClock, mfu, peak_flops
+from trainer.base import metrics
+from trainer.base.metrics import PhaseClock, mfu, peak_flops
 from trainer.models.gpt2 import Gpt2Config
 
 

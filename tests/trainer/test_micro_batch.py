@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_runs import ALONE
 
-from trainer.amounts import micro_batch_of
 from trainer.checkpoint.commits import TrainState
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.config.amounts import micro_batch_of
+from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.errors import UserError
 from trainer.engines.choice import make_engine
 from trainer.engines.micro_batch import choose_micro_batch, largest_that_fits, memory_settings
-from trainer.errors import UserError
 from trainer.models.gpt2 import Gpt2Config
 
 MODEL = Gpt2Config(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=100)

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 from trainer_runs import EVERY_STEP, Runner, Runners, weights
 
-from trainer.amounts import batch_tokens_at, state_bytes, tokens_before
-from trainer.config import TrainConfig
+from trainer.config.amounts import batch_tokens_at, state_bytes, tokens_before
+from trainer.config.config import TrainConfig
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
 from trainer.models.modern import ModernConfig

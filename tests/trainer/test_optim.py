@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.config import TrainConfig
+from trainer.base.parallel import clip_, flat_gradients
+from trainer.config.config import TrainConfig
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
 from trainer.optim.adamw import AdamW
 from trainer.optim.rates import learning_rate_at
-from trainer.parallel import clip_, flat_gradients
 
 CONFIG = TrainConfig(batch_tokens=64, max_steps=100, learning_rate=0.5, warmup_steps=10)
 MODEL = Gpt2Config(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=50)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import TrainConfig
+from trainer.config.config import TrainConfig
 from trainer.data.batches import TokenData
 from trainer.data.packing import packed
 from trainer.data.shards import Mixture, Order, Shard, sequences_of, write_shard

@@ -6,8 +6,8 @@ import sys
 import pytest
 from waiting import LONG_SECONDS
 
-from trainer.errors import UserError
-from trainer.process import BOOTED, Background, steady_time
+from trainer.base.process import BOOTED, Background, steady_time
+from trainer.config.errors import UserError
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), SystemExit(3), MemoryError()])

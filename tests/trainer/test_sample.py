@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import model_of
 
-from trainer.errors import UserError
+from trainer.config.errors import UserError
 from trainer.models.decoder import Decoder, Sampling, draw, stream
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT

@@ -9,9 +9,9 @@ from interfering import each
 from tiny_models import model_of
 from trainer_runs import ALONE, threaded_worlds
 
+from trainer.base.parallel import World
 from trainer.eval.scoring import RowScore, ScoredRow, score_items, score_rows
 from trainer.models.gpt2 import Gpt2Config
-from trainer.parallel import World
 
 CONFIG = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=97)
 

@@ -22,27 +22,27 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_command import Command, kill_tree
 from trainer_runs import ALONE, LONG, configured
 
+from trainer.base.events import EventLog, Started
+from trainer.base.metrics import PhaseClock
+from trainer.base.parallel import World
+from trainer.base.store import LocalStore
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.checkpoint.weights import open_weights
+from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.errors import UserError
+from trainer.config.model_config import ModelConfig
 from trainer.data.shards import slices
 from trainer.engines import sharded
 from trainer.engines.choice import make_engine
 from trainer.engines.engine import Engine
 from trainer.engines.memory import memory_of
 from trainer.engines.plain import PlainEngine
-from trainer.errors import UserError
 from trainer.eval.evaluation import TextSampler
 from trainer.eval.scoring import ScoredRow, score_items
-from trainer.events import EventLog, Started
-from trainer.metrics import PhaseClock
 from trainer.models.family import ANY_MODEL, plain_model, to_hf
-from trainer.models.model_config import ModelConfig
 from trainer.models.modern_module import Modern
-from trainer.models.weights import open_weights
 from trainer.optim.rates import rates_at
-from trainer.parallel import World
-from trainer.store import LocalStore
 
 RANKS, STEPS = 4, 3
 TRAIN = TrainConfig(batch_tokens=10 * 32, max_steps=STEPS, learning_rate=1e-3, grad_clip=0.3)

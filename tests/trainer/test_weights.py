@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from trainer_runs import ALONE, Runners, configured, weights
 
-from pipelines.formats.hf import hf_config
+from pipelines.run.formats.hf import hf_config
+from trainer.checkpoint.weights import Origin, open_weights
+from trainer.config.errors import UserError
+from trainer.config.model_config import ModelConfig
 from trainer.engines.choice import make_engine
-from trainer.errors import UserError
 from trainer.models.family import to_hf
 from trainer.models.gpt2_module import GPT
-from trainer.models.model_config import ModelConfig
-from trainer.models.weights import Origin, open_weights
 
 MODEL = configured().model
 

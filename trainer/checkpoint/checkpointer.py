@@ -21,6 +21,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from trainer.base.events import Checkpointed, CheckpointFailed, EventLog, Warned
+from trainer.base.parallel import World
+from trainer.base.process import Background, failpoint, log_line
+from trainer.base.record import decoded, decoded_at, typed
+from trainer.base.store import Store, part_length
 from trainer.checkpoint.commits import (
     Commit,
     FileReceipt,
@@ -36,12 +41,7 @@ from trainer.checkpoint.commits import (
 )
 from trainer.checkpoint.loading import agreed, load_files
 from trainer.checkpoint.pieces import HostCopy, Piece
-from trainer.errors import Interrupted, NoSoundCommit, StaleAttempt, StoreUnavailable
-from trainer.events import Checkpointed, CheckpointFailed, EventLog, Warned
-from trainer.parallel import World
-from trainer.process import Background, failpoint, log_line
-from trainer.record import decoded, decoded_at, typed
-from trainer.store import Store, part_length
+from trainer.config.errors import Interrupted, NoSoundCommit, StaleAttempt, StoreUnavailable
 
 # After this time, counted from the end of rank 0's own upload, a rank without a receipt is dead or lost the store. The
 # files of all ranks are about equally large, but their nodes may be unequally fast: the time grows with the file.

@@ -13,11 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
-from trainer.errors import NotAFile, UserError
-from trainer.health import Health
-from trainer.metrics import merge_rows
-from trainer.record import (
+from trainer.base.metrics import merge_rows
+from trainer.base.record import (
     LARGE_BYTES,
     Count,
     DamagedRecord,
@@ -30,7 +27,10 @@ from trainer.record import (
     decoded_at,
     typed,
 )
-from trainer.store import Entry, Store, part_length
+from trainer.base.store import Entry, Store, part_length
+from trainer.checkpoint.health import Health
+from trainer.config.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
+from trainer.config.errors import NotAFile, UserError
 
 # Of what the store holds of a run: names that do not match are not ours.
 CHECKPOINT_NAME = r"step-\d{8,12}-a\d{4,9}/[^/]+"

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from trainer.base.parallel import World
+from trainer.base.places import Place
+from trainer.base.process import failpoint
+from trainer.base.record import MOST_COUNT, DamagedRecord
+from trainer.base.store import Store, Take, read_again, side_by_side
 from trainer.checkpoint.commits import FileReceipt
 from trainer.checkpoint.pieces import DTYPES, SHARDING, DamagedPieces, Piece, tensor_of
-from trainer.errors import NotAFile
-from trainer.parallel import World
-from trainer.places import Place
-from trainer.process import failpoint
-from trainer.record import MOST_COUNT, DamagedRecord
-from trainer.store import Store, Take, read_again, side_by_side
+from trainer.config.errors import NotAFile
 
 # Of a thread's buffer; and of the ranges of a file's first chunk, which come side by side, because all else waits.
 # Smaller buffers take more turns of Python's lock, larger ones longer to pin.

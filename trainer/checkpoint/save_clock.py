@@ -3,7 +3,7 @@
 import time
 
 from trainer.checkpoint.commits import checkpoint_seconds
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig
+from trainer.config.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig
 
 
 class SaveClock:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.amounts import micro_batch_count
+from trainer.config.amounts import micro_batch_count
 from trainer.data.packing import packed
 from trainer.data.shard_maps import MOST_MAPPED, Fetch, ShardMaps
 from trainer.data.shards import Mixture, Shard, check_ids, slices

@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from trainer.config.errors import DiskFull, UserError
 from trainer.data.packing import PackedRows
 from trainer.data.shards import Shard, read_shard
-from trainer.errors import DiskFull, UserError
 
 Fetch = Callable[[str], Path | BinaryIO]
 PREFETCHED_SHARDS = 4

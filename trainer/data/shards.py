@@ -29,10 +29,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from trainer.amounts import batch_tokens_at, tokens_before
-from trainer.config import TrainConfig
-from trainer.errors import UserError
-from trainer.models.model_config import ModelConfig
+from trainer.config.amounts import batch_tokens_at, tokens_before
+from trainer.config.config import TrainConfig
+from trainer.config.errors import UserError
+from trainer.config.model_config import ModelConfig
 
 PERIOD = 10_000  # sequences after which a mixture repeats the order of its sources, at most
 HEADER_INTS = 256

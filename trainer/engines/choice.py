@@ -6,13 +6,13 @@ from typing import Literal
 
 import torch
 
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.base.parallel import World, device_name, precision_on
+from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.errors import UserError
+from trainer.config.model_config import ModelConfig
 from trainer.engines.engine import Engine
 from trainer.engines.memory import automatic_engine
 from trainer.engines.plain import PlainEngine
-from trainer.errors import UserError
-from trainer.models.model_config import ModelConfig
-from trainer.parallel import World, device_name, precision_on
 
 
 def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> Engine:

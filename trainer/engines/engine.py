@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
-from trainer.models.model_config import ModelConfig
+from trainer.config.model_config import ModelConfig
 from trainer.optim.rates import Rates
 
 Batches = Iterator[tuple[Tensor, Tensor]]

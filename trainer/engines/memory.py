@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from trainer.config import Recompute, RuntimeConfig
-from trainer.models.model_config import ModelConfig
+from trainer.config.config import Recompute, RuntimeConfig
+from trainer.config.model_config import ModelConfig
 
 LIBRARIES = 2 << 30  # bytes of CUDA, NCCL and cuBLAS
 USABLE = 0.94  # of a GPU's memory, as in trainer/engines/micro_batch.py

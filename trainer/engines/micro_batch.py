@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.amounts import micro_batch_of, sequences_per_step
+from trainer.base.parallel import World, device_name
 from trainer.checkpoint.commits import TrainState
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.config.amounts import micro_batch_of, sequences_per_step
+from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.errors import UserError
+from trainer.config.model_config import ModelConfig
 from trainer.engines.engine import Engine
-from trainer.errors import UserError
-from trainer.models.model_config import ModelConfig
-from trainer.parallel import World, device_name
 
 MAX_TOKENS = 65_536  # of one micro-batch
 CPU_SEQUENCES = 8  # on a CPU: with more of them in the cache, nothing is faster

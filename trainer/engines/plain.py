@@ -6,19 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.amounts import batch_stages
+from trainer.base.parallel import World, autocast_on, clip_, device_name, flat_gradients, has_bf16, precision_on
+from trainer.base.process import failpoint
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece, training_tensors
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.config.amounts import batch_stages
+from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.errors import UserError
+from trainer.config.model_config import ModelConfig
 from trainer.engines.engine import Batches, Engine
-from trainer.errors import UserError
 from trainer.models.family import plain_model
 from trainer.models.language_model import LanguageModel
-from trainer.models.model_config import ModelConfig
 from trainer.optim.adamw import optimizer_for
 from trainer.optim.rates import Rates
-from trainer.parallel import World, autocast_on, clip_, device_name, flat_gradients, has_bf16, precision_on
-from trainer.process import failpoint
 
 
 class PlainEngine(Engine):

@@ -46,20 +46,20 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from trainer.base.install import how_to_install
+from trainer.base.parallel import World, precision_on
+from trainer.base.process import failpoint
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece, Place, tensor_of
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.errors import UserError
+from trainer.config.model_config import ModelConfig
 from trainer.engines.engine import Engine
 from trainer.engines.memory import gathers_once
-from trainer.errors import UserError
-from trainer.install import how_to_install
 from trainer.models.family import plain_model
-from trainer.models.model_config import ModelConfig
 from trainer.optim.adamw import AdamW, Muon
 from trainer.optim.owners import slices_of
 from trainer.optim.rates import Rates, group_of
-from trainer.parallel import World, precision_on
-from trainer.process import failpoint
 
 NO_TARGET = -100  # of padding, which cross_entropy leaves out
 

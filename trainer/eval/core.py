@@ -36,11 +36,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 import yaml
 
-from trainer.errors import UserError, cut
+from trainer.base.parallel import World
+from trainer.base.store import read_regular
+from trainer.base.strict_yaml import load_yaml
+from trainer.config.errors import UserError, cut
 from trainer.eval.scoring import Chat, Encode, Scored, ScoredRow, cropped_row, read_jsonl, score_items
-from trainer.parallel import World
-from trainer.store import read_regular
-from trainer.strict_yaml import load_yaml
 
 TASKS = (
     *("hellaswag_zeroshot", "jeopardy", "bigbench_qa_wikidata", "arc_easy", "arc_challenge", "copa", "commonsense_qa"),

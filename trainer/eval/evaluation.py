@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.base.parallel import World
 from trainer.data.batches import TokenData, to_device
 from trainer.eval.scoring import Scored
-from trainer.parallel import World
 
 # Measures a model on all ranks, which share the work: every rank gets the same scores, by metric. It calls the last
 # argument before each batch, equally often on every rank; that call may raise to end the evaluation.

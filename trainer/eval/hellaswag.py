@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from trainer.base.parallel import World
 from trainer.eval.scoring import Chat, Encode, Scored, ScoredRow, cropped_row, read_jsonl, score_items
-from trainer.parallel import World
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.base.parallel import World
+from trainer.config.errors import UserError
+from trainer.config.model_config import ModelConfig
 from trainer.models.language_model import HEAD_ROWS
-from trainer.models.model_config import ModelConfig
-from trainer.parallel import World
 
 TOKENS_AT_ONCE = {"cuda": 65_536}  # a GPU is busy with them for 30 ms (124M) to 0.5 s (1558M)
 TOKENS_AT_ONCE_CPU = 4_096

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainer.errors import UserError
+from trainer.config.errors import UserError
 from trainer.models.family import plain_model
 from trainer.models.language_model import LanguageModel, attention, band
 

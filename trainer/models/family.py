@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
 
-from trainer.config_errors import explain
-from trainer.errors import UserError, shown
+from trainer.config.config_errors import explain
+from trainer.config.errors import UserError, shown
+from trainer.config.model_config import ModelConfig
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.llama import LlamaConfig
-from trainer.models.model_config import ModelConfig
 from trainer.models.modern import ModernConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer.config import Recompute
+    from trainer.config.config import Recompute
     from trainer.models.language_model import LanguageModel
 
 SECTIONS: dict[str, type[ModelConfig]] = {"gpt2": Gpt2Config, "llama": LlamaConfig, "modern": ModernConfig}

@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from trainer.errors import UserError, shown
-from trainer.models.model_config import ModelConfig
+from trainer.config.errors import UserError, shown
+from trainer.config.model_config import ModelConfig
 
 # The released GPT-2 has Conv1D layers: their weights are the transpose of those of nn.Linear.
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

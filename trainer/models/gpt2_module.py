@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.config.model_config import ModelConfig
 from trainer.models.language_model import Context, Embedding, LanguageModel, UninitializedLinear, attention
-from trainer.models.model_config import ModelConfig
 
 
 class Attention(nn.Module):

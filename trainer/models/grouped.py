@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from trainer.errors import UserError, shown
-from trainer.models.model_config import ModelConfig
+from trainer.config.errors import UserError, shown
+from trainer.config.model_config import ModelConfig
 
 # Ours, and transformers'.
 HF_SIZES = {

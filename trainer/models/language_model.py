@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from trainer.config import Recompute
-from trainer.models.model_config import ModelConfig
+from trainer.config.config import Recompute
+from trainer.config.model_config import ModelConfig
 
 HEAD_ROWS = 2048  # tokens whose logits are held at once without gradients: 1 GiB with copies in float32
 

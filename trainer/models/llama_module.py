@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.config.model_config import ModelConfig
 from trainer.models.language_model import Context, Embedding, LanguageModel, UninitializedLinear
 from trainer.models.llama import LlamaConfig
-from trainer.models.model_config import ModelConfig
 from trainer.models.rotary import RMSNorm, RotaryAttention, waves
 
 

@@ -10,14 +10,14 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.errors import UserError, shown
+from trainer.config.errors import UserError, shown
 from trainer.models.grouped import GroupedHeads
 
 GATE_WIDTH = 12  # the first numbers of the residual stream decide how much of a value embedding is added
 GATE_SCALE = 3.0  # the largest weight of a value embedding
 SMEAR_WIDTH = 24  # the first numbers of an embedding decide how much of the one before it is added
 SOFTCAP = 15.0  # logits are SOFTCAP · tanh(z / SOFTCAP), as in Gemma 2 (2024)
-REMOTE_CODE = "modeling_skytrain"  # the module of an export with options, pipelines/formats/modeling_skytrain.py
+REMOTE_CODE = "modeling_skytrain"  # the module of an export with options, pipelines/extras/formats/modeling_skytrain.py
 # Of remote code, which has no numbers of its own.
 CODE_NUMBERS = ("layer_windows", "value_layers", "gate_width", "gate_scale", "smear_width", "backout_layer")
 

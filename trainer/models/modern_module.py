@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.config.model_config import ModelConfig
 from trainer.models.language_model import Context, Embedding, LanguageModel, UninitializedLinear, band
-from trainer.models.model_config import ModelConfig
 from trainer.models.modern import GATE_SCALE, GATE_WIDTH, SMEAR_WIDTH, SOFTCAP, ModernConfig
 from trainer.models.rotary import RotaryAttention, rms_norm, waves
 

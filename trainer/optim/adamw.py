@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from trainer.config import TrainConfig
+from trainer.base.places import Place
+from trainer.config.config import TrainConfig
 from trainer.optim import muon
 from trainer.optim.owners import Owners, Shapes, Slice, slices_of
 from trainer.optim.rates import Group, Rates, group_of, moments_of
-from trainer.places import Place
 
 
 class AdamW:

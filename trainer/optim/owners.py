@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.base.places import Place
 from trainer.optim import muon
-from trainer.places import Place
 
 Shapes = Mapping[str, tuple[int, ...]]
 

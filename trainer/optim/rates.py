@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from trainer.amounts import batch_tokens_at, tokens_before
-from trainer.config import TrainConfig
-from trainer.models.model_config import ModelConfig
+from trainer.config.amounts import batch_tokens_at, tokens_before
+from trainer.config.config import TrainConfig
+from trainer.config.model_config import ModelConfig
 
 Group = Literal["matrix", "embedding", "values", "head", "vector", "residual", "start", "gate"]
 # Those that are vectors of the family modern: weights of the residual stream, of the embedding in it, and gates.

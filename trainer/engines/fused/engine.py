@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.base.parallel import World
+from trainer.base.process import Background, failpoint
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.model_config import ModelConfig
 from trainer.engines.engine import Batches, Engine
 from trainer.engines.fused import gemm
 from trainer.engines.fused.bf16 import Bf16Products
@@ -17,10 +20,7 @@ from trainer.engines.fused.flat import FlatState
 from trainer.engines.fused.fp8 import Fp8Products
 from trainer.engines.fused.products import Products
 from trainer.engines.fused.steps import step_of
-from trainer.models.model_config import ModelConfig
 from trainer.optim.rates import Rates
-from trainer.parallel import World
-from trainer.process import Background, failpoint
 
 
 class FusedEngine(Engine):

@@ -30,15 +30,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.base.parallel import World
+from trainer.base.places import Place
 from trainer.checkpoint.pieces import Piece
-from trainer.config import RuntimeConfig, TrainConfig
+from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.model_config import ModelConfig
 from trainer.models.family import plain_model
-from trainer.models.model_config import ModelConfig
 from trainer.optim import muon
 from trainer.optim.owners import Exchange, Owners, Slice
 from trainer.optim.rates import Group, Moments, Rates, group_of, moments_of
-from trainer.parallel import World
-from trainer.places import Place
 
 # Elements: 128 bytes of bf16, a cache line. TMA and cuBLAS's best kernels want 16.
 ALIGNED = 64

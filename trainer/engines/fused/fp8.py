@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.base.parallel import World
 from trainer.checkpoint.pieces import Piece
 from trainer.engines.fused import epilogues, gemm, kernels
 from trainer.engines.fused.bf16 import Bf16Products
@@ -46,7 +47,6 @@ from trainer.engines.fused.products import (
     ResidualGrad,
     head_chunks,
 )
-from trainer.parallel import World
 
 HISTORY = 16  # micro-batches
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.config.model_config import ModelConfig
 from trainer.engines.fused import kernels
 from trainer.engines.fused.flat import FlatState
 from trainer.engines.fused.products import Operand, Products
 from trainer.engines.fused.step import FusedStep, Saved
-from trainer.models.model_config import ModelConfig
 
 
 class Gpt2Step(FusedStep[Operand]):

@@ -28,12 +28,12 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
+from trainer.config.model_config import ModelConfig
 from trainer.engines.fused import kernels
 from trainer.engines.fused.attention import Attention, SavedAttention
 from trainer.engines.fused.flat import FlatState
 from trainer.engines.fused.kernels import Activation, Fp8Out, Mix, MixGradient, NormWeights
 from trainer.engines.fused.products import Linear, Normed, Operand, Products, ResidualGrad
-from trainer.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

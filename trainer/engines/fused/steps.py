@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from trainer.config.model_config import ModelConfig
 from trainer.engines.fused.gpt2_step import Gpt2Step
 from trainer.engines.fused.llama_step import LlamaStep
 from trainer.engines.fused.modern_step import ModernStep
 from trainer.engines.fused.step import FusedStep
 from trainer.models.llama import LlamaConfig
-from trainer.models.model_config import ModelConfig
 from trainer.models.modern import ModernConfig
 
 

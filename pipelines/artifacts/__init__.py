@@ -1,1 +1,0 @@
-"""Artifacts, the data between stages, and the object storage that holds them."""

@@ -1,1 +1,0 @@
-"""Rented machines: prices and plans, launches through SkyPilot, and control of launched runs."""

@@ -1,0 +1,1 @@
+"""The speed of steps on a GPU, and the measured figures that plans begin with."""

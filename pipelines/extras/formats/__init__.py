@@ -1,0 +1,1 @@
+"""The formats of an export beside Hugging Face's."""

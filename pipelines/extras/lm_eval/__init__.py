@@ -1,0 +1,1 @@
+"""Scores of lm-eval's tasks."""

@@ -1,0 +1,1 @@
+"""The mirror of a run in MLflow, a process of its own."""

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint for a run, with its page."""

@@ -1,0 +1,99 @@
+"""Rewards in a process of their own: by a function of the recipe's author, and by a regular expression.
+
+The function has TRL's form: `score(prompts, completions, **columns)` returns a number or None for each completion, and
+may be async; prompts and completions are lists of {role, content}. The process (reward_child.py) gets the verified
+source, and none of our environment. Both talk over a socket: the function's own stdin is empty, and its stdout is the
+log. A regular expression can't be interrupted in a thread, and would stop the watchdog's: the kernel ends its process.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+from typing import Any
+
+from pipelines.recipe.recipe import RewardConfig, TuneConfig
+from pipelines.run.text.tokenizer import recorded_file
+from trainer.config.errors import UserError, cut, shown
+
+LOG = 2  # descriptor
+PATTERN_SECONDS = 2.0  # of processor time for one answer; those that do not backtrack take microseconds
+ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a function, beside the columns of the data
+PASSED_ON = ("PATH", "LANG", "TMPDIR", "LD_LIBRARY_PATH")  # of the environment
+
+
+class RewardCode:
+    """The process of a function or a pattern. UserError if the function's file is another one than on record, or fails,
+    or unless code is `allowed`: by the command line that began it, which reaches the ranks in their task and never
+    through the store."""
+
+    def __init__(self, reward: RewardConfig, allowed: bool) -> None:
+        if reward.function and not allowed:
+            raise UserError(
+                f"rewards: {reward.function} is code, which runs with your rights; read it, then add --allow-code"
+            )
+        self.__name__ = reward.function or reward.kind  # in the names of TRL's metrics
+        self._where = reward.function or f"pattern {shown(reward.pattern)}"
+        request: dict[str, Any] = {"pattern": reward.pattern, "seconds": PATTERN_SECONDS}
+        if reward.function:
+            path, _, name = reward.function.rpartition(":")
+            request = {"path": path, "name": name, "source": source_of(reward).decode(errors="replace")}
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = [sys.executable, "-P", "-u", str(Path(__file__).with_name("reward_child.py")), str(theirs.fileno())]
+            env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+            self._process = Popen(child, env=env, stdin=DEVNULL, stdout=LOG, pass_fds=[theirs.fileno()])
+        with ours:
+            self._pipe = ours.makefile("rw", encoding="utf8")
+        self._ask(request)
+
+    def __call__(self, *, columns: Sequence[str] = (), **given: Any) -> list[float | None]:
+        """The rewards, as TRL calls a function; None skips an answer. `columns` has those of each row as JSON.
+        UserError unless a finite number or None comes for each completion."""
+        rows = [json.loads(row) for row in columns]
+        others = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+        return self._ask({name: given[name] for name in ARGUMENTS if name in given} | others)
+
+    def _ask(self, request: dict[str, Any]) -> list[float | None]:
+        line = ""
+        with suppress(OSError):  # the process has ended
+            self._pipe.write(json.dumps(request) + "\n")
+            self._pipe.flush()
+            line = self._pipe.readline()
+        answer = json.loads(line or '{"error": "its process ended"}')
+        if not line and self._process.wait() == -signal.SIGVTALRM:
+            answer["error"] = f"an answer took more than {PATTERN_SECONDS:g} s; use a pattern that backtracks less"
+        if "error" in answer:
+            raise UserError(f"rewards: {self._where}: {cut(answer['error'])}")
+        return list(answer["scores"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.wait()
+
+
+def source_of(reward: RewardConfig) -> bytes:
+    """The file of a function. UserError if there is none, or if it is not the one on record."""
+    path = Path(str(reward.function).rpartition(":")[0])
+    return recorded_file(f"rewards: {path}", path, reward.sha256, "name a file of Python code")
+
+
+def with_digests(step: TuneConfig) -> list[RewardConfig]:
+    """The rewards of a step, those of functions with the sha256 of their files."""
+    return [
+        one.model_copy(update={"sha256": sha256(source_of(one)).hexdigest()}) if one.function else one
+        for one in step.rewards
+    ]
+
+
+def check_code(steps: Sequence[TuneConfig], allowed: bool) -> None:
+    """UserError for a function in the steps' rewards that fails to load or, unless code is `allowed`, for any."""
+    for reward in (reward for step in steps for reward in step.rewards if reward.function):
+        RewardCode(reward, allowed).close()

@@ -1,1 +1,0 @@
-"""The formats of an export, one file each: `write` makes the files of a format, `verify` reads them back."""

@@ -1,1 +1,0 @@
-"""Several machines that train one run: node 0, and its workers."""

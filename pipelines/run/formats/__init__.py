@@ -1,0 +1,1 @@
+"""Hugging Face's format, the one that every export has."""

@@ -1,0 +1,1 @@
+"""The ranks of a node, and the nodes of a run."""

@@ -1,0 +1,1 @@
+"""The stages: tokenize, train, evaluate and export."""

@@ -1,0 +1,1 @@
+"""Text becomes token shards."""

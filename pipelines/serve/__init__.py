@@ -1,1 +1,0 @@
-"""The completions endpoint of `skytrain serve`, and its page."""

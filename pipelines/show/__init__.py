@@ -1,1 +1,0 @@
-"""Output: text, tables and the report page. Only verbs import it."""

@@ -1,1 +1,0 @@
-"""The four stages, one file each: tokenize, train, evaluate, export."""

@@ -1,0 +1,1 @@
+"""What is on record: manifests, attempts and the bill, in a folder or a bucket."""

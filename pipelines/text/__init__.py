@@ -1,1 +1,0 @@
-"""Text sources, tokenizers, and the parts of a text as token shards."""

@@ -1,0 +1,128 @@
+"""Of several launches of one run only one submits a job. SkyPilot's answers are made up."""
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from interfering import Interfering, each
+from waiting import LONG_SECONDS
+
+from pipelines.recipe.recipe import load_recipe
+from pipelines.run.stage import STAGES
+from pipelines.store.ledger import latest_number
+from pipelines.store.manifest import ArtifactPlan
+from pipelines.store.records import Heartbeat, ProcessId
+from pipelines.store.run_record import record
+from pipelines.store.store_id import read_store_id
+from pipelines.user.cloud import control, launch
+from pipelines.user.cloud.launch import Launch, claim_launch, claims_of, settle_identity, submit
+from pipelines.user.cloud.request import LaunchRequest, last_launch
+from pipelines.user.cloud.skypilot import TaskStatus
+from pipelines.user.cloud.tasks import ManagedJob
+from trainer.base.store import LocalStore
+from trainer.config.errors import UserError
+
+RUN = "tiny-01234567"
+PLANS = {stage: ArtifactPlan(stage, "tiny", {"stage": stage}) for stage in STAGES}
+ELSEWHERE = ProcessId("far/away", 1, "1")
+
+
+class Sky:
+    """SkyPilot's API server: the state of each job by its id."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.jobs: dict[int, str] = {}
+        self.name = "here/me"
+        self.last = 7
+        patch.setattr(launch, "managed_tasks", self.tasks)
+        patch.setattr(launch, "server_name", lambda: self.name)
+        patch.setattr(control, "server_name", lambda: self.name)
+        patch.setattr(control, "is_this_server", lambda name: name == self.name)
+        patch.setattr(launch, "submit_job", self.submit)
+
+    def tasks(self, unfinished: bool) -> list[TaskStatus]:
+        over = ("SUCCEEDED", "FAILED", "CANCELLED")
+        return [TaskStatus(job, "train", state, 0, None, None, state in over, RUN) for job, state in self.jobs.items()]
+
+    def submit(self, dag: Any, run: str) -> list[int]:
+        self.last += 1
+        self.jobs[self.last] = "PENDING"
+        return [self.last]
+
+
+@pytest.fixture
+def sky(monkeypatch: pytest.MonkeyPatch) -> Sky:
+    return Sky(monkeypatch)
+
+
+def launched(store: LocalStore) -> list[int]:
+    request = LaunchRequest(RUN, store.uri)
+    job: Any = ManagedJob(RUN, ())
+    dag: Any = None
+    return submit(Launch(request, load_recipe("smoke"), PLANS, store, {}, ["train"], job), dag).jobs
+
+
+def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: LocalStore, sky: Sky) -> None:
+    both_in = threading.Barrier(2)
+
+    def create(key: str) -> None:
+        if key.startswith(claims_of(RUN)):
+            both_in.wait(LONG_SECONDS)  # both have seen that there is no job
+
+    outcomes = each([Interfering(store.root, create=create)] * 2, launched)
+    assert list(sky.jobs) == [8]
+    (refusal,) = (one for one in outcomes if one != [8])
+    assert isinstance(refusal, UserError) and f"skytrain status {RUN}" in str(refusal)
+    found = last_launch(store, RUN)
+    assert found and found.jobs == [8]
+
+
+def test_a_launch_is_refused_until_the_one_before_it_is_over(store: LocalStore, sky: Sky) -> None:
+    launched(store)
+    for state in ("PENDING", "RECOVERING"):
+        sky.jobs[8] = state
+        with pytest.raises(UserError, match=rf"has job 8, still running; see `skytrain status {RUN}"):
+            launched(store)
+    for state in ("SUCCEEDED", "CANCELLED"):
+        sky.jobs[sky.last] = state
+        launched(store)
+    sky.jobs.clear()  # its records are gone
+    with claim_launch(store, LaunchRequest(RUN, store.uri)) as attempt:
+        with pytest.raises(UserError, match=f"is being launched on {attempt.latest.process.host}"):
+            launched(store)
+        attempt.update(process=replace(attempt.latest.process, started="0"))  # it died, and its pid is another's
+    store.put(f"{claims_of(RUN)}/attempts/0004/heartbeat.json", replace(attempt.latest, state="running").to_json())
+    store.put(f"control/{RUN}/launches/0009.json", b'{"of": "version 0.1"}')
+    assert launched(store) == [11]
+    assert latest_number(store, claims_of(RUN)) == 5
+
+
+def test_a_launch_under_an_id_that_the_store_does_not_have_is_refused(store: LocalStore) -> None:
+    request, job = LaunchRequest(RUN, store.uri, store_id="0123abcd"), ManagedJob(RUN, ())
+    settle_identity(Launch(request, load_recipe("smoke"), PLANS, store, {}, ["train"], job))
+    assert read_store_id(store) == "0123abcd"
+    other = replace(request, store_id="4567abcd")  # planned before that
+    with pytest.raises(UserError, match="launch again"):
+        settle_identity(Launch(other, load_recipe("smoke"), PLANS, store, {}, ["train"], job))
+
+
+def test_the_job_of_another_api_server_holds_the_run_until_the_store_shows_its_end(store: LocalStore, sky: Sky) -> None:
+    record(store, RUN, load_recipe("smoke"), PLANS, "train")
+
+    def heartbeat(state: str) -> None:
+        time.sleep(0.02)  # the store's clock
+        beat = Heartbeat(RUN, "train", 1, state, time.time(), time.time(), 0.0, ELSEWHERE)
+        store.put(f"{PLANS['train'].prefix}/attempts/0001/heartbeat.json", beat.to_json())
+
+    heartbeat("stopped")  # before this launch
+    launched(store)
+    sky.name, sky.jobs = "there/you", {}
+    for state in (None, "running", "interrupted"):
+        if state:
+            heartbeat(state)
+        with pytest.raises(UserError, match=r"has job 8 on SkyPilot's API server here/me; .* remove .*/launches/"):
+            launched(store)
+    heartbeat("stopped")
+    assert launched(store) == [9]

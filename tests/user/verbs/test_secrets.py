@@ -1,0 +1,153 @@
+"""Each process gets the secrets of the services that it asks, and no message repeats one."""
+
+import base64
+import io
+import json
+import subprocess
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from in_process import clean_environment, skytrain
+from run_records import RUN
+
+from pipelines.extras.lm_eval.harness import environment
+from pipelines.extras.mlflow.child import MirrorProcess
+from pipelines.recipe.recipe import load_recipe
+from pipelines.run.nodes import launcher_process
+from pipelines.run.nodes.address import NodeAddress
+from pipelines.run.nodes.ranks import RankSpec, start_ranks
+from pipelines.run.text import files
+from pipelines.run.text.encode import Encoder
+from pipelines.run.text.pool import tokens_of
+from pipelines.run.text.sources import open_source
+from pipelines.run.text.tokenizer import tokenizer
+from pipelines.store.secrets import SECRETS, redacted
+
+AWS = {name for name in SECRETS if name.startswith("AWS_")}
+MLFLOW = {name for name in SECRETS if name.startswith("MLFLOW_")} | {"MLFLOW_TRACKING_URI", "PGPASSWORD"}
+PASSWORD = "hunter2/canary é"  # noqa: S105
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, clean_shell: None) -> dict[str, str]:
+    """A shell with every secret, of others too, and a proxy, which has a password for everybody."""
+    names = (*SECRETS, "GITHUB_TOKEN", "WANDB_API_KEY", "PGPASSWORD")
+    secrets = {name: f"canary of {name}" for name in names if not name.startswith("SKYTRAIN_")}
+    secrets |= {"MLFLOW_TRACKING_URI": "postgresql://ann:canary@127.0.0.1:9/db"}
+    for name, value in (secrets | {"https_proxy": "http://ann:canary@proxy:3128"}).items():
+        monkeypatch.setenv(name, value)
+    return secrets
+
+
+def found(environment: dict[str, str]) -> set[str]:
+    """The names of the secrets in an environment, which has to have the proxy."""
+    names = {name for name, value in environment.items() if "canary" in value}
+    assert "https_proxy" in names
+    return names - {"https_proxy"}
+
+
+def test_each_process_that_a_run_starts_gets_the_secrets_of_its_services_alone(
+    shell: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, _ = launcher_process.new_launcher()
+    assert found(psutil.Process(launcher.pid).environ()) == set()  # its ranks' come with their task
+    launcher.communicate()
+    assert found(environment()) == {"HF_TOKEN"}  # of lm-eval
+
+    for store, expected in ((f"file://{tmp_path}/s", MLFLOW), ("s3://bucket", MLFLOW | AWS)):
+        mirror = MirrorProcess(store, RUN, tmp_path / "home", default_uri="sqlite:///unused.db")
+        mirror.start()
+        assert mirror._child and found(psutil.Process(mirror._child.pid).environ()) == expected
+        mirror._child.kill()
+        mirror.close()
+
+    monkeypatch.setattr(files, "PIECE_BYTES", 20_000)
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": f"a document {n}"}) + "\n" for n in range(2000)))
+    source = open_source(str(tmp_path / "lines.jsonl"), None, None, "text")
+    with closing(tokens_of(source, Encoder(tokenizer("bytes")), 0, tmp_path / "scratch", processes=2)) as stream:
+        next(stream)
+        (pool,) = [one for one in psutil.Process().children() if "pipelines.run.text.pool" in one.cmdline()]
+        assert found(pool.environ()) == set()
+
+
+@pytest.mark.parametrize(
+    ("store", "changes", "expected"),
+    [
+        ("file:///s", ["tokens.source=s3://b/*.txt"], set()),
+        ("s3://bucket/p", [], AWS),
+        ("file:///s", ["tokens.source=llmc://s3://bucket/p"], AWS),
+        ("file:///s", [f"train.init_from=openai-community/gpt2@{'0' * 40}"], {"HF_TOKEN"}),
+        ("file:///s", [f"train.init_from=run:smoke-1@sha256:{'0' * 64}"], set()),
+    ],
+)
+def test_ranks_get_the_keys_of_the_bucket_and_the_token_of_the_hub_only_where_they_read_there(
+    store: str, changes: list[str], expected: set[str], shell: dict[str, str], tmp_path: Path
+) -> None:
+    process = subprocess.Popen(["tee", tmp_path / "task"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    launcher_process._prepared.append((process, io.BytesIO()))  # a launcher that writes its task down
+    numbers: dict[str, Any] = {"started": 0.0, "reached": 0, "between_failures": 1.0}
+    places: dict[str, Any] = {"store": store, "tokens": "tokens/a", "prefix": "train/a"}
+    spec = RankSpec(**numbers, **places, recipe=load_recipe("smoke", changes), attempt=1)
+    start_ranks(spec, tmp_path, tmp_path, 1.0, NodeAddress()).launcher.wait()
+    *_, given = json.loads((tmp_path / "task").read_text())
+    assert found(given) == expected
+
+
+def test_keys_of_the_stores_own_leave_those_of_aws_to_the_command(
+    shell: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {name.replace("AWS_", "SKYTRAIN_S3_") for name in AWS}
+    for name in own:
+        monkeypatch.setenv(name, "canary")
+    test_ranks_get_the_keys_of_the_bucket_and_the_token_of_the_hub_only_where_they_read_there(
+        "s3://bucket/p", [], own, shell, tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PASSWORD,
+        "hunter2%2Fcanary%20%C3%A9",
+        base64.b64encode(f"ann:{PASSWORD}".encode()).decode(),
+        "Authorization: Basic c29tZWJvZHk6Y2FuYXJ5",  # of an account that another file has
+        '{"authorization": "Bearer canary"}',
+        "http://ann:canary@host/b",
+        "s3://ann:can/ary@bucket: no such bucket",
+        "https://canary@host/b",
+        "https://ann:can@ary@host",
+    ],
+)
+def test_a_secret_is_redacted_in_each_form_in_which_others_repeat_it(
+    text: str, monkeypatch: pytest.MonkeyPatch, clean_shell: None
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ann")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
+    hidden = redacted(f"the server says: {text}.")
+    assert "***" in hidden and hidden.startswith("the server says: ")
+    assert not [
+        part for part in ("can", "ary", "c29tZWJv", base64.b64encode(b"ann:hunter2").decode()) if part in hidden
+    ]
+
+
+def test_addresses_without_a_password_are_shown_whole(clean_shell: None) -> None:
+    for text in (
+        *("http://127.0.0.1:9000/bucket/a@b", f"hf://datasets/a/b@{'0' * 40}", "authorization required"),
+        *("ghcr.io/ann/skytrain@sha256:0", "run:a@12", "file:///mnt/ann@work/store", "s3://bucket/runs@home"),
+    ):
+        assert redacted(text) == text
+
+
+@pytest.mark.parametrize("uri", ["http://ann:canary@host/b", "s3://ann:canary@bucket/p", "s3://ann:can/ary@bucket"])
+@pytest.mark.parametrize(
+    "command", ["status --store ", "init --store ", "doctor --json --store ", "plan smoke --set tokens.source="]
+)
+def test_a_password_in_a_uri_is_refused_and_not_repeated(uri: str, command: str, tmp_path: Path) -> None:
+    done = skytrain(tmp_path, clean_environment(HOME=str(tmp_path)), *f"{command}{uri}/x.jsonl".split())
+    shown = done.stdout + done.stderr
+    assert done.returncode == 2 and "a user" in shown or "***@" in shown
+    assert not [part for part in ("canary", "ary@") if part in shown]
+    assert not (tmp_path / "skytrain.yaml").exists()

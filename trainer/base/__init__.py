@@ -1,0 +1,1 @@
+"""What all rooms of the trainer stand on: records, the store, processes and ranks."""

@@ -1,0 +1,15 @@
+"""Where this code runs from, a clone or an installed package, and so how a user installs what is missing."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def clone() -> Path | None:
+    """The clone that this code runs from; None if it was installed from a wheel."""
+    return ROOT if (ROOT / "pyproject.toml").is_file() else None
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra of this package."""
+    return f"make install, or pip install -e '.[{extra}]'" if clone() else f"pip install 'skytrain[{extra}]'"

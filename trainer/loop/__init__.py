@@ -1,0 +1,1 @@
+"""The training loop of a rank, and its watchdog."""
