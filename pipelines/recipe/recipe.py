@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from pipelines.recipe.tokens_config import VOCAB_SIZES, TokensConfig
 from trainer.base.strict_yaml import NotPlain, load_yaml, read_yaml
@@ -33,10 +33,6 @@ CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")  # ChatML's, which tuning adds to t
 METHODS = ("sft", "dpo", "reward", "grpo", "rloo")  # of a step of tuning
 REWARDED = ("grpo", "rloo")
 REWARD = "reward"  # the method whose result gives rewards, and answers nothing
-REMOVED_FORMATS = {
-    "nanogpt": "hf has the same weights, and nanoGPT's GPT.from_pretrained shows how to read them",
-    "onnx": "run `optimum-cli export onnx` on the files of hf",
-}
 SHIPPED = (
     *("smoke", "laptop", "smoke-chat", "smoke-modern", "gpt2-124m", "gpt2-124m-chat", "llama-124m", "modern-124m"),
     *("gpt3-125m", "gpt2-350m", "gpt2-774m", "llama-1b", "modern-d24", "gpt2-1558m", "llama-8b"),
@@ -99,14 +95,6 @@ class ExportConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", description="Number format of hf's weights"
     )
-
-    @field_validator("formats", mode="before")
-    @classmethod
-    def _known(cls, formats: Any) -> Any:
-        for name, instead in REMOVED_FORMATS.items():
-            if isinstance(formats, list) and name in formats:
-                raise ValueError(f"{name} was removed in version 0.2: {instead}")
-        return formats
 
     @property
     def other_formats(self) -> list[str]:

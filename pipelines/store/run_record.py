@@ -9,11 +9,10 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from pipelines.recipe.recipe import REMOVED_FORMATS, Recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.store.manifest import FOLDERS, ArtifactPlan
 from pipelines.store.store_id import StoreIdText, settled_store_id
 from trainer.base.record import (
@@ -23,13 +22,10 @@ from trainer.base.record import (
     StoredRecord,
     UnixSeconds,
     decoded_at,
-    reading,
     record_in,
 )
 from trainer.base.store import Store, side_by_side
-from trainer.config.config import ADAMW_FIELDS, MUON_FIELDS
 from trainer.config.errors import UserError, shown
-from trainer.config.model_config import REMOVED_FIELDS
 
 MOST_NAMES = 20  # in a message
 
@@ -44,9 +40,9 @@ class RunRecord(StoredRecord):
     prefixes: dict[str, Key]  # by stage, up to `until`
     updated: UnixSeconds
     # Artifacts before the evaluation or export changed: the run still pays for them.
-    earlier: dict[str, list[Key]] = field(default_factory=dict)
-    experiment: str = "skytrain"  # in MLflow
-    store_id: StoreIdText = ""  # unknown in records before 0.2
+    earlier: dict[str, list[Key]]
+    experiment: str  # in MLflow
+    store_id: StoreIdText
 
     def all_prefixes(self, stage: str) -> list[str]:
         """Every artifact of a stage that the run ever worked on, the present one last."""
@@ -67,20 +63,8 @@ class RunRecord(StoredRecord):
 
     @classmethod
     def from_json(cls, body: bytes, where: str = "a run's record") -> Self:
-        """Leaves out fields and formats of the recipe that this version has no more, and fields of the other
-        optimizer: earlier versions had other defaults. DamagedRecord, or NewerRecord."""
+        """DamagedRecord, or NewerRecord."""
         found = record_in(cls, body, where)
-        for section, _, name in (path.partition(".") for path in REMOVED_FIELDS):
-            values = found.recipe.get(section)
-            # Weights of other windows would load, and give other texts: reading the recipe refuses them.
-            if isinstance(values, dict) and not (name == "window_pattern" and values.get(name) not in (None, "SSSL")):
-                values.pop(name, None)
-        with reading(where), suppress(KeyError):
-            train = found.recipe["train"]
-            for name in ADAMW_FIELDS if train.get("optimizer") == "muon" else MUON_FIELDS:
-                train.pop(name, None)
-            export = found.recipe["export"]
-            export["formats"] = [name for name in export.get("formats", ()) if name not in REMOVED_FORMATS]
         folders = {stage: FOLDERS.get(stage.partition(".")[0]) for stage in {*found.stages, found.until}}
         if unknown := sorted(stage for stage, folder in folders.items() if folder is None):
             raise NewerRecord(f"{where}: written by a newer skytrain (stage {shown(unknown[0])}); upgrade skytrain")

@@ -43,7 +43,6 @@ from pipelines.user.verbs.report import report
 from pipelines.user.verbs.status import status
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
-from trainer.config.model_config import REMOVED_FIELDS
 
 
 def test_a_run_with_all_its_artifacts_is_done_and_carries_their_facts(store: LocalStore) -> None:
@@ -214,19 +213,18 @@ def test_a_run_is_found_by_the_beginning_of_its_name(store: LocalStore) -> None:
         full_names(store, ["llama"])
 
 
-def test_a_run_recorded_with_fields_of_recipes_that_were_removed_is_planned_and_read(store: LocalStore) -> None:
+def test_a_run_is_planned_as_it_is_on_record_or_refused_in_a_line(store: LocalStore) -> None:
     made = recorded(store)
-    values = json.loads(made.to_json())
-    for section, _, name in (path.partition(".") for path in REMOVED_FIELDS):
-        values["recipe"][section][name] = None
-    store.put(f"runs/{RUN}.json", json.dumps(values).encode())
-    assert read_run(store, RUN).recipe == Run(store, made).recipe
     loaded, plans = planned(f"run:{RUN}", [], store)
     assert loaded == RECIPE and {name: plan.prefix for name, plan in plans.items()} == made.prefixes
-    values["recipe"]["model"]["window_pattern"] = "SL"  # its weights would load, and give other texts
-    store.put(f"runs/{RUN}.json", json.dumps(values).encode())
-    with pytest.raises(UserError, match="model.window_pattern: was removed in version 0.2"):
-        _ = read_run(store, RUN).recipe
+    other = replace(made, prefixes=made.prefixes | {"train": "train/smoke-00000000"})
+    store.put(f"runs/{RUN}.json", other.to_json())
+    with pytest.raises(UserError, match="and train/smoke-00000000 is on record; another version of skytrain recorded"):
+        planned(f"run:{RUN}", [], store)
+    recipe = made.recipe | {"train": made.recipe["train"] | {"max_rollbacks": 3}}  # a field of version 0.1
+    store.put(f"runs/{RUN}.json", replace(made, recipe=recipe).to_json())
+    with pytest.raises(UserError, match=r"^[^\n]*train.max_rollbacks: unknown field; [^\n]*$"):
+        planned(f"run:{RUN}", [], store)
 
 
 def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: LocalStore) -> None:

@@ -242,7 +242,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"family": "modern", "n_head": 12}, "model: n_head 12 gives heads of the odd width 3, and rotary positions"),
     ({"family": "modern", "n_head": 5}, "model: n_embd 36 is not divisible by n_head 5; 35 would be"),
     ({"family": "modern", "window": 41}, "model: window 41 is longer than block_size 40; use at most that"),
-    ({"family": "modern", "window_pattern": "SL"}, "model.window_pattern: was removed in version 0.2: of four"),
     ({"family": "llama", "rope_base": "x"}, "model.rope_base: must be a valid number (got 'x')"),
 ]
 

@@ -252,7 +252,7 @@ class TrainConfig(Section):
 
 # Fields that came later. A training that leaves them out keeps the fingerprint that it had before.
 ADDED_FIELDS = ("stop_at", "init_from", "branch_from")
-# Fields that are gone, with the values that fingerprints of trainings without them had.
+# In every fingerprint, though no recipe has these fields any more: existing trainings keep theirs.
 FORMER_FIELDS = {"rollback_above_nats": None, "max_rollbacks": 3}
 FORMER_MUON_FIELDS = {"head_learning_rate": None, "muon_momentum": 0.97}
 # Fields without a meaning for AdamW alone, whose trainings keep their fingerprints, too.
@@ -277,7 +277,7 @@ def identity_of(train: TrainConfig) -> dict[str, Any]:
         if (value := values.pop(name)) is not None:
             values[name] = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
     if train.batch_ramp_from:
-        values["schedule_of"] = "tokens"  # in version 0.1 the schedules of a growing batch followed the steps
+        values["schedule_of"] = "tokens"  # what the schedules of a growing batch follow
     return values
 
 

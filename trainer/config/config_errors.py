@@ -9,7 +9,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer.config.errors import UserError, shown
-from trainer.config.model_config import REMOVED_FIELDS
 
 # pydantic's words, and ours.
 WORDS = {"Input should be ": "must be ", "greater than or equal to ": "at least ", "less than or equal to ": "at most "}
@@ -48,8 +47,6 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     path, sections = _place(model, [str(p) for p in error["loc"]])
     known = [name for section in sections for name in section.model_fields]
     if error["type"] == "extra_forbidden":
-        if removed := REMOVED_FIELDS.get(".".join(path)):
-            return ".".join(path), f"was {removed}"
         return ".".join(path), f"unknown field; {_nearest_field(path[-1], known, model)}"
     if error["type"] == "missing":
         return ".".join(path), "missing; a value is required"

@@ -8,25 +8,6 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# Fields that recipes once had, each with the version that removed it and what to do instead.
-REMOVED_FIELDS = {
-    "model.window_pattern": "removed in version 0.2: of four layers three are short, as in nanochat",
-    "tokens.parts": "removed in version 0.2: a node tokenizes on all its cores; for several nodes, deal the files to "
-    "several recipes and mix them by tokens.sources",
-    "tokens.val_fraction": "removed in version 0.2: set tokens.val_tokens",
-    "evaluate.baselines": "removed in version 0.2: measure other models with `lm_eval --model hf --model_args "
-    "pretrained=ORG/NAME`",
-    "train.follow_tokens": "removed in version 0.2: run `skytrain run RECIPE --stage tokenize` first",
-    "train.rollback_above_nats": "removed in version 0.2: set train.skip_grad_norm_zscore, or train.branch_from an "
-    "earlier commit",
-    "train.max_rollbacks": "removed in version 0.2, with train.rollback_above_nats",
-    "train.head_learning_rate": "removed in version 0.2: it is train.learning_rate",
-    "train.muon_momentum": "removed in version 0.2: it is nanochat's 0.97",
-    "train.muon_beta2": "removed in version 0.2: Muon always evens rows or columns, with 0.9",
-    "train.muon_weight_decay_schedule": "removed in version 0.2: it is nanochat's cosine",
-    "runtime.data_parallel": "removed in version 0.2: the fused engine always uses ZeRO-1",
-}
-
 
 class Section(BaseModel):
     """A strict, frozen part of a configuration. Unknown fields and wrong types are errors."""
@@ -142,7 +123,7 @@ class ModelConfig(Section, ABC):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the family's code decides of the weights and earlier versions decided otherwise, for fingerprints."""
+        """What the family's code decides of the weights, for fingerprints."""
         return {}
 
     @property

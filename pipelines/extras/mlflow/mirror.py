@@ -252,8 +252,7 @@ def results(run: Run) -> list[Point]:
 def _found_or_created(client: MlflowClient, run: Run, uri: str) -> str:
     """The id of the MLflow run, the oldest one of several. Another store may have a run of this name."""
     experiment = _experiment_id(client, run.record.experiment, uri)
-    store = (STORE_ID, run.record.store_id) if run.record.store_id else (STORE, run.store.uri)
-    known = {"skytrain.run": run.name, store[0]: store[1]}
+    known = {"skytrain.run": run.name, STORE_ID: run.record.store_id}
     query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in known.items())
     began = min((one.beat.started for one in run.heartbeats), default=run.record.updated)
 

@@ -58,7 +58,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
         if files := [task for task in recipe.evaluate.lm_eval if re.search(r"[,/\\\[]|\.yaml$", task)]:
             raise UserError(
                 f"evaluate.lm_eval: {shown(files[0])}: name tasks of lm-eval, without commas, slashes and brackets; "
-                "tasks of .yaml files were removed in version 0.2: run lm-eval on the export"
+                "for tasks of .yaml files, run lm-eval on the export"
             )
         identity["lm_eval"] = sorted({*recipe.evaluate.lm_eval})
     return ArtifactPlan("evaluate", plans[model].label, identity)

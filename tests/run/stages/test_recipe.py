@@ -144,11 +144,6 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
             "export.formats=[hf, ggfu]",
             "my.yaml: export.formats: must be 'hf', 'gguf' or 'llmc' (got 'ggfu'); did you mean 'gguf'?",
         ),
-        ("export.formats=[hf, onnx]", "my.yaml: export.formats: onnx was removed in version 0.2: "),
-        (
-            "tokens.parts=8",
-            "my.yaml: tokens.parts: was removed in version 0.2: a node tokenizes on all its cores; for several nodes,",
-        ),
         # Impossible together
         (
             "train.batch_tokens=1000",
