@@ -177,8 +177,8 @@ def settled_phases(beat: Heartbeat) -> dict[str, float]:
 def steps_of(beats: list[Heartbeat]) -> list[tuple[int, int, int]]:
     """Steps done, kept and redone by each attempt on one artifact; `beats` in order.
 
-    Kept: steps that no later attempt rolled back; an attempt may also roll back its own. An attempt reached at least
-    the step from which the next one resumed, even if its last heartbeat has fewer.
+    Kept: steps that no later attempt rolled back. An attempt reached at least the step from which the next one resumed,
+    even if its last heartbeat has fewer.
     """
     rows: list[tuple[int, int, int]] = []
     later: int | None = None
@@ -187,7 +187,7 @@ def steps_of(beats: list[Heartbeat]) -> list[tuple[int, int, int]]:
         if progress.resumed_from is None or progress.step is None:
             rows.append((0, 0, 0))
             continue
-        low = progress.resumed_from if progress.lowest_step is None else progress.lowest_step
+        low = progress.resumed_from
         kept = max(0, (progress.step if later is None else later) - low)
         done = max(kept, progress.step - low if progress.steps_done is None else progress.steps_done)
         rows.append((done, kept, progress.steps_redone or 0))

@@ -159,7 +159,7 @@ class TokensFacts(StoredRecord):
     train_tokens: Count = 0
     val_tokens: Count = 0
     shards: dict[Key, Count] = field(default_factory=dict)  # tokens by name
-    max_ids: dict[Key, Count] = field(default_factory=dict)  # the largest id by name; older records have none
+    max_ids: dict[Key, Count] = field(default_factory=dict)  # the largest id by name
     rows: dict[Key, Count] = field(default_factory=dict)  # of packed shards, by name
     eot: Count | None = None  # begins their documents
     cropped_tokens: Count = 0  # of the training split, in no row

@@ -57,7 +57,6 @@ class Progress(StoredRecord):
     step: int | None = None  # updates done
     time: float | None = None  # unix seconds of the last row
     resumed_from: int | None = None  # step
-    lowest_step: int | None = None  # to which an attempt of version 0.1 went back
     highest_step: int | None = None  # of this and all earlier attempts
     steps_done: int | None = None  # by this attempt
     steps_redone: int | None = None  # of them, those that an earlier attempt had done

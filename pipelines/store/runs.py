@@ -76,7 +76,7 @@ class StoredSummary(Summary):
     """The summary of a run in the store: since it ended, or while `process` worked on it."""
 
     process: ProcessId = ProcessId()
-    outlook: Outlook | None = None  # unknown before version 0.2, and of runs that are done
+    outlook: Outlook | None = None  # None: the run is done
 
 
 @dataclass(frozen=True)

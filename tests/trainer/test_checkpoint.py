@@ -283,7 +283,7 @@ def test_a_header_with_a_shape_of_many_huge_numbers_is_damage_at_once() -> None:
     body = json.dumps(header | {"__metadata__": {SHARDING: json.dumps(sharding)}}).encode()
     buffer = memoryview(struct.pack("<Q", len(body)) + body + b"four")
     with pytest.raises(DamagedPieces, match="model.a is at no place"):
-        contents_of(FileReceipt("rank-00000-of-00001.safetensors", len(buffer), "0" * 64), buffer)
+        contents_of(FileReceipt.of("rank-00000-of-00001.safetensors", len(buffer), ["0" * 64]), buffer)
 
 
 # --- concurrent attempts

@@ -58,20 +58,17 @@ class TrainState(StoredRecord):
     memory_settings: str = ""
     threads: int = 0  # of a rank's sums on the CPU, which add in another order with another number; 0: on GPUs
     health: Health = field(default_factory=Health)
-    # Of version 0.1, which returned to an earlier step when the loss rose: (that step, steps of data skipped there).
-    rollbacks: tuple[tuple[int, int], ...] = ()
     text_from: int = 0  # the step at which a branch began to read another text than its parent, from the start
 
     @property
     def data_step(self) -> int:
-        """The position in the data order that the next update reads: each rollback shifts all steps after it."""
-        shift = sum(skipped for returned_to, skipped in self.rollbacks if self.step >= returned_to)
-        return self.step + shift - self.text_from
+        """The position in the data order that the next update reads."""
+        return self.step - self.text_from
 
     def on_another_text(self) -> "TrainState":
         """This state at the start of another text: its losses and validations say nothing about that one."""
         health = Health(skipped=self.health.skipped)
-        return replace(self, text_from=self.step, rollbacks=(), health=health, val_step=-1, val_loss=None)
+        return replace(self, text_from=self.step, health=health, val_step=-1, val_loss=None)
 
     def val_is_due(self, config: TrainConfig) -> bool:
         """Whether to validate now: at the start, every `val_every` steps and at the end; once each, also after a
@@ -128,11 +125,10 @@ class FileReceipt(StoredRecord):
 
     name: Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
     size: Size
-    sha256: Sha256  # of the hashes of its chunks, one after the other; in older commits of the file
-    # Of its chunks of equal length, so that several threads verify a file, and a range of it alone. Earlier versions
-    # wrote none.
-    chunk_bytes: Annotated[int, Field(ge=0, le=MOST_CHUNK_BYTES)] = 0
-    chunks: tuple[Sha256, ...] = ()
+    sha256: Sha256  # of the hashes of its chunks, one after the other
+    # Of its chunks of equal length, so that several threads verify a file, and a range of it alone.
+    chunk_bytes: Annotated[int, Field(ge=1, le=MOST_CHUNK_BYTES)]
+    chunks: tuple[Sha256, ...]
 
     @classmethod
     def of(cls, name: str, size: int, chunks: Sequence[str]) -> "FileReceipt":

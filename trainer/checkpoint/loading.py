@@ -180,7 +180,7 @@ class Source:
 def chunks_of(receipt: FileReceipt, file: int) -> list[Chunk]:
     """The chunks of a file, all but the last one of equal length. DamagedPieces if their hashes are of another file."""
     length = receipt.chunk_bytes
-    starts = range(0, receipt.size, length) if length else range(0)
+    starts = range(0, receipt.size, length)
     if len(starts) != len(receipt.chunks):
         raise DamagedPieces(f"{receipt.name}: COMMIT.json has {len(receipt.chunks)} hashes for {len(starts)} chunks")
     return [Chunk(file, number, at, min(at + length, receipt.size)) for number, at in enumerate(starts)]

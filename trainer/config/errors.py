@@ -64,7 +64,7 @@ class StaleAttempt(Exception):
 
 
 class Diverged(FloatingPointError):
-    """The run cannot continue as configured. The message gives the evidence, the rollbacks so far and remedies."""
+    """The run cannot continue as configured. The message gives the evidence and remedies."""
 
 
 class StoreUnavailable(OSError):

@@ -161,7 +161,7 @@ def facts_of(shards: list[SplitShard], documents: int) -> dict[str, Any]:
         "val_tokens": sum(n for name, n in tokens.items() if name.startswith("val")),
         "documents": documents,
         "shards": tokens,
-        "max_ids": {shard.file.name: shard.max_id for shard in shards if shard.max_id is not None},
+        "max_ids": {shard.file.name: shard.max_id for shard in shards},
     }
 
 

@@ -22,7 +22,7 @@ class ShardReceipt(StoredRecord):
     tokens: Count
     document: Count  # the next token is number `offset` of this document
     offset: Count
-    max_id: Count | None = None  # the largest token; None in the receipts of older versions
+    max_id: Count  # the largest token
     rows: Count | None = None  # that the shard fills, if it is packed
 
     def to_json(self) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class SplitShard:
 
     file: File
     tokens: int
-    max_id: int | None = None  # the largest token; None if nobody has looked
+    max_id: int  # the largest token
     rows: int | None = None  # that it fills, if it is packed
 
 

@@ -70,6 +70,6 @@ def test_a_shard_beyond_the_memory_of_the_machine_is_refused(work: Callable[[str
 def test_a_text_without_a_training_sequence_is_refused() -> None:
     recipe = load_recipe("smoke", SMALL)
     config = recipe.tokens.model_copy(update={"shard_tokens": 1500, "val_shards": 2})
-    shards = [SplitShard(File(f"{name}.bin", "", 0, ""), n) for name, n in (("val_000000", 1500), ("val_000001", 9))]
+    shards = [SplitShard(File(f"{name}.bin", "", 0, ""), n, 0) for name, n in (("val_000000", 1500), ("val_000001", 9))]
     with pytest.raises(UserError, match="no training shard holds a sequence"):
         check_splits(recipe.model_copy(update={"tokens": config}), shards)
