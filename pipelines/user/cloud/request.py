@@ -9,7 +9,7 @@ from typing import Self
 
 from pipelines.store.secrets import SECRET_TEXT, SECRETS, has_own_keys, is_secret_name
 from pipelines.store.store_id import StoreIdText
-from trainer.base.record import Count, DamagedRecord, Key, StoredRecord, UnixSeconds, decoded, decoded_at, typed
+from trainer.base.record import Count, DamagedRecord, Key, StoredRecord, UnixSeconds, decoded_at, record_in
 from trainer.base.store import Store
 from trainer.config.errors import UserError
 
@@ -32,7 +32,7 @@ class LaunchRequest(StoredRecord):
     budget: float | None = None  # dollars of the whole run
     deadline: UnixSeconds | None = None
     variables: dict[str, str] = field(default_factory=dict)  # none of them secret
-    store_id: StoreIdText = ""  # jobs before version 0.2 had none
+    store_id: StoreIdText = ""  # known once the launch is planned
 
     @property
     def job_name(self) -> str:
@@ -54,18 +54,15 @@ class LaunchRecord(StoredRecord):
     jobs: list[Count]  # SkyPilot's ids of managed jobs
     secrets: list[str]  # their names
     time: UnixSeconds
-    server: str = ""  # SkyPilot's API server that has the jobs; unknown in records of version 0.1
+    server: str  # SkyPilot's API server that has the jobs
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
     def from_json(cls, body: bytes, where: str = "a launch") -> Self:
-        """Version 0.1 called the request `wish`. DamagedRecord, or NewerRecord."""
-        values = decoded(body, where)
-        if isinstance(values, dict) and "wish" in values:
-            values["request"] = values.pop("wish")
-        return typed(cls, values, where)
+        """DamagedRecord, or NewerRecord."""
+        return record_in(cls, body, where)
 
 
 def last_launch(store: Store, run: str) -> LaunchRecord | None:

@@ -142,11 +142,8 @@ def server_name() -> str:
 
 
 def is_this_server(recorded: str) -> bool:
-    """Whether a launch went to the API server of this shell, by the name in its record. Records before version 0.2 have
-    a hash of user and host, or nothing."""
-    from sky.utils import common_utils
-
-    return not recorded or recorded in (f"local-{common_utils.get_user_hash()}", server_name())
+    """Whether a launch went to the API server of this shell, by the name in its record."""
+    return recorded == server_name()
 
 
 def enabled_clouds(seconds: float = ASK_SECONDS) -> list[str]:

@@ -94,7 +94,6 @@ def test_a_launch_is_refused_until_the_one_before_it_is_over(store: LocalStore, 
             launched(store)
         attempt.update(process=replace(attempt.latest.process, started="0"))  # it died, and its pid is another's
     store.put(f"{claims_of(RUN)}/attempts/0004/heartbeat.json", replace(attempt.latest, state="running").to_json())
-    store.put(f"control/{RUN}/launches/0009.json", b'{"of": "version 0.1"}')
     assert launched(store) == [11]
     assert latest_number(store, claims_of(RUN)) == 5
 

@@ -84,7 +84,7 @@ def records(store: LocalStore) -> dict[str, bytes]:
     attempted(store, "train", 2, state="running", progress=Progress(step=200, metrics={"train/loss": 2.5}))
     committed(store, 200, attempt=2)
     segment(store, 2, 1, [row(1, 5.0), row(2, 4.0) | {"samples": ["a text"], "data/checksum": 12}])
-    write_launch(store, LaunchRecord(LaunchRequest(RUN, store.uri), ["train"], [3], [], 1.0))
+    write_launch(store, LaunchRecord(LaunchRequest(RUN, store.uri), ["train"], [3], [], 1.0, "here"))
     request_stop(store, RUN, "enough")
     unfinished = replace(record, prefixes=record.prefixes | {"export": "export/other-12345678"})
     store_summary(Run(store, unfinished), ELSEWHERE)
