@@ -119,11 +119,11 @@ def test_the_next_pull_removes_what_a_killed_one_left_and_refuses_to_work_beside
 ) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from trainer.base.store import LocalStore\n"
-        "from pipelines import pull\n"
+        "from pipelines.user.pull import pull_run\n"
         "class Killed(LocalStore):\n"
         "    def download(self, key, path):\n"
         "        Path(path).write_bytes(b'some'); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "list(pull.pull_run(Killed(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3]), None))"
+        "list(pull_run(Killed(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3]), None))"
     )
     out, here = tmp_path / "out", Path(__file__).parents[3]
     command = [sys.executable, "-c", code, str(store.root), run, str(out)]
