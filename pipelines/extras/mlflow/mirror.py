@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -23,6 +22,7 @@ from pipelines.store.account import cost_metrics
 from pipelines.store.ledger import process_exists
 from pipelines.store.runs import Run, read_run
 from pipelines.store.secrets import redacted
+from trainer.base.answers import answered_within
 from trainer.base.store import Store
 from trainer.checkpoint.commits import series as series_of
 from trainer.config.errors import UserError
@@ -178,8 +178,8 @@ def rebuild(store: Store, name: str, uri: str) -> None:
 
 
 class BoundedClient:
-    """MLflow's client of a server, for the main thread. A call ends after twice the silence that MLflow bears: its own
-    time-outs don't end an answer that drips."""
+    """MLflow's client of a server. A call ends after twice the silence that MLflow bears: its own time-outs don't end
+    an answer that drips."""
 
     def __init__(self, client: MlflowClient) -> None:
         from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
@@ -187,22 +187,11 @@ class BoundedClient:
         self._client = client
         self._seconds = 2.0 * MLFLOW_HTTP_REQUEST_TIMEOUT.get() * (1 + MLFLOW_HTTP_REQUEST_MAX_RETRIES.get())
 
-        signal.signal(signal.SIGALRM, give_up)
-
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._client, name)
-        return partial(self._within, value) if callable(value) else value
-
-    def _within(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        signal.setitimer(signal.ITIMER_REAL, self._seconds, 1.0)  # again and again: a library may try once more
-        try:
-            return call(*arguments, **options)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def give_up(*_: Any) -> None:
-    raise TimeoutError("the answer takes too long")
+        if not callable(value):
+            return value
+        return lambda *arguments, **options: answered_within(self._seconds, partial(value, *arguments, **options))
 
 
 def legal_name(name: str) -> str:
