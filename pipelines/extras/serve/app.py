@@ -14,7 +14,7 @@ import random
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Container, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -206,11 +206,11 @@ async def turn(lock: asyncio.Lock, wait_seconds: float) -> AsyncIterator[None]:
 
 def make_app(
     model: TextModel,
-    hosts: Container[str],
+    hosts: Iterable[str],
     wait_seconds: float = WAIT_SECONDS,
     seconds: float = GENERATION_SECONDS,
 ) -> ASGIApp:
-    """The application for one model. `hosts`: the Host headers that it answers to."""
+    """The application for one model. `hosts`: the names that it answers to, see `Guard`."""
     # The pages of FastAPI's own documentation load scripts from elsewhere.
     app = FastAPI(title="skytrain", docs_url=None, redoc_url=None, openapi_url=None)
     writer = Writer(model, wait_seconds, seconds)
@@ -422,24 +422,16 @@ async def page(name: str, _: Request) -> Response:
     return FileResponse(Path(__file__).with_name("page") / name)
 
 
-class Hosts(Container[str]):
-    """The Host headers that a server answers to: any address, and the names that its user gave, with any port. Only by
-    a name of its own can a foreign page lead a browser here as if to itself (DNS rebinding)."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        known = "|".join([ADDRESS, *map(re.escape, names)])
-        self.pattern = re.compile(f"({known})(:[0-9]+)?", re.IGNORECASE)
-
-    def __contains__(self, host: object) -> bool:
-        return self.pattern.fullmatch(str(host)) is not None
-
-
 class Guard:
-    """Answers short requests to this server's own name, from its own page or from none, with headers that keep both
-    apart."""
+    """Answers short requests to this server, from its own page or from none, with headers that keep both apart.
 
-    def __init__(self, app: ASGIApp, hosts: Container[str]) -> None:
-        self.app, self.hosts = app, hosts
+    A Host header names an address, or one of `hosts`, with any port. Only by a name of its own can a foreign page lead
+    a browser here as if to itself (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str]) -> None:
+        known = "|".join([ADDRESS, *map(re.escape, hosts)])
+        self.app, self.host = app, re.compile(f"({known})(:[0-9]+)?", re.IGNORECASE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -457,7 +449,7 @@ class Guard:
         """Why a request is refused."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
-        if host not in self.hosts:
+        if not self.host.fullmatch(host):
             return Refused(403, "this server answers on its own address only, or to a name given by --allow-host")
         if origin and origin != f"http://{host}":
             return Refused(403, "this server answers no page but its own")

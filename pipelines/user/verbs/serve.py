@@ -34,7 +34,7 @@ def serve(
     """
     import uvicorn
 
-    from pipelines.extras.serve.app import Hosts, ImpatientProtocol, make_app
+    from pipelines.extras.serve.app import ImpatientProtocol, make_app
     from pipelines.user.show.console import say
 
     for name in allow_host or []:
@@ -55,7 +55,7 @@ def serve(
         say(f"http://{shown}:{bound}/  ({model.run}, {model.decoder.precision}; Ctrl-C ends it)")
         say(f"OpenAI's clients: base_url http://{shown}:{bound}/v1, any api_key, model {model.run}")
         config = uvicorn.Config(
-            make_app(model, Hosts(["localhost", host, *(allow_host or [])])),
+            make_app(model, ["localhost", host, *(allow_host or [])]),
             http=ImpatientProtocol,
             log_level="warning",
             access_log=False,

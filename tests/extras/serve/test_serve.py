@@ -26,7 +26,7 @@ from in_process import clean_environment
 from tiny_models import model_of
 
 from pipelines.extras.serve import app as serve
-from pipelines.extras.serve.app import MAX_BYTES, MAX_TEXTS, Hosts, ImpatientProtocol, Refused, make_app, turn
+from pipelines.extras.serve.app import MAX_BYTES, MAX_TEXTS, ImpatientProtocol, Refused, make_app, turn
 from pipelines.run.sample import Fragment, GrowingText, TextModel
 from pipelines.run.text.chat import ChatTokens
 from pipelines.run.text.tokenizer import tokenizer, tokenizer_files
@@ -63,7 +63,7 @@ class Endpoint:
         self.socket = listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
-        app = make_app(self.model, Hosts(["localhost", "gpu-box"]), **limits)
+        app = make_app(self.model, ["localhost", "gpu-box"], **limits)
         bounds: dict[str, Any] = {
             "http": ImpatientProtocol,
             "limit_concurrency": CONNECTIONS,
