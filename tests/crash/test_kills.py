@@ -66,7 +66,7 @@ def launcher_and_ranks(project: Project) -> tuple[psutil.Process, list[psutil.Pr
 GPUS = """
 import sys
 if "pipelines.run.nodes.launcher" in sys.orig_argv:
-    from pipelines.nodes import address
+    from pipelines.run.nodes import address
     address.nvidia_gpus = lambda: 3
 """
 

@@ -120,9 +120,9 @@ def test_a_store_that_fails_for_a_while_stops_neither_heartbeat_nor_work(
 CHILD = """
 import sys, time
 from pathlib import Path
-from pipelines.tracking import ledger
-from pipelines.tracking.account import StoredHeartbeat, account
-from trainer.store import LocalStore
+from pipelines.store import ledger
+from pipelines.store.account import StoredHeartbeat, account
+from trainer.base.store import LocalStore
 ledger.HEARTBEAT_SECONDS = 0.05
 store, billing = LocalStore(Path(sys.argv[1])), ledger.Billing(3600.0)
 with ledger.claim(store, sys.argv[2], "tiny-1a2b3c4d", "train", 1, billing) as attempt:

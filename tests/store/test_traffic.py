@@ -15,7 +15,7 @@ from trainer.base.store import PART_BYTES
 
 KILLED = """
 import os, signal
-from pipelines.artifacts.traffic import Traffic, count
+from pipelines.store.traffic import Traffic, count
 count(Traffic(sent=7)); count(Traffic(sent=5, received=3))
 if not os.fork():
     count(Traffic(sent=100))
@@ -25,7 +25,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 AT_ONCE = """
 import os, threading
-from pipelines.artifacts.traffic import Traffic, count
+from pipelines.store.traffic import Traffic, count
 for fork in range(20):
     threads = [threading.Thread(target=lambda: [count(Traffic(1, 2, 3, 4)) for _ in range(50)]) for _ in range(4)]
     for thread in threads:

@@ -118,10 +118,10 @@ def test_the_watchdog_reports_once_when_nothing_moves_and_names_the_phase() -> N
 def test_a_rank_whose_peers_never_come_leaves_resumable_and_names_the_phase() -> None:
     alone = """
 import trainer.loop.watchdog
-from trainer.config import RuntimeConfig
-from trainer.metrics import PhaseClock
+from trainer.config.config import RuntimeConfig
+from trainer.base.metrics import PhaseClock
 with trainer.loop.watchdog.Watchdog(RuntimeConfig(), PhaseClock("imports"), poll_seconds=0.1) as watch:
-    from trainer.parallel import World
+    from trainer.base.parallel import World
     trainer.loop.watchdog.START_MINUTES = 0.5 / 60
     watch.enter("rendezvous")
     World.start(RuntimeConfig(device="cpu"))

@@ -35,7 +35,7 @@ def test_an_impossible_time_of_the_boot_is_a_mistake_of_the_environment(
 def test_a_rank_that_hangs_ends_soon_after_a_peer_has_crashed_unless_all_leave(leaves: bool) -> None:
     waiting = f"""
 import os, threading, time
-from trainer.parallel import leave_with_peers
+from trainer.base.parallel import leave_with_peers
 closing = threading.Event()
 threading.Thread(target=leave_with_peers, args=([os.getppid()], closing, "rank 1"), daemon=True).start()
 print("watching", flush=True)

@@ -25,11 +25,11 @@ MODEL = "openai-community/gpt2"
 CODE = """
 import json, os, sys
 from stage_work import SMALL
-from pipelines.recipe import load_recipe
-from pipelines.tokens_config import TokenizerFile
-from pipelines.text.tokenizer import own_tokenizer, tokenizer_file_bytes
-from pipelines.weight_sources import Hub, fetched_from_hub, hub_weights, tokenizer_beside
-from trainer.errors import UserError
+from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.tokens_config import TokenizerFile
+from pipelines.run.text.tokenizer import own_tokenizer, tokenizer_file_bytes
+from pipelines.run.weight_sources import Hub, fetched_from_hub, hub_weights, tokenizer_beside
+from trainer.config.errors import UserError
 def answer(what, named, *changes):
     source = Hub(*named.split("@"))
     try:

@@ -62,8 +62,8 @@ def recipe_with(file: Path, digest: str, text: Path, vocab_size: int = IDS) -> R
 def test_the_same_text_gives_the_same_tokenizer_in_another_process(trained: bytes, text: Path) -> None:
     code = f"""
 import sys
-from pipelines.tokens_config import TokensConfig
-from pipelines.text.bpe import text_sample, train_bpe
+from pipelines.recipe.tokens_config import TokensConfig
+from pipelines.run.text.bpe import text_sample, train_bpe
 sys.stdout.buffer.write(train_bpe(text_sample(TokensConfig(source={f"{text}/*.txt"!r}), 10**6), {IDS}))
 """
     again = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, check=True)

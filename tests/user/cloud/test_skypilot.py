@@ -47,14 +47,14 @@ from types import SimpleNamespace
 from unittest import mock
 from typer.testing import CliRunner
 from pipelines import cli
-from pipelines.cloud import catalog, planner, skypilot
-from pipelines.cloud.request import LaunchRequest
-from pipelines.cloud.tasks import managed_job
-from pipelines.recipe import load_recipe
-from pipelines.show.cloud_plan import print_launch_report
-from pipelines.stage import plans_of
-from trainer.errors import UserError
-from trainer.store import LocalStore
+from pipelines.user.cloud import catalog, planner, skypilot
+from pipelines.user.cloud.request import LaunchRequest
+from pipelines.user.cloud.tasks import managed_job
+from pipelines.recipe.recipe import load_recipe
+from pipelines.user.show.cloud_plan import print_launch_report
+from pipelines.run.stage import plans_of
+from trainer.config.errors import UserError
+from trainer.base.store import LocalStore
 from sky import ClusterStatus, Resources, check, core as sky_core, execution, global_user_state, optimizer
 from sky.backends import CloudVmRayResourceHandle
 from sky.catalog import aws_catalog

@@ -89,7 +89,7 @@ def test_a_run_goes_on_when_nobody_reads_its_messages_any_longer() -> None:
     code = """
 import sys
 from pipelines.cli import quiet_if_unread
-from pipelines.show.console import TerminalScreen
+from pipelines.user.show.console import TerminalScreen
 screen = TerminalScreen()
 with quiet_if_unread():
     sys.stdin.read()

@@ -27,7 +27,7 @@ HEAVY = (
 AT_THE_FIRST_HEARTBEAT = f"""
 import os, sys
 from pipelines import cli
-from pipelines.tracking.ledger import Attempt
+from pipelines.store.ledger import Attempt
 def report(attempt):
     print(attempt.number, *(name for name in {HEAVY} if name in sys.modules), flush=True)
     os._exit(0)
