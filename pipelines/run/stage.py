@@ -32,6 +32,7 @@ from pipelines.store.manifest import (
     upload,
 )
 from pipelines.store.records import Heartbeat
+from pipelines.store.run_record import RUN
 from pipelines.store.runs import read_run
 from trainer.base.metrics import PhaseClock
 from trainer.base.process import StopSignal
@@ -40,7 +41,6 @@ from trainer.config.errors import UserError, cut
 
 TUNE = "tune"
 STAGES = tuple(name for name in FOLDERS if name != TUNE)  # of every run; tune.NAME and an evaluate.NAME follow
-RUN = "run:"
 
 
 @dataclass

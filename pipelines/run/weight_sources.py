@@ -19,7 +19,7 @@ from pipelines.recipe.tokens_config import TokenizerFile
 from pipelines.run.text.hub import asked
 from pipelines.run.text.tokenizer import TOKENIZER_FILE, ids_in, tokenizer_file_bytes, tokenizer_files, tokenizer_of
 from pipelines.store.manifest import ArtifactPlan, File, fetch, read_manifest
-from pipelines.store.run_record import full_names
+from pipelines.store.run_record import RUN, full_names
 from pipelines.store.runs import Run, find_run
 from trainer.base.record import decoded_at
 from trainer.base.store import Store, sha256_of
@@ -35,7 +35,6 @@ from trainer.checkpoint.weights import (
 from trainer.config.errors import UserError
 from trainer.config.model_config import ModelConfig
 
-RUN = "run:"
 RUN_SOURCE = re.compile(
     r"run:(?P<run>[a-z0-9][a-z0-9._-]*)(?:@(?P<step>\d{1,12}))?(?:@sha256:(?P<sha256>[0-9a-f]{64}))?"
 )

@@ -330,10 +330,7 @@ def heartbeat_at(store: Store, key: str, number: int) -> Heartbeat | None:
             raise DamagedRecord(where, f"it is that of attempt {beat.attempt}")
         return beat
 
-    try:
-        return decoded_at(store, key, decode)
-    except DamagedRecord as error:
-        raise DamagedRecord(error.where, error.reason, "remove it") from error
+    return decoded_at(store, key, decode, remedy="remove it")
 
 
 def latest_number(store: Store, prefix: str) -> int:

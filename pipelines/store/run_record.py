@@ -28,6 +28,7 @@ from trainer.base.store import Store, side_by_side
 from trainer.config.errors import UserError, shown
 
 MOST_NAMES = 20  # in a message
+RUN = "run:"  # before the name of a run, in place of a recipe or of weights
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,7 @@ def read_record(store: Store, run: str) -> RunRecord | None:
             raise DamagedRecord(where, f"it is that of {shown(found.run)}")
         return found
 
-    try:
-        return decoded_at(store, key_of(run), decode)
-    except DamagedRecord as error:
-        raise DamagedRecord(error.where, error.reason, "run its recipe to write it again") from error
+    return decoded_at(store, key_of(run), decode, remedy="run its recipe to write it again")
 
 
 def key_of(run: str) -> str:

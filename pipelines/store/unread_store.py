@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
+from pipelines.store.run_record import RUN
 from pipelines.store.store_id import KEY as ID_KEY
 from trainer.base.answers import answered_within
 from trainer.base.store import LocalStore, Store
 from trainer.config.errors import UserError
 
-RUN = "run:"  # begins such a recipe
 ANSWER_SECONDS = 10.0
 
 

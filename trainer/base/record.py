@@ -64,7 +64,7 @@ Number = int | float
 
 
 @contextmanager
-def reading(where: str, remedy: str = "") -> Iterator[None]:
+def reading(where: str) -> Iterator[None]:
     """Any error of the block is damage of the record at `where`: nobody can list what a stranger's values raise. A
     UserError and an error of the store stay as they are."""
     try:
@@ -73,7 +73,7 @@ def reading(where: str, remedy: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise DamagedRecord(where, f"{kind}{error}", remedy) from error
+        raise DamagedRecord(where, f"{kind}{error}") from error
 
 
 def record_in(kind: type[T], body: bytes, where: str, version: int = FORMAT, most_bytes: int = SMALL_BYTES) -> T:
@@ -86,9 +86,11 @@ def record_at(kind: type[T], store: Store, key: str, polled: bool = False) -> T 
     return decoded_at(store, key, lambda body, where: record_in(kind, body, where), polled)
 
 
-def decoded_at(store: Store, key: str, decode: Callable[[bytes, str], T], polled: bool = False) -> T | None:
-    """The record in an object of the store, by `decode(body, where)`; None if there is none. DamagedRecord, or
-    NewerRecord.
+def decoded_at(
+    store: Store, key: str, decode: Callable[[bytes, str], T], polled: bool = False, remedy: str = ""
+) -> T | None:
+    """The record in an object of the store, by `decode(body, where)`; None if there is none. DamagedRecord with the
+    remedy, or NewerRecord.
 
     A record that looks damaged is read again on other connections, and so is one that is absent although the store
     lists it. `polled`: its absence is usual and harmless, so it costs no listing.
@@ -102,7 +104,10 @@ def decoded_at(store: Store, key: str, decode: Callable[[bytes, str], T], polled
             raise DamagedRecord(where, "the store lists it, and finds no such object")
         return None
 
-    return read_again(store, read, DamagedRecord, NewerRecord, NotAFile)
+    try:
+        return read_again(store, read, DamagedRecord, NewerRecord, NotAFile)
+    except DamagedRecord as error:
+        raise DamagedRecord(error.where, error.reason, remedy) from error
 
 
 def decoded(body: bytes, where: str, most_bytes: int = SMALL_BYTES) -> Any:

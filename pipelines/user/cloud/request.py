@@ -13,7 +13,6 @@ from trainer.base.record import Count, DamagedRecord, Key, StoredRecord, UnixSec
 from trainer.base.store import Store
 from trainer.config.errors import UserError
 
-REMEDY = "remove it, and launch the run with its options again"
 WORK_TREE = "none"  # as an image: no container; SkyPilot syncs the work tree
 
 
@@ -67,12 +66,14 @@ class LaunchRecord(StoredRecord):
 
 def last_launch(store: Store, run: str) -> LaunchRecord | None:
     """None if the run was never launched."""
-    launched = decoded_at(store, key_of(run), LaunchRecord.from_json)
-    if launched and (launched.request.run, launched.request.store) != (run, store.uri):
-        raise DamagedRecord(
-            f"{store.uri}/{key_of(run)}", f"it launches {launched.request.run} in {launched.request.store}", REMEDY
-        )
-    return launched
+
+    def decode(body: bytes, where: str) -> LaunchRecord:
+        launched = LaunchRecord.from_json(body, where)
+        if (launched.request.run, launched.request.store) != (run, store.uri):
+            raise DamagedRecord(where, f"it launches {launched.request.run} in {launched.request.store}")
+        return launched
+
+    return decoded_at(store, key_of(run), decode, remedy="remove it, and launch the run with its options again")
 
 
 def write_launch(store: Store, launched: LaunchRecord) -> None:

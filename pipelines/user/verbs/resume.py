@@ -32,8 +32,7 @@ def resume(
     before = last_launch(opened, record.run)
     if before is None:
         raise UserError(f"resume: {record.run} was never launched; skytrain run run:{record.run} continues it here")
-    request = replace(before.request, run=record.run, store=opened.uri)  # the record alone leads to no other store
-    request = request if budget is None else replace(request, budget=budget)
+    request = before.request if budget is None else replace(before.request, budget=budget)
     # A writer of the store may name secrets and an image: others than the usual ones go nowhere without a word here.
     if unnamed := sorted({*before.secrets} - {*SECRETS, *(secret or [])}):
         raise UserError(
