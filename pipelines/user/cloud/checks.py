@@ -10,18 +10,21 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from pipelines.extras.mlflow.settings import checked_uri
+from pipelines.store.s3_client import clients_from_environment
 from pipelines.store.s3_store import S3Store, open_store
 from pipelines.store.secrets import redacted
 from pipelines.store.store_id import OBEY
-from pipelines.user.cloud.bucket import ANSWER_SECONDS, keeps_old_versions
 from pipelines.user.cloud.skypilot import api_server_is_up, enabled_clouds, skypilot_version
 from trainer.base.answers import answered_within
 from trainer.base.install import how_to_install
 from trainer.base.store import Store
 from trainer.config.errors import StoreUnavailable, UserError
+
+ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,27 @@ def old_versions(store: Store) -> Iterator[Finding]:
         seen = "the bucket is versioned, and keeps every checkpoint that a run removes, for $0.023 a GB and month on S3"
         remedy = "end old versions after a day by a lifecycle rule (NoncurrentVersionExpiration), or suspend versioning"
         yield Finding("old versions", seen, "note", remedy)
+
+
+def keeps_old_versions(store: S3Store) -> bool:
+    """Whether the bucket is versioned, and no lifecycle rule ends old versions. False where nobody may ask."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    (client,) = clients_from_environment(store.uri, ANSWER_SECONDS, 1)
+    try:
+        if client.get_bucket_versioning(Bucket=store.bucket).get("Status") != "Enabled":
+            return False
+        rules = client.get_bucket_lifecycle_configuration(Bucket=store.bucket)["Rules"]
+    except (BotoCoreError, ClientError) as error:
+        return "NoSuchLifecycleConfiguration" in str(error)
+    return not any(ends_old_versions(rule, store.prefix) for rule in rules)
+
+
+def ends_old_versions(rule: dict[str, Any], prefix: str) -> bool:
+    """Whether a lifecycle rule ends old versions of all objects under a prefix."""
+    limits = rule.get("Filter") or {"Prefix": rule.get("Prefix", "")}
+    covers = "Prefix" in limits and prefix.startswith(limits["Prefix"])
+    return covers and rule["Status"] == "Enabled" and "NoncurrentVersionExpiration" in rule
 
 
 def mlflow_answers(uri: str, environment: Mapping[str, str]) -> Finding:
