@@ -250,15 +250,14 @@ def upload(
     attempt: int,
     path: Path,
     name: str | None = None,
-    sha256: str | None = None,
     check: Check | None = None,
 ) -> File:
-    """Store a local file as part of an artifact, in the folder of this attempt. `sha256` is that of the file, if its
-    writer knows it. An exception of `check` ends the work."""
+    """Store a local file as part of an artifact, in the folder of this attempt. An exception of `check` ends
+    the work."""
     name = name or path.name
     key, size = f"a{attempt:04d}/{name}", path.stat().st_size
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as beside:
-        digest = beside.submit(lambda: sha256 or sha256_of(path, check))
+        digest = beside.submit(sha256_of, path, check)
         store.upload(path, f"{prefix}/{key}", check)
     return File(name, key, size, digest.result())
 

@@ -91,9 +91,9 @@ class Measurements(Record):
     def value(self, name: str) -> float:
         return self.figures[name].value
 
-    def speed(self, size: str, name: str, gpus: str = "H200:1") -> Speed | None:
-        """The speed with this `Speed.name`; None if it was not measured."""
-        matches = (s for s in self.speeds if (s.size, s.name, s.gpus) == (size, name, gpus))
+    def speed(self, size: str, name: str) -> Speed | None:
+        """The speed with this `Speed.name` on one H200; None if it was not measured."""
+        matches = (s for s in self.speeds if (s.size, s.name, s.gpus) == (size, name, "H200:1"))
         return next(matches, None)
 
 

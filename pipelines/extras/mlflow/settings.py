@@ -37,21 +37,21 @@ def tracking_uri(default: str) -> str:
     return checked_uri(uri)
 
 
-def checked_uri(uri: str, where: str = "MLFLOW_TRACKING_URI") -> str:
+def checked_uri(uri: str) -> str:
     """The URI of a server or a database. UserError for another scheme, and for a password in the URL of a server, which
     people are shown."""
     try:
         parts = urlsplit(uri)
     except ValueError as error:
-        raise UserError(f"{where}: not a URL ({error})") from error
+        raise UserError(f"MLFLOW_TRACKING_URI: not a URL ({error})") from error
     if parts.scheme.partition("+")[0] not in SCHEMES:
         raise UserError(
-            f"{where}: {redacted(uri)}: not a server, and MLflow keeps no runs in folders any more; use "
+            f"MLFLOW_TRACKING_URI: {redacted(uri)}: not a server, and MLflow keeps no runs in folders any more; use "
             "http(s)://SERVER, or a database such as sqlite:///mlflow.db"
         )
     if parts.scheme in ("http", "https") and "@" in parts.netloc:
         account = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-        raise UserError(f"{where}: has a user or password in it; put them into {account}")
+        raise UserError(f"MLFLOW_TRACKING_URI: has a user or password in it; put them into {account}")
     return uri
 
 

@@ -123,10 +123,10 @@ def open_text_model(
     return model
 
 
-def parse_hours(text: str, option: str = "--deadline") -> float:
+def parse_hours(text: str) -> float:
     """36h, 2d, 90m, 1d12h as hours. UserError for other text."""
     parts = re.findall(r"(\d+(?:\.\d+)?)([dhm])", text)
     hours = sum(float(number) * {"d": 24, "h": 1, "m": 1 / 60}[unit] for number, unit in parts)
     if not hours or "".join(map("".join, parts)) != text.strip():
-        raise UserError(f"{option} {text}: not a duration; write 36h, 2d, 90m or 1d12h")
+        raise UserError(f"--deadline {text}: not a duration; write 36h, 2d, 90m or 1d12h")
     return hours
