@@ -381,6 +381,8 @@ def test_the_template_of_transformers_gives_our_ids_and_learns_the_same(tmp_path
 
 
 USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+WRONG, SYSTEM = ANSWER | {"content": "5"}, {"role": "system", "content": "short"}
+LONGER = [ANSWER, USER | {"content": "3+1"}]
 
 
 @pytest.mark.parametrize(
@@ -398,12 +400,21 @@ USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "conten
         ({"messages": [USER, ANSWER | {"weight": 0.0}]}, "no answer is learned: each has weight 0"),
         ({"messages": json.dumps([USER, ANSWER])}, "messages is a list of messages written as a JSON text"),
         ({"messages": "2+2"}, "messages must be a list of {role, content}"),
+        ({"chosen": [USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]}, "chosen and rejected differ before their last"),
+        ({"chosen": [USER, ANSWER], "rejected": [LONGER[1], WRONG]}, "chosen and rejected differ before their last"),
+        (
+            {"prompt": "1+1", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+            "the prompt is not among the messages",
+        ),
+        ({"chosen": [SYSTEM, ANSWER], "rejected": [SYSTEM, WRONG]}, "before the answers is of system, and must be of"),
+        ({"chosen": "4", "rejected": "5"}, "has no prompt, which dpo needs"),
+        ({"prompt": json.dumps([USER]), "chosen": "4", "rejected": "5"}, "prompt is a list of messages written as a"),
     ],
 )
 def test_a_wrong_row_is_named_before_anything_is_spent(tmp_path: Path, row: Any, wrong: str) -> None:
-    data = written(tmp_path, [{"messages": [USER, ANSWER]}, row])
+    data, pair = written(tmp_path, [{"messages": [USER, ANSWER]} | PAIRS[0], row]), "chosen" in row
     with pytest.raises(UserError, match=r"tune\.a: .*pairs\.jsonl: row 2: .*1 of 2 rows are wrong") as refused:
-        rows_of(step_of(data=data, held_out=2), ChatTokens(tokenizer("bytes")), 64)
+        rows_of(step_of(method="dpo" if pair else "sft", data=data, held_out=2), ChatTokens(tokenizer("bytes")), 64)
     assert wrong in str(refused.value)
     rows = Path(data).read_bytes()
     for damaged in (b"{]", '{"messages": "dé"}'.encode("latin-1")):
@@ -481,10 +492,6 @@ def test_an_answer_of_weight_0_is_not_learned() -> None:
     assert ids == same and sum(every) == 4 and some == [one and n > len(ids) // 2 for n, one in enumerate(every)]
 
 
-WRONG, SYSTEM = ANSWER | {"content": "5"}, {"role": "system", "content": "short"}
-LONGER = [ANSWER, USER | {"content": "3+1"}]
-
-
 @pytest.mark.parametrize(
     "row, prompt",
     [
@@ -505,29 +512,6 @@ def test_the_turns_that_a_pair_shares_are_its_prompt(tmp_path: Path, row: Any, p
     whole = {name: tokens.conversation([*prompt, last])[0] for name, last in (("chosen", ANSWER), ("rejected", WRONG))}
     assert made.train == [{f"{name}_ids": ids for name, ids in whole.items()}]
     assert made.tokens == len(whole["chosen"])
-
-
-@pytest.mark.parametrize(
-    "row, wrong",
-    [
-        ({"chosen": [USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]}, "chosen and rejected differ before their last"),
-        ({"chosen": [USER, ANSWER], "rejected": [LONGER[1], WRONG]}, "chosen and rejected differ before their last"),
-        (
-            {"prompt": "1+1", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
-            "the prompt is not among the messages",
-        ),
-        ({"chosen": [SYSTEM, ANSWER], "rejected": [SYSTEM, WRONG]}, "before the answers is of system, and must be of"),
-        ({"chosen": "4", "rejected": "5"}, "has no prompt, which dpo needs"),
-        (
-            {"prompt": json.dumps([USER]), "chosen": "4", "rejected": "5"},
-            "prompt is a list of messages written as a JSON",
-        ),
-    ],
-)
-def test_a_pair_with_two_contexts_is_refused(tmp_path: Path, row: Any, wrong: str) -> None:
-    with pytest.raises(UserError, match="row 1: ") as refused:
-        rows_of(step_of(method="dpo", data=written(tmp_path, [row])), ChatTokens(tokenizer("bytes")), 64)
-    assert wrong in str(refused.value)
 
 
 @pytest.mark.parametrize(
