@@ -15,16 +15,17 @@ from pydantic import Field
 
 from trainer.config.errors import FULL, Diverged, NoSoundCommit, StoreUnavailable, UnfitMachine, UserError, is_full
 
+UNREADABLE = "unreadable"  # kind: the run has commits, and none can be read
 UNAVAILABLE = "unavailable"  # kind: the store took no checkpoint, or did not answer
 # Errors of a rank that node 0 re-raises with their original type, by kind. The order is their priority.
 RERAISED: dict[str, type[Exception]] = {
+    UNREADABLE: NoSoundCommit,
     "mistake": UserError,
     "unfit": UnfitMachine,
     UNAVAILABLE: StoreUnavailable,
     "diverged": Diverged,
 }
 GPU = "gpu"  # kind: the hardware of a node failed
-UNREADABLE = "unreadable"  # kind: the run has commits, and none can be read
 COUNTED = (GPU, UNREADABLE)  # kinds that count as a crash: a rented machine must not start over for ever
 PEER = "peer"  # kind: a rank lost its peers; the cause is with one of them, or between them
 KILLED = "killed"  # kind: a signal ended a rank or the launcher
@@ -32,7 +33,7 @@ GONE = "gone"  # kind: a signal ended a worker's command, so its node starts no 
 STUCK = "stuck"  # kind: the watchdog ended ranks that made no progress
 FAULT = "fault"  # kind: any other error; it also names the ranks' error files
 # Of the results of several nodes, one of an earlier kind explains those of later ones.
-KINDS = (UNREADABLE, *RERAISED, GPU, STUCK, GONE, KILLED, FAULT, PEER)
+KINDS = (*RERAISED, GPU, STUCK, GONE, KILLED, FAULT, PEER)
 Kind = Annotated[str, Field(pattern=f"^({'|'.join(KINDS)})$")]
 # Parts of the messages of CUDA and of the driver.
 HARDWARE_ERRORS = (
@@ -79,8 +80,6 @@ def cause_of(results: Iterable[NodeResult]) -> NodeResult | None:
 
 def kind_and_message(error: Exception, folder: Path) -> tuple[str, str]:
     """Kind and message that report an error of work that writes into `folder`."""
-    if isinstance(error, NoSoundCommit):
-        return UNREADABLE, str(error)
     for kind, known in RERAISED.items():
         if isinstance(error, known):
             return kind, str(error)

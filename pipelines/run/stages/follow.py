@@ -215,15 +215,15 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, workers: 
         results += workers.wait_for_results()
     if (cause := cause_of(results)) is None:
         return
-    if (kind := cause.kind) in RERAISED:
-        raise after_outage(work, cause) if kind == UNAVAILABLE else cause.error
 
     def crashed(message: str, ending: type[Interrupted] = Interrupted) -> Exception:
         work.report(killed=message)
         return after_crash(work.store, work.plan.prefix, work.attempt.number, message, ending)
 
-    if kind in COUNTED and work.stop.ending is Interrupted:
+    if (kind := cause.kind) in COUNTED and work.stop.ending is Interrupted:
         raise crashed(cause.message)
+    if kind in RERAISED:
+        raise after_outage(work, cause) if kind == UNAVAILABLE else cause.error
     if workers and workers.lost and work.stop.ending is Interrupted:
         raise Interrupted(f"node {workers.lost[0]} is lost")
     if work.stop.asked:
