@@ -102,7 +102,7 @@ import subprocess, sys, triton
 from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from trainer.fused import gluon_kernels
+from trainer.engines.fused import gluon_kernels
 
 def tile(dtype, rows, cols):
     layout = gluon_kernels.SWIZZLED[16 if dtype == "bf16" else 8]
