@@ -145,7 +145,9 @@ def recipes() -> Iterator[str]:
             shape = f"{family}{model.n_layer} x {model.n_embd}, {model.n_head} heads, T = {model.block_size}"
             batch, flops = f"{train.batch_tokens:,}", f"{recipe.train_flops:.1e}"
             parameters, steps = f"{model.parameters / 1e6:,.1f}M", f"{train.max_steps:,}"
-            yield f"`{name}`", parameters, shape, batch, steps, tokens_of(recipe), flops
+            seen = recipe.train_tokens
+            tokens = f"{seen / 1e9:,.1f}B" if seen > 1e8 else f"{seen:,}"
+            yield f"`{name}`", parameters, shape, batch, steps, tokens, flops
 
     yield from table(("recipe", "parameters", "shape", "batch, tokens", "steps", "tokens", "FLOPs"), rows())
 
@@ -171,34 +173,25 @@ def shipped_plan(recipe: Recipe, gpus: str = MACHINES) -> CloudPlan:
 
 
 def costs() -> Iterator[str]:
-    """Hours and dollars of the shipped recipes on 8 x H100."""
+    """Hours and dollars of the shipped recipes that one machine with 8 x H100 trains."""
 
     def cheapest(plan: CloudPlan, spot: bool) -> Candidate:
         return next(one for one in plan.candidates if one.machine and one.machine.spot == spot)
 
     def cell(one: Candidate) -> str:
-        time = f"{one.hours:,.1f} h" if one.hours < 8760 else f"{one.hours / 8760:,.0f} years"
-        return f"{time}, ${one.usd:,.{2 if one.usd < 100 else 0}f}"
+        return f"{one.hours:,.1f} h, ${one.usd:,.{2 if one.usd < 100 else 0}f}"
 
     def rows() -> Iterator[tuple[str, ...]]:
         for name in shipped():
             recipe = load_recipe(name)
+            if recipe.train_tokens < 1e9:  # for a CPU or a small GPU
+                continue
             plan = shipped_plan(recipe)
             lasting, spot = cheapest(plan, spot=False), cheapest(plan, spot=True)
-            nodes = lasting.stages["train"].nodes
-            yield (
-                f"`{name}`{', without its tune' if recipe.tune else ''}",
-                tokens_of(recipe),
-                f"{nodes} x 8 x H100" if nodes > 1 else "8 x H100",
-                cell(lasting),
-                cell(spot) if spot.usd < lasting.usd else "dearer",
-            )
+            if lasting.stages["train"].nodes == 1:
+                yield f"`{name}`", f"{recipe.train_tokens / 1e9:,.1f}B", cell(lasting), cell(spot)
 
-    yield from table(("recipe", "tokens", "machine", "on demand", "on spot"), rows())
-
-
-def tokens_of(recipe: Recipe) -> str:
-    return f"{recipe.train_tokens / 1e9:,.1f}B" if recipe.train_tokens > 1e8 else f"{recipe.train_tokens:,}"
+    yield from table(("recipe", "tokens", "on demand", "on spot"), rows())
 
 
 def sample_plan() -> Iterator[str]:
