@@ -47,7 +47,7 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     path, sections = _place(model, [str(p) for p in error["loc"]])
     known = [name for section in sections for name in section.model_fields]
     if error["type"] == "extra_forbidden":
-        return ".".join(path), f"unknown field; {_nearest_field(path[-1], known, model)}"
+        return ".".join(path), f"unknown field; {_nearest_field(path, known, model)}"
     if error["type"] == "missing":
         return ".".join(path), "missing; a value is required"
     if error["type"] == "union_tag_invalid":
@@ -71,9 +71,10 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     return ".".join(path), f"{message}{got}{_near_value(error)}"
 
 
-def _nearest_field(name: str, known: list[str], model: type[BaseModel]) -> str:
-    """A hint at the field that an unknown name resembles: one of its section, else of another section."""
-    others = {path.rpartition(".")[2]: path for path in reversed([*_fields(model)])}
+def _nearest_field(path: list[str], known: list[str], model: type[BaseModel]) -> str:
+    """A hint at the field that an unknown one resembles: one of its section, else of another section."""
+    name, unknown = path[-1], ".".join(path)  # another family may have a field of this path
+    others = {other.rpartition(".")[2]: other for other in reversed([*_fields(model)]) if other != unknown}
     usual = ALIASES.get(name.lower(), name)
     if usual in known:
         return f"did you mean '{usual}'?"

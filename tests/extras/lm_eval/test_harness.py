@@ -131,7 +131,7 @@ def test_an_unknown_task_is_refused_before_the_weights_are_fetched(
 
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "PACKAGE", "no_such_package")
-    with pytest.raises(UserError, match=r"pip install 'lm-eval\[hf\]'"):
+    with pytest.raises(UserError, match=r"make install, or pip install -e '\.\[eval\]'"):
         verify_tasks(["piqa"])
 
 
