@@ -198,7 +198,7 @@ def test_each_error_has_its_exit_code_and_only_a_bug_a_traceback(
 
     monkeypatch.setattr("pipelines.recipe.recipe.load_recipe", load_recipe)
     monkeypatch.setattr("pipelines.run.stage.load_recipe", load_recipe)
-    done = skytrain(folder, "plan", "tiny.yaml")
+    done = skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize")
     assert (done.returncode, done.stdout) == (code, "")
     if line is None:
         assert "Traceback" in done.stderr and "wheels came off" in done.stderr and "in load_recipe" in done.stderr
