@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from pipelines.store.records import Heartbeat
 from pipelines.store.run_record import RunRecord
 from pipelines.store.stop_request import StopRequest
 from pipelines.user.cloud.request import LaunchRecord
-from trainer.base.record import DamagedRecord, NewerRecord, decoded, record_in
+from trainer.base.record import DamagedRecord, NewerRecord, decoded, decoded_at, record_in
+from trainer.base.store import Entry, LocalStore
 from trainer.checkpoint.commits import FileReceipt
 
 CLAIM: dict[str, Any] = {
@@ -219,3 +221,12 @@ def test_sums_of_files_have_their_form() -> None:
     for digest in ("AB" * 32, "ab" * 31, "../" + "ab" * 31, "ab" * 32 + "\n"):
         with pytest.raises(DamagedRecord):
             Manifest.from_json(json.dumps(with_value(MANIFEST, ("files", 0, "sha256"), digest)).encode())
+
+
+def test_a_record_that_is_created_between_a_read_and_a_listing_is_read(tmp_path: Path) -> None:
+    class Racing(LocalStore):
+        def entries(self, prefix: str) -> list[Entry]:
+            self.put(prefix, b'{"made": "by another process"}')
+            return super().entries(prefix)
+
+    assert decoded_at(Racing(tmp_path), "record.json", decoded) == {"made": "by another process"}

@@ -98,11 +98,12 @@ def decoded_at(
     where = f"{store.uri}/{key}"
 
     def read() -> T | None:
-        if (body := store.get(key)) is not None:
-            return decode(body, where)
-        if not polled and any(entry.key == key for entry in store.entries(key)):
-            raise DamagedRecord(where, "the store lists it, and finds no such object")
-        return None
+        body = store.get(key)
+        if body is None and not polled and any(entry.key == key for entry in store.entries(key)):
+            body = store.get(key)  # it may have been created before the listing
+            if body is None:
+                raise DamagedRecord(where, "the store lists it, and finds no such object")
+        return None if body is None else decode(body, where)
 
     try:
         return read_again(store, read, DamagedRecord, NewerRecord, NotAFile)
