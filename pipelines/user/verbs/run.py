@@ -292,6 +292,6 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
         return [*commands, f"{skytrain} run run:{name}{option}"]
     commands.append(f"{skytrain} pull {name} {shlex.quote(pipeline.recipe.name)}{' --tuned' * tuned}{option}")
     if pipeline.recipe.tokens.source == "python-stdlib":  # a first try: then own text, and a rented machine
-        commands.append(f"{skytrain} run smoke --set name=mine --set 'tokens.source=FOLDER/*.txt'{option}")
+        commands.append(f"{skytrain} run laptop --set name=mine --set 'tokens.source=FOLDER/*.txt'{option}")
         commands.append(f"{skytrain} launch gpt2-124m --dry-run")
     return commands

@@ -66,7 +66,7 @@ def test_the_run_card_shows_artifacts_costs_and_commands(
     pull = f"pull {RUN} {RECIPE.name}"
     for command in (f'sample {RUN} --prompt "def "', f"serve {RUN}", pull):
         assert f"{program('skytrain')} {command}" in commands
-    own = "run smoke --set name=mine --set 'tokens.source=FOLDER/*.txt'"
+    own = "run laptop --set name=mine --set 'tokens.source=FOLDER/*.txt'"
     finished_pipeline.recipe = load_recipe("smoke")  # of the demo's text
     after_the_demo = [command.partition(" --store")[0] for command in next_commands(finished_pipeline)][-2:]
     assert after_the_demo == [f"{program('skytrain')} {command}" for command in (own, "launch gpt2-124m --dry-run")]
