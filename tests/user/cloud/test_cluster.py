@@ -31,7 +31,6 @@ from trainer.base.process import FAILPOINTS
 pytestmark = pytest.mark.slow
 
 STEPS = 120
-HEAD_S = 10.0  # from SkyPilot's record that a cluster is up, or gone, until ours: 1 to 5 s on a busy machine
 LIMIT_S = 900.0  # of each wait: the longest takes a minute on an idle machine
 
 
@@ -222,7 +221,7 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
     # SkyPilot records a release when it has seen it: seconds after Slurm's, on a busy machine
     allocated, machines = cloud.allocated_seconds(), sum(attempt.nodes for attempt in training)
     assert 0.97 * allocated < rented < 1.03 * allocated + 10.0 * machines
-    assert abs(training[1].time - preempted) < HEARTBEAT_SECONDS + HEAD_S
+    assert preempted - HEARTBEAT_SECONDS < training[1].time < training[2].started  # its bill ends with its machine
     assert all(a.phases.get("provision") or a.phases.get("start") for a in training)  # the meter ran before them
 
 
