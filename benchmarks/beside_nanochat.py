@@ -1,10 +1,10 @@
 """The family modern beside nanochat's own code: equal tokens in an equal order, equal shape, batch and schedules.
 
-    python -m benchmarks.beside_nanochat PATH_OF_NANOCHAT SHARDS --json RESULTS
-    python -m benchmarks.beside_nanochat PATH_OF_NANOCHAT SHARDS --json RESULTS --depth 24 --speed 12 --arms ours
-    python -m benchmarks.beside_nanochat - SHARDS --json RESULTS --arms ours+ramp2 ours+ramp4
+    python -m benchmarks.beside_nanochat CHECKOUT SHARDS --json RESULTS
+    python -m benchmarks.beside_nanochat CHECKOUT SHARDS --json RESULTS --depth 24 --speed 12 --arms ours
+    python -m benchmarks.beside_nanochat CHECKOUT SHARDS --json RESULTS --arms nanochat@65536 ours@65536 ours+ramp4
 
-PATH_OF_NANOCHAT is a checkout of github.com/karpathy/nanochat (July 2026, 92d63d4; `-`: none, for our arms alone), of
+CHECKOUT is a checkout of github.com/karpathy/nanochat (July 2026, 92d63d4; `-`: none, for our arms alone), of
 which model, optimizer and fp8 are imported; nothing of it is part of this project. Its code computes its rates for
 batch and width itself, and follows the same schedules as ours: they are the same formulas. Without a network it has no
 FlashAttention 3, and runs on torch's attention, which is slow in windows; so all layers are long by default.
@@ -13,12 +13,14 @@ SHARDS is a folder of llm.c's train_*.bin and val_*.bin, for example those that 
 `skytrain run RECIPE --stage tokenize` make. Every run appends a line to RESULTS: validation losses at the steps
 of --at, and the median speed of the last half of its steps. Runs that RESULTS has are not repeated, so short calls add
 up.
-Arms with +ramp let the batch grow, over as many tokens; their steps of --at are the last that those tokens suffice for.
+An arm with @TOKENS has a batch of its own; one with +ramp lets the batch grow. Both train on as many tokens as the
+others, and their steps of --at are the last that those tokens suffice for.
 """
 
 import argparse
 import itertools
 import json
+import re
 import statistics
 import sys
 import time
@@ -47,7 +49,18 @@ RAMPS = {
     "ramp4": (4, 0.9),
 }  # last batch / first batch, share of the tokens in which it grows
 OURS = ("ours", "ours-fp8_head")
-ARMS = ("nanochat", "nanochat-fp8", *OURS, *(f"{arm}+{ramp}" for arm in OURS for ramp in RAMPS))
+ARM_NAMES = "nanochat, nanochat-fp8, ours, ours-fp8_head, each also with @TOKENS, ours with +ramp2 or +ramp4"
+ARM = re.compile(
+    rf"(?P<precise>nanochat|nanochat-fp8|{'|'.join(OURS)})(?:@(?P<batch>[1-9]\d*)|\+(?P<ramp>{'|'.join(RAMPS)}))?"
+)
+
+
+def arm_named(text: str) -> str:
+    """An arm of the command line; argparse prints the error."""
+    found = ARM.fullmatch(text)
+    if not found or (found["ramp"] and found["precise"] not in OURS):
+        raise argparse.ArgumentTypeError(f"'{text}' is not one of {ARM_NAMES}")
+    return text
 
 
 def steps_within(tokens: int, train: TrainConfig) -> int:
@@ -55,20 +68,20 @@ def steps_within(tokens: int, train: TrainConfig) -> int:
     return next(step for step in itertools.count() if tokens_before(step + 1, train) > tokens)
 
 
-def configured(options: argparse.Namespace, precision: str, ramp: str) -> TrainerConfig:
-    """The recipe at a depth, with the batch and the length of a call."""
-    base, heads = read_config(RECIPE), -(-options.depth // 2)
+def configured(options: argparse.Namespace, precision: str, ramp: str | None, batch: int) -> TrainerConfig:
+    """The recipe at a depth, with the batch of an arm, for the tokens of `options.steps` of `options.batch`."""
+    base, heads, tokens = read_config(RECIPE), -(-options.depth // 2), options.batch * options.steps
     window = None if options.window == "L" else -(-options.T // 512) * 128
     shape = {"n_layer": options.depth, "n_head": heads, "n_embd": 128 * heads, "block_size": options.T}
-    more: dict[str, Any] = {"batch_tokens": options.batch, "max_steps": options.steps, "precision": precision}
-    parts, share = RAMPS.get(ramp, (1, 0))
-    more["batch_ramp_from"] = options.batch // parts if ramp else None
-    more["batch_ramp_tokens"] = round(share * options.batch * options.steps) or None
+    more: dict[str, Any] = {"batch_tokens": batch, "max_steps": tokens // batch, "precision": precision}
+    parts, share = RAMPS[ramp] if ramp else (1, 0.0)
+    more["batch_ramp_from"] = batch // parts if ramp else None
+    more["batch_ramp_tokens"] = round(share * tokens) or None
     if options.speed:  # fp8 begins after the warm-up
         more["warmup_steps"] = 0
     model = base.model.model_copy(update={**shape, "window": window})
     train = base.train.model_copy(update=more)
-    train = train.model_copy(update={"max_steps": steps_within(options.batch * options.steps, train)})
+    train = train.model_copy(update={"max_steps": steps_within(tokens, train)})
     return TrainerConfig(model=model, train=train, runtime=base.runtime)
 
 
@@ -140,9 +153,11 @@ class Nanochat:
 
 def run(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train an arm from a seed; its losses and its speed."""
-    precise, _, ramp = arm.partition("+")
-    name, _, kind = precise.partition("-")
-    config = configured(options, "bf16" if name == "nanochat" else kind or "auto", ramp)
+    found = ARM.fullmatch(arm)
+    assert found
+    name, _, kind = found["precise"].partition("-")
+    batch = int(found["batch"] or options.batch)
+    config = configured(options, "bf16" if name == "nanochat" else kind or "auto", found["ramp"], batch)
     world = World.alone(config.runtime)
     cuda = world.device.type == "cuda"
     trained = (Nanochat if name == "nanochat" else Ours)(config, world, seed, kind, options.window)
@@ -169,10 +184,12 @@ def run(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("nanochat", metavar="PATH_OF_NANOCHAT")
+    parser.add_argument("nanochat", metavar="CHECKOUT")
     parser.add_argument("shards", type=Path)
     parser.add_argument("--json", type=Path, required=True, help="file of the results, a line each")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["nanochat", "ours", "ours-fp8_head"])
+    parser.add_argument(
+        "--arms", nargs="+", type=arm_named, metavar="ARM", default=["nanochat", "ours", "ours-fp8_head"]
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     sizes = {"depth": 12, "T": 1024, "B": 64, "batch": 262_144, "steps": 450, "val-tokens": 1_048_576, "speed": 0}
     for name, default in sizes.items():
