@@ -4,189 +4,47 @@ It is made for a look at a run on one's own machine: one generation at a time. I
 their Host header, and none that a foreign page sends: a page whose name resolves to this machine gets nothing. There is
 no CORS, and no account. Bytes, tokens, texts, seconds and idle connections are bounded; uvicorn bounds all connections.
 
-Source of the shapes: OpenAI's API reference, "Completions" (legacy) and "Chat". Arguments that this endpoint does not
-have are refused by name, never silently ignored; a value that changes nothing is accepted.
+What clients send and read is in openai_api.py, and who may send how much in limits.py.
 """
 
 import asyncio
-import json
 import random
-import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from fastapi.responses import FileResponse, StreamingResponse
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp
 
+from pipelines.extras.serve.limits import Guard
+from pipelines.extras.serve.openai_api import (
+    MAX_TEXTS,
+    Answer,
+    ChatRequest,
+    CompletionRequest,
+    Refused,
+    TextRequest,
+    choice,
+    event,
+    refused,
+    unseen,
+    usage_of,
+)
 from pipelines.run.sample import Fragment, TextModel
 from trainer.config.errors import UserError, cut
 
-MAX_BYTES = 1 << 20  # of a request
-MAX_TEXTS = 16  # prompts times n
 WAIT_SECONDS = 120.0  # then a waiting request is refused
 GENERATION_SECONDS = 600.0  # of one request, with the time that its client takes to read
-ARRIVAL_SECONDS = 10.0  # of a request
-MAX_IDLE = 64  # connections without a whole request, of up to MAX_BYTES each; the oldest makes room for a new one
-MAX_STOPS = 4
-MAX_MESSAGES = 1000
-ADDRESS = r"[0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]"
 PAGE = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-}
-
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
-Many = Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)
-
-# Values that change nothing, of arguments that requests and messages here do not have. Clients send them as defaults.
-NEUTRAL: dict[str, list[Any]] = {
-    name: values
-    for names, *values in (
-        ("annotations functions tools tool_calls", []),
-        ("logit_bias metadata", {}),
-        ("frequency_penalty presence_penalty top_logprobs", 0),
-        ("logprobs store", False),
-        ("function_call tool_choice", "auto", "none"),
-        ("service_tier", "auto", "default"),
-        ("parallel_tool_calls", True, False),
-        ("response_format", {"type": "text"}),
-        ("modalities", ["text"]),
-        ("best_of", 1),
-        ("suffix", ""),
-    )
-    for name in names.split()
-}
-KINDS = {
-    "prompt": f"should be a valid string, a list of token ids, or a list of 1 to {MAX_TEXTS} of one kind",
-    "content": "should be a valid string, or a list of text parts",
-}
-
-
-class Refused(Exception):
-    """A request that is not served, as OpenAI's clients read it."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON of the error."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-
-class Given(BaseModel):
-    """A part of a request. Unknown fields are errors, unless their value changes nothing: null, or one of NEUTRAL."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _given(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        known = cls.model_fields
-        return {k: v for k, v in values.items() if v is not None and (k in known or v not in NEUTRAL.get(k, ()))}
-
-
-class StreamOptions(Given):
-    """What a stream has besides text."""
-
-    include_usage: bool = False
-
-
-class TextRequest(Given):
-    """The arguments that both kinds of requests have. `top_k` is our addition."""
-
-    model: str | None = None
-    max_tokens: int = Field(default=16, ge=1, le=1 << 20)
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=1)
-    n: int = Field(default=1, ge=1, le=MAX_TEXTS)
-    seed: int | None = Field(default=None, ge=0, lt=1 << 62)
-    stop: Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None  # accepted and not used
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
-
-
-class CompletionRequest(TextRequest):
-    """A request to continue one or several prompts, which are texts, or token ids that are taken as they are."""
-
-    prompt: str | Annotated[list[str], Many] | Ids | Annotated[list[Ids], Many] = ""
-    max_tokens: int = Field(default=16, ge=0, le=1 << 20)
-    echo: bool = False
-    logprobs: int | None = Field(default=None, ge=0, le=5)  # OpenAI's limit
-
-    @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-
-
-class TextPart(Given):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Given):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], Field(min_length=1)]
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _one_part(cls, content: Any) -> Any:
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-    @property
-    def plain(self) -> dict[str, str]:
-        """The message for the chat template, with its parts joined as vLLM joins them."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "\n".join(part.text for part in self.content)}
-
-
-class ChatRequest(TextRequest):
-    """A request to answer a conversation. `max_tokens` is by default what the context leaves."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
-
-
-class Answer(JSONResponse):
-    """JSON in ASCII, which holds what UTF-8 cannot: half of a surrogate pair in what a message quotes."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()
 
 
 @asynccontextmanager
@@ -355,32 +213,6 @@ class Writer:
         yield "data: [DONE]\n\n"
 
 
-def choice(
-    asked: TextRequest, number: int, text: str, finish: str | None, first: bool = True, logprobs: Any = None
-) -> dict[str, Any]:
-    """A text of an answer, or a part of one in a stream, of which the `first` names the role: clients join them."""
-    said: dict[str, Any] = {"text": text}
-    if isinstance(asked, ChatRequest):
-        role = {"role": "assistant"} if first else {}
-        said = {"delta" if asked.stream else "message": {**role, "content": text}}
-    return said | {"index": number, "logprobs": logprobs, "finish_reason": finish}
-
-
-def event(values: dict[str, Any]) -> str:
-    return f"data: {json.dumps(values)}\n\n"
-
-
-def unseen(asked: TextRequest) -> int:
-    """The tokens before a prompt that its client did not send: one begins the document of a text."""
-    return 0 if isinstance(asked, CompletionRequest) and isinstance(asked.prompts[0], list) else 1
-
-
-def usage_of(asked: TextRequest, prompts: Sequence[list[int]], texts: Collection[int]) -> dict[str, int]:
-    """Tokens of the prompts, without the one that begins each document, and of the texts."""
-    given, made = sum(len(prompt) - unseen(asked) for prompt in prompts), sum(texts)
-    return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
-
-
 def checked_prompts(model: TextModel, asked: TextRequest, prompts: list[list[int]], param: str) -> list[list[int]]:
     """The token ids of the prompts. Refused if the request is for another model or too large."""
     if asked.model not in (None, model.run):
@@ -401,115 +233,6 @@ def checked_prompts(model: TextModel, asked: TextRequest, prompts: list[list[int
     return prompts
 
 
-def refused(error: RequestValidationError) -> Refused:
-    """The first problem of a request."""
-    problem = error.errors()[0]
-    if problem["type"] == "json_invalid" or len(problem["loc"]) < 2:
-        return Refused(400, "the body must be a JSON object, with the Content-Type application/json")
-    top, *inner = problem["loc"][1:]
-    inner = [] if top == "prompt" else inner  # which kind of a prompt it might be
-    field = cut(str(top) + "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in inner))
-    name = str([top, *inner][-1])
-    if problem["type"] == "extra_forbidden":
-        known = NEUTRAL.get(name)
-        hint = f"; leave it out, or give {' or '.join(map(json.dumps, known))}" if known else ""
-        return Refused(400, f"unrecognized request argument: {field}{hint}", field)
-    return Refused(400, cut(f"{field}: {KINDS.get(name, problem['msg'])}"), field)
-
-
 async def page(name: str, _: Request) -> Response:
     """A file of the page."""
     return FileResponse(Path(__file__).with_name("page") / name)
-
-
-class Guard:
-    """Answers short requests to this server, from its own page or from none, with headers that keep both apart.
-
-    A Host header names an address, or one of `hosts`, with any port. Only by a name of its own can a foreign page lead
-    a browser here as if to itself (DNS rebinding).
-    """
-
-    def __init__(self, app: ASGIApp, hosts: Iterable[str]) -> None:
-        known = "|".join([ADDRESS, *map(re.escape, hosts)])
-        self.app, self.host = app, re.compile(f"({known})(:[0-9]+)?", re.IGNORECASE)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                more = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", []), *more]}
-            await send(message)
-
-        if scope["type"] == "http" and (refusal := self.refusal(scope)):
-            await Answer(refusal.body, refusal.status)(scope, receive, send_with_headers)
-        elif scope["type"] != "websocket":  # there are none
-            await self.app(scope, receive, send_with_headers)
-
-    def refusal(self, scope: Scope) -> Refused | None:
-        """Why a request is refused."""
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
-        if not self.host.fullmatch(host):
-            return Refused(403, "this server answers on its own address only, or to a name given by --allow-host")
-        if origin and origin != f"http://{host}":
-            return Refused(403, "this server answers no page but its own")
-        if b"transfer-encoding" in headers or int(headers.get(b"content-length", "0")) > MAX_BYTES:
-            return Refused(413, f"a request has a Content-Length of at most {MAX_BYTES:,} bytes")
-        if scope["method"] == "POST" and headers.get(b"content-type", "").partition(";")[0] != "application/json":
-            return Refused(415, "the Content-Type is application/json")  # a foreign page can't send that unasked
-        return None
-
-
-class ImpatientProtocol(H11Protocol):
-    """Closes a connection on which no whole request has arrived for ARRIVAL_SECONDS, for which uvicorn waits for ever,
-    or that is the oldest of more than MAX_IDLE such ones, or on which more than MAX_BYTES arrive during an answer. So
-    silent connections lock nobody out.
-
-    h11 reads a request once the one before is answered. httptools reads it at once: if its client leaves then, uvicorn
-    goes on with the answer to the first one.
-    """
-
-    limit: asyncio.TimerHandle | None = None  # while it is idle
-    ahead = 0  # bytes of later requests that arrived during an answer, which h11 holds
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._limit_arrival()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_limit()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self.ahead = self.ahead + len(data) if self._answers else 0
-        if self.ahead > MAX_BYTES:
-            self.transport.close()
-        self._limit_arrival()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._limit_arrival()
-
-    @property
-    def _answers(self) -> bool:
-        return bool(self.cycle) and not self.cycle.more_body and not self.cycle.response_complete
-
-    def _limit_arrival(self) -> None:
-        if self._answers:
-            self._stop_limit()
-        elif self.limit is None:
-            self.limit = self.loop.call_later(ARRIVAL_SECONDS, self.transport.close)
-            idle = {
-                one: one.limit.when() for one in self.connections if isinstance(one, ImpatientProtocol) and one.limit
-            }
-            if len(idle) > MAX_IDLE:
-                oldest = min(idle, key=idle.__getitem__)
-                oldest._stop_limit()
-                oldest.transport.abort()
-                self.connections.discard(oldest)  # uvicorn counts them before it looks at the next request
-
-    def _stop_limit(self) -> None:
-        if self.limit:
-            self.limit.cancel()
-        self.limit = None

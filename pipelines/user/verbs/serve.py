@@ -34,7 +34,8 @@ def serve(
     """
     import uvicorn
 
-    from pipelines.extras.serve.app import ImpatientProtocol, make_app
+    from pipelines.extras.serve.app import make_app
+    from pipelines.extras.serve.limits import ImpatientProtocol
     from pipelines.user.show.console import say
 
     for name in allow_host or []:

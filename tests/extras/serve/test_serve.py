@@ -26,7 +26,10 @@ from in_process import clean_environment
 from tiny_models import model_of
 
 from pipelines.extras.serve import app as serve
-from pipelines.extras.serve.app import MAX_BYTES, MAX_TEXTS, ImpatientProtocol, Refused, make_app, turn
+from pipelines.extras.serve import limits
+from pipelines.extras.serve.app import make_app, turn
+from pipelines.extras.serve.limits import MAX_BYTES, ImpatientProtocol
+from pipelines.extras.serve.openai_api import MAX_TEXTS, Refused
 from pipelines.run.sample import Fragment, GrowingText, TextModel
 from pipelines.run.text.chat import ChatTokens
 from pipelines.run.text.tokenizer import tokenizer, tokenizer_files
@@ -402,7 +405,7 @@ def test_a_foreign_page_gets_nothing(endpoint: Endpoint) -> None:
 
 
 def test_silent_connections_are_closed_and_lock_nobody_out(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.extras.serve.app.ARRIVAL_SECONDS", 0.5)
+    monkeypatch.setattr(limits, "ARRIVAL_SECONDS", 0.5)
     post, get = endpoint.raw(max_tokens=1), f"GET /health HTTP/1.1\r\nHost: {endpoint.address}\r\n\r\n".encode()
     starts = (b"", b"GET ", post[:90], post[:-1], get + b"GET ")
     with contextlib.ExitStack() as stack:
@@ -471,13 +474,13 @@ def test_a_client_that_sends_too_much_during_an_answer_loses_its_connection(endp
 def test_the_requests_of_a_connection_are_answered_in_order_while_the_next_one_arrives(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.extras.serve.app.ARRIVAL_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "ARRIVAL_SECONDS", 1.0)
     last = endpoint.raw(max_tokens=2)
     with socket.create_connection(("127.0.0.1", endpoint.port), 300) as client:  # 2 s of generation on an idle machine
         client.sendall(endpoint.raw(max_tokens=1000) + last[:-1])
         endpoint.until(lambda health: health["busy"])
         time.sleep(1.2)  # the arrival of the next request would be overdue, if its time counted during the answer
-        monkeypatch.setattr("pipelines.extras.serve.app.ARRIVAL_SECONDS", 300.0)  # a busy machine sends the rest late
+        monkeypatch.setattr(limits, "ARRIVAL_SECONDS", 300.0)  # a busy machine sends the rest late
         for tokens, rest in ((1000, last[-1:]), (2, b"")):
             with http.client.HTTPResponse(client) as answer:
                 answer.begin()
