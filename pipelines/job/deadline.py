@@ -152,7 +152,7 @@ def seconds_left(work: "Work") -> float:
 def seconds_per_token(
     train: TrainConfig, gpus: list[str], nodes: int, attempts: Iterable[AttemptAccount]
 ) -> float | None:
-    """The measured speed on so many nodes with such GPUs; None before FEWEST_STEPS."""
+    """The measured speed on this number of nodes with such GPUs; None before FEWEST_STEPS."""
     same = [one for one in attempts if one.nodes == nodes and (one.machine.accelerators or "") in gpus]
     progress = ((one, one.progress.resumed_from, one.progress.step) for one in same)
     trained = [(first + 1, last, one) for one, first, last in progress if first is not None and last]

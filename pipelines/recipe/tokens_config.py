@@ -179,13 +179,13 @@ class TokensConfig(Section):
         return -(-self.held_out(sys.maxsize) // self.shard_tokens)
 
     def held_out(self, tokens: int) -> int:
-        """Tokens that validation gets of a text of so many tokens: a tenth of one that is no larger than val_wanted."""
+        """Tokens of a text of `tokens` tokens that validation gets: a tenth if the text is no larger than val_wanted."""
         if self.val_wanted:
             return self.val_wanted if self.val_wanted < tokens else tokens // 10
         return min(self.shard_tokens, int(tokens * VAL_FRACTION))
 
     def check_splits(self, train: int, val: int, block_size: int) -> None:
-        """UserError unless the largest shard of each split, with so many tokens, holds a sequence."""
+        """UserError unless the largest shard of each split, with this many tokens, holds a sequence."""
         for split, largest in (("training", train), ("validation", val)):
             if largest <= block_size:
                 raise UserError(

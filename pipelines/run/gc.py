@@ -39,7 +39,7 @@ from trainer.base.store import PARTIAL, Entry, LocalStore, Store, side_by_side
 from trainer.checkpoint.commits import CHECKPOINT_NAME, step_of
 from trainer.config.errors import StaleAttempt, UserError
 
-# A writer changes its file all the time: a file without changes for so long is left from a kill.
+# A writer changes its file all the time: a file without changes for this long is left from a kill.
 PARTIAL_SECONDS = 3600.0
 RECORDS = re.compile(r".*/(?:COMMIT\.json|(?:parts|shards)/[^/]+\.json)")  # each names files
 COMMIT = re.compile(rf"(?P<artifact>.+)/checkpoints/{CHECKPOINT_NAME}(?<=/COMMIT\.json)")

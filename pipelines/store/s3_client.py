@@ -34,7 +34,7 @@ def keep_sha256(request: Any, **_: Any) -> None:
 
 
 def clients_from_environment(uri: str, time_limit_s: float, *attempts: int) -> list[Any]:
-    """Boto3 clients for S3 with so many attempts a request. UserError for a wrong environment."""
+    """Boto3 clients for S3 that make this many attempts at a request. UserError for a wrong environment."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError

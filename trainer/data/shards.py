@@ -72,7 +72,7 @@ def shard_bytes(tokens: int, token_bytes: int = 2) -> int:
 
 
 def form_of(size: int, tokens: int) -> tuple[int, bool] | None:
-    """The bytes of a token, and whether there is a header, in a file of `size` bytes with so many tokens; None if that
+    """The bytes of a token, and whether there is a header, in a file of `size` bytes with `tokens` tokens; None if that
     is not a shard."""
     if size and size == 2 * tokens:
         return 2, False

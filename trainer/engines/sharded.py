@@ -8,10 +8,10 @@ at once, so that no rank ever holds a whole gradient; large micro-batches keep t
 6 more bytes a parameter gather the weights once a step, and add up its gradients in float32 before one reduction: the
 state is then divided as in ZeRO-1.
 
-With `runtime.shard_size` several copies of the state exist, each over so many ranks (hybrid sharding, HSDP): the
+With `runtime.shard_size` several copies of the state exist, each over that many ranks (hybrid sharding, HSDP): the
 gathers stay inside a node, and only gradients cross nodes: once a step, in float32.
 
-With `runtime.tensor_parallel` so many neighbouring ranks divide the blocks' products by heads and by the width of the
+With `runtime.tensor_parallel` that many neighbouring ranks divide the blocks' products by heads and by the width of the
 MLP, by torch's `parallelize_module`. Each rank still has sequences of its own, and all else works on these: the ranks
 of a group gather them before attention and MLP, and scatter the sums after (as Korthikanti et al. 2022 do along the
 sequence, here along the batch). So a block's gathered weights take 1/N, and activations as much memory as before.

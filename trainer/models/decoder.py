@@ -85,7 +85,7 @@ class Cache:
         self.last: Tensor | None = None  # the token before this step's, as `previous` had it
 
     def extend(self, count: int) -> None:
-        """Begin a step of so many tokens: any number for the first, then one."""
+        """Begin a step of this many tokens: any number for the first, then one."""
         self.positions = torch.arange(self.seen, self.seen + count, device=self.device)
         self.seen += count
 

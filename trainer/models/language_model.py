@@ -39,7 +39,7 @@ class Context(Protocol):
     positions: Tensor  # (B, T), of each token in its own sequence
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        """Attention of (B, H, T, D) queries, with keys and values that may have fewer heads; in a window of so many
+        """Attention of (B, H, T, D) queries, with keys and values that may have fewer heads; in a window of this many
         tokens, the last of which is the query's own."""
 
     def previous(self, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Context(Protocol):
 
 
 def band(length: int, window: int, device: torch.device) -> Tensor:
-    """The mask (length, length) of causal attention in a window of so many tokens, the last of which is the query's
+    """The mask (length, length) of causal attention in a window of this many tokens, the last of which is the query's
     own: sliding windows (Beltagy et al. 2020)."""
     order = torch.arange(length, device=device)
     behind = order[:, None] - order

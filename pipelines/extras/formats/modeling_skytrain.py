@@ -40,7 +40,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def mask_of(attention_mask: Tensor | None, past: int, tokens: Tensor, window: int | None) -> Tensor | None:
-    """What each token sees in a window of so many tokens (None: all), the last of which is itself: (B or 1, 1, T,
+    """What each token sees in a window of this many tokens (None: all), the last of which is itself: (B or 1, 1, T,
     past + T); None for plain causal attention."""
     length = past + tokens.size(1)
     window = window or length

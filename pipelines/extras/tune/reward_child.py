@@ -48,7 +48,7 @@ def loaded(source: str, path: str, name: str) -> Any:
 
 def matching(pattern: str, seconds: float) -> Callable[..., list[bool]]:
     """A reward of 1 for an answer that the pattern matches as a whole. The kernel ends this process by SIGVTALRM once
-    one answer has taken so many seconds of processor time."""
+    one answer has taken this many seconds of processor time."""
     whole = re.compile(pattern, re.DOTALL)
 
     def matches(text: str) -> bool:

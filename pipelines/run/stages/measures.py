@@ -49,7 +49,7 @@ def core_identity(source: str | None) -> str | None:
 
 def fetch_inputs(recipe: Recipe, cache: Path, seconds: float | None = None) -> None:
     """Bring the inputs of the recipe's measures to this machine, and check them. UserError if that fails, for an answer
-    of the Hub within so many seconds."""
+    of the Hub within this many seconds."""
     if recipe.evaluate.hellaswag:
         hellaswag_items(recipe.evaluate.hellaswag, cache, seconds)
     if recipe.evaluate.core:
@@ -61,7 +61,7 @@ def fetch_inputs(recipe: Recipe, cache: Path, seconds: float | None = None) -> N
 
 def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "list[HellaSwagItem]":
     """The items of a jsonl file, or of the validation split on the Hub (`hf://datasets/ORG/NAME[@commit]`), of which
-    `cache` then has a copy. UserError if they cannot be had, from the Hub within so many seconds."""
+    `cache` then has a copy. UserError if they cannot be had, from the Hub within this many seconds."""
     from trainer.eval.hellaswag import read_hellaswag
 
     if not source.startswith(HUB):

@@ -30,7 +30,7 @@ def text_sample(config: TokensConfig, limit: int) -> Iterator[str]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-    """The tokenizer.json of a vocabulary of so many ids, <|endoftext|> included.
+    """The tokenizer.json of a vocabulary of this many ids, with <|endoftext|>.
 
     UserError for a text that cannot be read, or that has too few different words.
     """

@@ -26,7 +26,7 @@ LOOK_ANSWER_SECONDS = 10.0  # of a check
 
 
 def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
-    """Send a request, and retry it for so many seconds while the server is busy or unreachable. An answer has
+    """Send a request, and retry it for this many seconds while the server is busy or unreachable. An answer has
     ANSWER_SECONDS, or LOOK_ANSWER_SECONDS where `seconds` are given. ConnectionError for the error of huggingface_hub
     that names no missing connection, but what that did to its client."""
     import tenacity
@@ -43,7 +43,7 @@ def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
 
 
 def asked(where: str, request: Any, remedy: str = "check its name", seconds: float | None = None) -> Any:
-    """An answer of the Hub. UserError, with a remedy, if it has none within so many seconds."""
+    """An answer of the Hub. UserError, with a remedy, if it has none within this many seconds."""
     try:
         return with_retries(request, seconds)
     except UserError:

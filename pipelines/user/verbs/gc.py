@@ -11,7 +11,7 @@ def gc(
     store: StoreUri = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files without deleting them.")] = False,
     older_than_days: Annotated[
-        float, typer.Option(min=0.0, help="Delete unfinished artifacts without work for so many days.")
+        float, typer.Option(min=0.0, help="Delete unfinished artifacts on which nothing has worked for this many days.")
     ] = 7.0,
     run: Annotated[
         str | None, typer.Option("--run", metavar="RUN", help="Delete this run instead, and what no other run uses.")

@@ -46,7 +46,7 @@ def launch(
             metavar="NAME:COUNT", help="Train on nodes with these GPUs [H100:8; one L4 or A10 for an hour's work]"
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Train on so many nodes.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Train on this many nodes.")] = 1,
     budget: BudgetUsd = None,
     deadline: Deadline = None,
     image: Image = None,
@@ -68,7 +68,7 @@ def launch(
     ] = False,
     yes: Yes = False,
 ) -> None:
-    """Rent machines for the missing stages of a recipe, after checks and a price."""
+    """Rent machines for the missing stages of a recipe. Check, show the price and ask first."""
     from pipelines.recipe.project import project
     from pipelines.run.stage import planned, run_name, stages_until
     from pipelines.store.s3_store import open_store

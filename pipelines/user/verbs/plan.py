@@ -35,10 +35,11 @@ def plan(
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Train on so many nodes [the fewest with the memory].")
+        int | None, typer.Option(min=1, help="Train on this many nodes [the fewest with enough memory].")
     ] = None,
     network: Annotated[
-        float | None, typer.Option(min=0.1, metavar="GBIT", help="Assume so many Gbit/s between nodes [40: TCP].")
+        float | None,
+        typer.Option(min=0.1, metavar="GBIT", help="Assume this bandwidth between nodes, in Gbit/s [40: TCP]."),
     ] = None,
     infra: Infra = None,
     as_json: Json = False,

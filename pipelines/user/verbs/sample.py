@@ -32,13 +32,16 @@ def sample(
         list[str] | None, typer.Option(help="Continue this text; can be repeated. Without it: a new document.")
     ] = None,
     number: Annotated[
-        int, typer.Option(min=1, max=1000, help="Generate so many texts a prompt, with ascending seeds.")
+        int, typer.Option(min=1, max=1000, help="Generate this many texts for each prompt, with ascending seeds.")
     ] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="Generate at most so many tokens a text.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0, help="Set the temperature; 0 takes the likeliest token.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many likeliest tokens; 0: from all.")] = 50,
+    tokens: Annotated[int, typer.Option(min=1, help="Generate at most this many tokens in a text.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Set the temperature; 0 takes the most likely token.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0: from all.")] = 50,
     top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens that together hold this probability.")
+        float,
+        typer.Option(min=0, max=1, help="Sample from the most likely tokens that together have this probability."),
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=LAST_SEED, help="Set the seed; equal seeds give equal text.")] = 0,
     chat: Annotated[

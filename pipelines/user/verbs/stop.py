@@ -15,7 +15,7 @@ def stop(
     wait: Annotated[
         float,
         typer.Option(
-            min=0, metavar="SECONDS", help="Wait at most so long until the run has stopped; exit with 1 if it has not."
+            min=0, metavar="SECONDS", help="Wait at most this long for the run to stop; exit with 1 if it has not."
         ),
     ] = 300.0,
 ) -> None:

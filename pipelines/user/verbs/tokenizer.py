@@ -23,10 +23,11 @@ def train(
         "tokenizer.json"
     ),
     vocab_size: Annotated[
-        int, typer.Option(min=257, max=262_144, metavar="IDS", help="Learn so many token ids, <|endoftext|> included.")
+        int,
+        typer.Option(min=257, max=262_144, metavar="IDS", help="Set the size of the vocabulary, with <|endoftext|>."),
     ] = 32_768,
     characters: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Learn from so many characters, at the start of the text.")
+        int, typer.Option(min=1, metavar="N", help="Learn from this many characters at the start of the text.")
     ] = 1_000_000_000,
     set_: Changes = None,
 ) -> None:

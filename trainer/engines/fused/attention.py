@@ -37,8 +37,8 @@ class Attention:
     """Attention of `n_head` heads over packed projections -> (B·T, C).
 
     The projections are (B·T, (n_head + 2·kv_heads)·D): queries, keys, values. Each of the `kv_heads` heads of keys and
-    values serves n_head / kv_heads heads of queries; without `kv_heads`, one. With a `window`, a token reaches so many
-    tokens, itself among them (sliding windows, Beltagy et al. 2020). `scale`: of the products; None: D^-1/2.
+    values serves n_head / kv_heads heads of queries; without `kv_heads`, one. With a `window`, a token sees that
+    many tokens, itself among them (sliding windows, Beltagy et al. 2020). `scale`: of the products; None: D^-1/2.
     """
 
     def __init__(
