@@ -179,7 +179,7 @@ class TokensConfig(Section):
         return -(-self.held_out(sys.maxsize) // self.shard_tokens)
 
     def held_out(self, tokens: int) -> int:
-        """Tokens of a text of `tokens` tokens that validation gets: a tenth if the text is no larger than val_wanted."""
+        """How many of a text's tokens validation gets: a tenth if the text is no larger than val_wanted."""
         if self.val_wanted:
             return self.val_wanted if self.val_wanted < tokens else tokens // 10
         return min(self.shard_tokens, int(tokens * VAL_FRACTION))

@@ -252,9 +252,11 @@ def opened(path: str) -> IO[bytes]:
 
 
 def parquet_batches(path: str, rows: int, groups: Iterable[int] | None, columns: list[str] | None) -> Iterator[Any]:
-    """Rows of a parquet file, `rows` at a time, from all groups and columns by default. Only this thread reads: a thread of
-    Arrow's that still reads at the end of the process would abort it. With a buffer, memory does not depend on the size
-    of a row group."""
+    """Rows of a parquet file, `rows` at a time, from all groups and columns by default.
+
+    Only this thread reads: a thread of Arrow's that still reads at the end of the process would abort it. With a
+    buffer, memory does not depend on the size of a row group.
+    """
     import pyarrow.parquet as pq
 
     how = {"metadata": metadata_of(path), "buffer_size": BUFFER_BYTES, "pre_buffer": False}
