@@ -15,10 +15,11 @@ from trainer.checkpoint.weights import StoredTensor, from_hub_layout
 from trainer.config.config import Recompute
 from trainer.config.errors import UserError
 from trainer.config.model_config import ModelConfig
+from trainer.models import language_model
 from trainer.models.decoder import Decoder
 from trainer.models.family import ANY_MODEL, plain_model, section_of_hf, to_hf
 from trainer.models.gpt2 import Gpt2Config
-from trainer.models.language_model import LanguageModel
+from trainer.models.language_model import ChunkedLoss, LanguageModel, causal_attention
 from trainer.models.llama import LlamaConfig
 from trainer.models.modern import ModernConfig
 
@@ -193,6 +194,42 @@ def test_modern_begins_as_nanochat_does() -> None:
     again = plain_model(config)
     again.initialize(5)
     assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
+
+
+@ALL
+def test_the_loss_in_chunks_has_the_gradients_of_the_whole_one(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language_model, "HEAD_ROWS", 7)  # 3 chunks and a rest
+    model = made(config).double()
+    tokens = torch.randint(0, config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(3))
+    targets = tokens.roll(1, 1)
+    targets[0, 5] = -100
+    whole = model(tokens, targets)
+    expected = torch.autograd.grad(3 * whole, list(model.parameters()))
+    x = model.hidden(tokens).flatten(0, 1)
+    found = ChunkedLoss.apply(x, model.head_weight, targets.flatten(), model.summed_loss)
+    torch.testing.assert_close(found.double(), whole.double(), rtol=1e-6, atol=0.0)
+    for one, other in zip(torch.autograd.grad(3 * found, list(model.parameters())), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_a_window_on_a_gpu_sees_what_the_mask_allows(kv_heads: int) -> None:
+    """Of bf16 numbers, by FlashAttention's kernel, against the mask in float64."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (2, 6, 300, 64), (2, kv_heads, 300, 64), (2, kv_heads, 300, 64)
+    exact = [torch.randn(shape, generator=generator).bfloat16().double().requires_grad_() for shape in shapes]
+    ours = [t.detach().cuda().bfloat16().requires_grad_() for t in exact]
+    expected, found = (causal_attention(*inputs, window=17) for inputs in (exact, ours))
+    gradient = torch.randn(expected.shape, generator=generator).bfloat16()
+    expected.backward(gradient.double())
+    found.backward(gradient.cuda())
+    pairs = [(found, expected), *((one.grad, other.grad) for one, other in zip(ours, exact, strict=True))]
+    for one, other in pairs:
+        error = (one.detach().cpu().double() - other.detach()).norm() / other.norm()
+        assert error < 0.01
 
 
 # --- with the rest of the trainer

@@ -1,5 +1,6 @@
 """The engine `sharded` trains as plain PyTorch does on one rank, at any number of ranks, and across kills."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -40,6 +41,7 @@ from trainer.engines.memory import memory_of
 from trainer.engines.plain import PlainEngine
 from trainer.eval.evaluation import TextSampler
 from trainer.eval.scoring import ScoredRow, score_items
+from trainer.models import language_model
 from trainer.models.family import ANY_MODEL, plain_model, to_hf
 from trainer.models.modern_module import Modern
 from trainer.optim.rates import rates_at
@@ -239,6 +241,8 @@ def on_rank(rank: int, folder: Path) -> None:
     world = World(rank, rank, RANKS, torch.device("cpu"))
     try:
         patch.object(Modern, "initial", staticmethod(no_zeros)).start()
+        for module in (sharded, language_model):  # so that most micro-batches have their loss in chunks
+            patch.object(module, "HEAD_ROWS", 7).start()
         for model, (_, runtime) in zip(MODELS, WAYS, strict=True):
             for train in (TRAIN, MUON) if model.family != "llama" else (TRAIN,):
                 once = train is MUON or runtime.get("recompute") is True  # as on GPUs with the memory for it
@@ -259,6 +263,8 @@ def on_rank(rank: int, folder: Path) -> None:
 def test_four_ranks_draw_load_train_and_score_as_one_eager_rank(tmp_path: Path) -> None:
     saved_in_two_files(tmp_path)
     save_large(tmp_path / "large")
+    gc.collect()
+    gc.freeze()  # a finalizer of other tests' objects may join a thread, which a forked process does not have
     start = multiprocessing.get_context("fork").Process  # imports nothing again
     processes = [start(target=on_rank, args=(rank, tmp_path)) for rank in range(RANKS)]
     for process in processes:

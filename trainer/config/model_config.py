@@ -19,6 +19,7 @@ class Section(BaseModel):
 # limit.
 WIDEST_NORM = 8192
 LAYERS = 10_000  # at most: the names of all tensors are in memory
+HEAD_ROWS = 2048  # tokens whose logits are held at once: for GPT-2 1 GiB with copies in float32
 
 
 class ModelConfig(Section, ABC):

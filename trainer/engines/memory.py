@@ -6,7 +6,7 @@ from math import prod
 from typing import Literal
 
 from trainer.config.config import Recompute, RuntimeConfig
-from trainer.config.model_config import ModelConfig
+from trainer.config.model_config import HEAD_ROWS, ModelConfig
 
 LIBRARIES = 2 << 30  # bytes of CUDA, NCCL and cuBLAS
 USABLE = 0.94  # of a GPU's memory, as in trainer/engines/micro_batch.py
@@ -49,8 +49,11 @@ def memory_of(
     if engine == "fused":
         reduced = 2 if runtime.reduce_dtype == "bf16" and ranks > 1 else 0
         return Memory((6 + reduced) * model.parameters + moments / ranks, 0.0, inside + max(FUSED_LOGITS, block_again))
-    logits = 4 * tokens * model.padded_vocab_size  # compiled: bf16, and their gradients
-    inside += max(logits, block_again)
+    # Logits in bf16 and their gradients. Sharded has those of HEAD_ROWS tokens, and a gradient of the head's matrix in
+    # float32, where that is less (trainer/engines/sharded.py).
+    rows = tokens if engine == "compiled" else min(tokens, HEAD_ROWS + model.n_embd)
+    head = 4 * rows * model.padded_vocab_size
+    inside += max(head, block_again)
     if engine == "compiled":  # autocast has a copy of the weights in bf16
         return Memory(4 * model.parameters + moments, 2.0 * model.parameters, inside)
     # bf16 weights and gradients outside the blocks, and of two blocks, one of whose gradients are reduced in float32.

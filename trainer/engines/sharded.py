@@ -18,7 +18,7 @@ sequence, here along the batch). So a block's gathered weights take 1/N, and act
 
 What is not built: pipeline parallelism would be a dimension of `mesh_of` whose ranks make, fill and store their own
 blocks alone (`pieces`), with `accumulate` run by a schedule of torch.distributed.pipelining. Context parallelism would
-be one whose ranks cut each sequence (where `_even` pads it), with attention by torch's `context_parallel`.
+be one whose ranks cut each sequence (where `padded` pads it), with attention by torch's `context_parallel`.
 
 A forward pass is a collective call: ranks with fewer micro-batches than others add some of weight 0, and evaluations
 run as many batches on every rank.
@@ -53,10 +53,11 @@ from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece, Place, tensor_of
 from trainer.config.config import RuntimeConfig, TrainConfig
 from trainer.config.errors import UserError
-from trainer.config.model_config import ModelConfig
+from trainer.config.model_config import HEAD_ROWS, ModelConfig
 from trainer.engines.engine import Engine
 from trainer.engines.memory import gathers_once
 from trainer.models.family import plain_model
+from trainer.models.language_model import ChunkedLoss
 from trainer.optim.adamw import AdamW, Muon
 from trainer.optim.owners import slices_of
 from trainer.optim.rates import Rates, group_of
@@ -85,7 +86,7 @@ class ShardedEngine(Engine):
         if on_gpu:
             for block in self.model.h:
                 block.forward = compiled_in_training(block.forward)
-            self.model.loss_of = compiled_in_training(self.model.loss_of)  # type: ignore[method-assign]
+        self.divide_head(compiled_in_training if on_gpu else lambda forward: forward)
         size = runtime.shard_size or world.world_size
         if world.world_size % size:
             raise UserError(f"runtime.shard_size: {size} does not divide the {world.world_size} ranks; use a divisor")
@@ -126,6 +127,19 @@ class ShardedEngine(Engine):
         kind = sharded_muon if train.optimizer == "muon" else AdamW
         self.optimizer: AdamW = kind(self.shards, train)
 
+    def divide_head(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+        """Make the model compute the loss of many tokens in chunks, so that all their logits never exist. Of few tokens
+        the logits take less memory than the float32 gradient that the chunks add up."""
+        whole, summed = compiled(self.model.loss_of), compiled(self.model.summed_loss)
+
+        def loss_of(x: Tensor, targets: Tensor) -> Tensor:
+            if targets.numel() <= HEAD_ROWS + self.config.n_embd:
+                return whole(x, targets)
+            loss: Tensor = ChunkedLoss.apply(x.flatten(0, 1), self.model.head_weight, targets.flatten(), summed)
+            return loss
+
+        self.model.loss_of = loss_of  # type: ignore[method-assign]
+
     def initialize(self, seed: int) -> None:
         """As `Engine.initialize`; a rank never holds more than its shards and one whole layer."""
         pieces = self._pieces_of("model", dict(self.shards.named_parameters()))
@@ -156,7 +170,9 @@ class ShardedEngine(Engine):
             if number < count:
                 tokens, targets = next(batches)
                 share = len(tokens) / mean_share
-            loss = self.model(self._even(tokens), self._even(targets, NO_TARGET)) * share
+            if number in (0, most - 1):  # those between are as large as the first one, on every rank
+                sizes = self._sizes(tokens)
+            loss = self.model(padded(tokens, sizes), padded(targets, sizes, NO_TARGET)) * share
             failpoint("mid-step")
             loss.backward()
             total += loss.detach()
@@ -185,22 +201,20 @@ class ShardedEngine(Engine):
 
     @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        even = self._even(targets, NO_TARGET)
-        loss: Tensor = self.model.gathered_loss(self._even(tokens), even)  # type: ignore[operator]
+        sizes = self._sizes(tokens)
+        even = padded(targets, sizes, NO_TARGET)
+        loss: Tensor = self.model.gathered_loss(padded(tokens, sizes), even)  # type: ignore[operator]
         return loss * (even.numel() / targets.numel())
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.model.gathered_hidden(self._even(tokens))  # type: ignore[operator]
+        hidden: Tensor = self.model.gathered_hidden(padded(tokens, self._sizes(tokens)))  # type: ignore[operator]
         return hidden[: tokens.size(0), : tokens.size(1)]
 
-    def _even(self, tokens: Tensor, value: int = 0) -> Tensor:
-        """Tokens (B, T), padded at the ends to the most that any rank has: gathered inputs must be equally large. A
-        collective call."""
-        if self.tensor == 1:
-            return tokens
-        more = [self.world.most(size) - size for size in tokens.shape]
-        return F.pad(tokens, (0, more[1], 0, more[0]), value=value)
+    def _sizes(self, tokens: Tensor) -> list[int]:
+        """The sizes to which this rank pads (B, T) tokens. With tensor parallelism they are the largest ones of all
+        ranks, since gathered inputs must be equally large. A collective call."""
+        return [self.world.most(size) for size in tokens.shape] if self.tensor > 1 else list(tokens.shape)
 
     @torch.no_grad()
     def head(self, x: Tensor) -> Tensor:
@@ -376,6 +390,12 @@ def gathered(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[A
     if len(found) > 4 and found[4] is not None:
         found[4] = moved(found[4], Shard(2)).to_local()
     return tuple(found)
+
+
+def padded(tokens: Tensor, sizes: list[int], value: int = 0) -> Tensor:
+    """Tokens (B, T), padded at the ends to these sizes."""
+    more = [size - own for size, own in zip(sizes, tokens.shape, strict=True)]
+    return F.pad(tokens, (0, more[1], 0, more[0]), value=value) if any(more) else tokens
 
 
 def packed(name: str) -> bool:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from trainer.base.parallel import World
 from trainer.config.errors import UserError
-from trainer.config.model_config import ModelConfig
-from trainer.models.language_model import HEAD_ROWS
+from trainer.config.model_config import HEAD_ROWS, ModelConfig
 
 TOKENS_AT_ONCE = {"cuda": 65_536}  # a GPU is busy with them for 30 ms (124M) to 0.5 s (1558M)
 TOKENS_AT_ONCE_CPU = 4_096

@@ -9,6 +9,7 @@ Names tell an optimizer what a parameter is: `h.N.…` are the blocks, `wte.weig
 `lm_head.weight` a head of its own. Vectors have one dimension.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,10 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config.config import Recompute
-from trainer.config.model_config import ModelConfig
-
-HEAD_ROWS = 2048  # tokens whose logits are held at once without gradients: 1 GiB with copies in float32
-
+from trainer.config.model_config import HEAD_ROWS, ModelConfig
 
 # Products and attention, whose results a selective recomputation keeps, as torchtitan does.
 PRODUCTS = (
@@ -60,6 +58,60 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causa
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """Causal attention of (B, H, T, D) queries, in a window of this many tokens, see `band`.
+
+    In bf16 on a GPU a window takes FlashAttention's kernel, which leaves out what no token sees: a mask (T, T) would
+    lead to a slower kernel that computes all of it.
+    """
+    B, H, T, D = q.shape
+    if window is None or window >= T:
+        return attention(q, k, v, causal=True)
+    # With a mask, CUDA's attention in little memory takes no grouped keys.
+    k, v = (heads.repeat_interleave(H // heads.size(1), 1) for heads in (k, v))
+    if v.is_cuda and v.dtype == torch.bfloat16 and D % 8 == 0:
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v = (heads.transpose(1, 2).reshape(B * T, H, D).to(v.dtype) for heads in (q, k, v))
+        starts = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
+        y: Tensor = varlen_attn(q, k, v, starts, starts, T, T, window_size=(window - 1, 0))  # type: ignore[assignment]
+        return y.view(B, T, H, D).transpose(1, 2)
+    return attention(q, k, v, band(T, window, q.device))
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The mean cross-entropy of hidden states, whose gradients the forward pass computes, HEAD_ROWS tokens at a time.
+
+    So the logits of a whole micro-batch never exist, and none is computed twice. (Method: Liger Kernel's fused linear
+    cross-entropy, Hsu et al. 2024, without its kernels.) The gradient of the head's matrix adds up in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, summed: Callable[..., Tensor]) -> Tensor:
+        """`x` (N, C), `weight` (V, C), `targets` (N,); `summed(x, weight, targets)` is the sum over some tokens."""
+        count = (targets >= 0).sum().clamp(min=1)
+        total = torch.zeros((), device=x.device)
+        dx, dweight = torch.empty_like(x), torch.zeros(weight.shape, device=x.device)
+        matrix = weight.detach().requires_grad_()
+        for rows, y, out in zip(x.split(HEAD_ROWS), targets.split(HEAD_ROWS), dx.split(HEAD_ROWS), strict=True):
+            rows = rows.detach().requires_grad_()
+            with torch.enable_grad():
+                loss = summed(rows, matrix, y)
+            gradients = torch.autograd.grad(loss, (rows, matrix))
+            total += loss.detach()
+            out.copy_(gradients[0])
+            dweight += gradients[1]
+        ctx.save_for_backward(dx, dweight, count)
+        ctx.dtype = weight.dtype
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dx, dweight, count = ctx.saved_tensors
+        scale = gradient / count
+        return dx * scale.to(dx.dtype), (dweight * scale).to(ctx.dtype), None, None
+
+
 class UninitializedLinear(nn.Linear):
     """nn.Linear without initial weights: `initialize` or a checkpoint fills them."""
 
@@ -80,6 +132,9 @@ def recomputed(forward: Callable[..., Tensor], recompute: Recompute) -> Callable
     options: dict[str, Any] = {}
     if recompute == "selective":
         kept = [getattr(torch.ops.aten, name).default for name in PRODUCTS]
+        if torch.cuda.is_available():
+            importlib.import_module("torch.nn.attention.varlen")  # registers the operator, in 2 s
+            kept.append(torch.ops.torch_attn._varlen_attn.default)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
 
     def again(*inputs: object) -> Tensor:
@@ -161,9 +216,10 @@ class LanguageModel(nn.Module):
             raise ValueError(f"{T} tokens do not fit into block_size {self.config.reach}")
         return torch.arange(T, device=tokens.device)
 
-    def head(self, x: Tensor) -> Tensor:
-        """Logits of hidden states (..., n_embd) -> (..., padded_vocab_size), padding at -inf."""
-        logits = self.logits(F.linear(x, self.head_weight))
+    def head(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Logits of hidden states (..., n_embd) -> (..., padded_vocab_size), padding at -inf. `weight`: the head's
+        matrix, if not `head_weight`."""
+        logits = self.logits(F.linear(x, self.head_weight if weight is None else weight))
         if self.config.padded_vocab_size > self.config.vocab_size:
             padding = torch.arange(self.config.padded_vocab_size, device=x.device) >= self.config.vocab_size
             logits = logits.masked_fill(padding, float("-inf"))
@@ -177,6 +233,10 @@ class LanguageModel(nn.Module):
     def loss_of(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy in nats of hidden states (B, T, n_embd)."""
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+    def summed_loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the cross-entropies in nats of hidden states (N, n_embd), for `ChunkedLoss`."""
+        return F.cross_entropy(self.head(x, weight).float(), targets, reduction="sum")
 
     @torch.no_grad()
     def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:

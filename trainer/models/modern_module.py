@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config.model_config import ModelConfig
-from trainer.models.language_model import Context, Embedding, LanguageModel, UninitializedLinear, band
+from trainer.models.language_model import Context, Embedding, LanguageModel, UninitializedLinear
 from trainer.models.modern import GATE_SCALE, GATE_WIDTH, SMEAR_WIDTH, SOFTCAP, ModernConfig
 from trainer.models.rotary import RotaryAttention, rms_norm, waves
 
@@ -84,11 +84,10 @@ class Block(nn.Module):
         sin: Tensor,
         context: Context | None = None,
         embedded: Tensor | None = None,
-        near: Tensor | None = None,
     ) -> Tensor:
         normed = rms_norm(x, self.epsilon)
         more = None if embedded is None else self.attn.gated(normed, embedded)
-        x = x + self.attn(normed, cos, sin, context, more, near)
+        x = x + self.attn(normed, cos, sin, context, more)
         return x + self.mlp(rms_norm(x, self.epsilon))
 
 
@@ -101,7 +100,6 @@ class Modern(LanguageModel):
         super().__init__(config)
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.short = [context < config.block_size for context in config.contexts]
         width = config.kv_heads * config.head_size
         self.ve = nn.ModuleDict({str(i): Embedding(config.padded_vocab_size, width) for i in config.value_layers})
         if config.residual_lambdas:
@@ -116,9 +114,6 @@ class Modern(LanguageModel):
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """The last layer's output after its norm."""
         cos, sin = waves(self.positions(tokens, context), self.config.head_size, self.config.rope_base)
-        near = None  # the mask of the short layers, one for all
-        if context is None and self.config.window is not None:
-            near = band(tokens.size(1), self.config.window, tokens.device)
         x = rms_norm(self.wte(tokens), self.config.epsilon)
         if self.config.smear:
             x = self.smeared(x, context)
@@ -127,7 +122,7 @@ class Modern(LanguageModel):
             if self.config.residual_lambdas:
                 x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * first
             embedded = self.ve[str(i)](tokens) if str(i) in self.ve else None
-            x = block(x, cos, sin, context, embedded, near if self.short[i] else None)
+            x = block(x, cos, sin, context, embedded)
             middle = x if i == self.config.n_layer // 2 else middle
         if self.config.backout:
             x = x - self.backout_lambda * middle

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.grouped import GroupedHeads
-from trainer.models.language_model import Context, UninitializedLinear, attention
+from trainer.models.language_model import Context, UninitializedLinear, causal_attention
 
 
 def waves(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
@@ -48,21 +48,14 @@ class RotaryAttention(nn.Module):
         sin: Tensor,
         context: Context | None = None,
         more: Tensor | None = None,
-        band: Tensor | None = None,
     ) -> Tensor:
-        """`more` (B, T, kv_heads, head_size) is added to the values; `band` (T, T) is the mask of the window, for rows
-        without a context."""
+        """`more` (B, T, kv_heads, head_size) is added to the values."""
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, self.n_head, -1).transpose(1, 2)
         k, v = (made(x).view(B, T, self.kv_heads, -1).transpose(1, 2) for made in (self.k_proj, self.v_proj))
         q, k = self.placed(q, k, cos, sin)
         v = v if more is None else v + more.transpose(1, 2).type_as(v)
-        if context:
-            y = context.attention(self.layer, q, k, v, self.window)
-        else:
-            if band is not None:  # with a mask, CUDA's attention in little memory takes no grouped keys
-                k, v = (heads.repeat_interleave(self.n_head // self.kv_heads, 1) for heads in (k, v))
-            y = attention(q, k, v, band, causal=band is None)
+        y = context.attention(self.layer, q, k, v, self.window) if context else causal_attention(q, k, v, self.window)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
