@@ -26,6 +26,7 @@ from pipelines.user.verbs.doctor import doctor
 from pipelines.user.verbs.down import down
 from pipelines.user.verbs.gc import gc
 from pipelines.user.verbs.init import init
+from pipelines.user.verbs.job import job
 from pipelines.user.verbs.launch import launch
 from pipelines.user.verbs.logs import logs
 from pipelines.user.verbs.options import home
@@ -52,7 +53,7 @@ CHILDREN = {"PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
 GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
     "Run": (run, plan, recipes),
     "Look": (report, status, logs, sample, serve, pull),
-    "Cloud": (launch, resume, stop, down),
+    "Cloud": (launch, resume, stop, down, job),
     "Tools": (init, doctor, bench, tokenizer_app, gc),
 }
 

@@ -9,6 +9,7 @@ command ends with exit code 76, which no launcher restarts by itself.
 import math
 import threading
 
+from pipelines.run.watch import Watch
 from pipelines.store.account import traffic_of
 from pipelines.store.ledger import HEARTBEAT_SECONDS, Meter
 from pipelines.store.records import Billing, Heartbeat, Progress
@@ -67,8 +68,8 @@ def spent_by_others(run: Run | None, current: Heartbeat | None, price_per_hour: 
     return spent
 
 
-class Budget:
-    """Watches a run's cost: call `begin` before its first attempt here, then `watch` with every heartbeat."""
+class Budget(Watch):
+    """Stops the run before it costs more than its budget."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Budget:
         self._attempt: tuple[str, int] | None = None
         self._timer: threading.Timer | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Raise Stopped if too little is left to begin an attempt; UserError if the budget never was enough for one."""
         self._read(None)
         meter = Meter.here().read()
@@ -105,13 +106,14 @@ class Budget:
         least = self.usd - until_ask * self.usd_per_hour / 3600
         raise UserError(f"--budget {self.usd:g}: too little to start: saving and stopping may cost ${least:.4g} here")
 
-    def watch(self, beat: Heartbeat) -> str | None:
-        """A reason to stop, once it is time. Before that, a timer is set, because the store may delay a heartbeat."""
+    def heartbeat(self, beat: Heartbeat) -> None:
+        """Ask the run to stop once it is time, and set a timer for that: the store may delay the next heartbeat."""
         if self._attempt != (beat.stage, beat.attempt):
             self._read(beat)
             self._attempt = (beat.stage, beat.attempt)
         self._traffic = traffic_of(beat).usd
-        return self._message(self.spent(beat.started)) if self._arm(beat.started, beat.progress) <= 0 else None
+        if self._arm(beat.started, beat.progress) <= 0:
+            self._ask(beat.started)
 
     def _read(self, current: Heartbeat | None) -> None:
         """Read what the other attempts cost, and how long a release takes."""

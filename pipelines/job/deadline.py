@@ -14,10 +14,11 @@ Evaluate first finishes the training. docs/measurements.md has the savings.
 import os
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from pipelines.job.prices import prices_from_environment
 from pipelines.recipe.recipe import Recipe
+from pipelines.run.stage import Work
+from pipelines.run.watch import Watch
 from pipelines.store.account import AttemptAccount, StoredHeartbeat, account, training_seconds
 from pipelines.store.ledger import HEARTBEAT_SECONDS
 from pipelines.store.records import Heartbeat
@@ -27,9 +28,6 @@ from trainer.checkpoint.commits import committed_state
 from trainer.config.amounts import tokens_before
 from trainer.config.config import TrainConfig, seconds_from_environment
 from trainer.config.errors import HandedOver, UserError
-
-if TYPE_CHECKING:
-    from pipelines.run.stage import Work
 
 DEADLINE = "SKYTRAIN_DEADLINE"
 WAIT_SECONDS = 180.0  # until there is a node, first and after a preemption; on a local Slurm 25 to 40 s were measured
@@ -77,16 +75,17 @@ def deadline_here() -> float | None:
     return deadline - AFTER_TRAINING_SECONDS if deadline else None
 
 
-class DeadlineWatch:
-    """Compares the training with the deadline (unix seconds), on a spot machine or on the standby. Call `before_ranks`
-    before the training, and `watch` with every heartbeat."""
+class Deadline(Watch):
+    """Compares the training with the deadline (unix seconds), on a spot machine or on the standby."""
 
     def __init__(self, deadline: float, recipe: Recipe, stop: StopSignal) -> None:
         self.deadline, self.recipe, self.stop = deadline, recipe, stop
 
-    def before_ranks(self, work: "Work") -> None:
-        """Raise HandedOver if the slack is too short. On the standby, wait, and raise Interrupted so that SkyPilot
-        tries spot again; after another request to stop, the error of that request."""
+    def before_build(self, work: Work) -> None:
+        """Before the training, raise HandedOver if the slack is too short. On the standby, wait, and raise Interrupted
+        so that SkyPilot tries spot again; after another request to stop, the error of that request."""
+        if work.plan.stage != "train" or not work.recipe.train.max_steps:
+            return
         standby = is_standby()
         if standby:
             work.report(waiting=True)
@@ -110,7 +109,7 @@ class DeadlineWatch:
                     return
                 time.sleep(1)
 
-    def watch(self, beat: Heartbeat) -> None:
+    def heartbeat(self, beat: Heartbeat) -> None:
         """Ask the run to stop once the slack is too short, by the speed of this attempt."""
         train, step = self.recipe.train, beat.progress.step
         if beat.stage == "train" and step:
@@ -129,7 +128,7 @@ class DeadlineWatch:
             self.stop.ask(f"{slack_text(slack)}: switching to on-demand", HandedOver)
 
 
-def seconds_left(work: "Work") -> float:
+def seconds_left(work: Work) -> float:
     """The seconds of training that are left. UserError if they can't be known."""
     from pipelines.extras.bench.throughput import speed_on  # reads the measured figures
 

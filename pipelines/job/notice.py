@@ -15,10 +15,11 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 
 from pipelines.run.screen import Screen
+from pipelines.run.watch import Watch
 from pipelines.store.records import Machine
 from trainer.base.answers import answered_within
 from trainer.base.process import Background, StopSignal
@@ -153,42 +154,46 @@ NoticeSource = Ec2 | Gce  # a cloud's way to announce the end of a machine; seco
 SOURCES: dict[str, type[NoticeSource]] = {"ec2": Ec2, "gce": Gce}
 
 
-@contextmanager
-def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
-    """Ask the run to stop if the cloud announces the end of this machine while the block runs.
+class Notices(Watch):
+    """Asks the run to stop when the cloud announces the end of this machine. Sets `stop.grace_seconds` to the time
+    after this cloud's notice, or to SKYTRAIN_GRACE_SECONDS."""
 
-    Also sets `stop.grace_seconds` to the time after this cloud's notice, or to SKYTRAIN_GRACE_SECONDS. UserError for an
-    environment variable with an invalid value.
-    """
-    named = os.environ.get("SKYTRAIN_NOTICE") or None
-    if named not in (None, "off", *SOURCES):
-        raise UserError(f"SKYTRAIN_NOTICE: {named!r} is unknown; choose one of {', '.join(SOURCES)}, off")
-    metadata = Metadata()
-    source, grace = SOURCES[named](metadata) if named in SOURCES else None, "SKYTRAIN_GRACE_SECONDS"
-    stop.grace_seconds = seconds_from_environment(grace, (source or stop).grace_seconds, least=1)
-    ending = threading.Event()
+    def __init__(self, stop: StopSignal, screen: Screen) -> None:
+        self.stop, self.screen = stop, screen
+        self._ending = threading.Event()
 
-    def watch() -> None:
+    def start(self) -> None:
+        """Start the thread. UserError for an environment variable with an invalid value."""
+        named = os.environ.get("SKYTRAIN_NOTICE") or None
+        if named not in (None, "off", *SOURCES):
+            raise UserError(f"SKYTRAIN_NOTICE: {named!r} is unknown; choose one of {', '.join(SOURCES)}, off")
+        metadata = Metadata()
+        source = SOURCES[named](metadata) if named in SOURCES else None
+        self._set_grace(source, least=1)
+        if named != "off":
+            Background("notice", partial(self._watch, source, metadata), self._report_crash).start()
+
+    def end(self, error: BaseException | None) -> None:
+        self._ending.set()  # without a join: a service that hangs delays nothing
+
+    def _set_grace(self, source: NoticeSource | None, least: float = 0) -> None:
+        default = (source or self.stop).grace_seconds
+        self.stop.grace_seconds = seconds_from_environment("SKYTRAIN_GRACE_SECONDS", default, least=least)
+
+    def _watch(self, source: NoticeSource | None, metadata: Metadata) -> None:
         if not (found := source or detect_source(metadata)):
             return
-        stop.grace_seconds = seconds_from_environment(grace, found.grace_seconds)
-        while not (ending.is_set() or stop.asked):
+        self._set_grace(found)
+        while not (self._ending.is_set() or self.stop.asked):
             with suppress(Exception):  # a service may answer anything, and the next answer may be a notice
                 if why := found.notice():
-                    stop.ask(why)
-                    screen.warn(f"{why}; the run saves, then exits")
+                    self.stop.ask(why)
+                    self.screen.warn(f"{why}; the run saves, then exits")
                     return
-            ending.wait(POLL_SECONDS)
+            self._ending.wait(POLL_SECONDS)
 
-    def report_crash(thread: Background) -> None:
-        screen.warn(f"this process stopped watching for preemption notices: {thread.error!r}")
-
-    if named != "off":
-        Background("notice", watch, report_crash).start()
-    try:
-        yield
-    finally:
-        ending.set()  # without a join: a service that hangs delays nothing
+    def _report_crash(self, thread: Background) -> None:
+        self.screen.warn(f"this process stopped watching for preemption notices: {thread.error!r}")
 
 
 def detect_source(metadata: Metadata) -> NoticeSource | None:

@@ -1,30 +1,28 @@
 """One invocation of a run: it skips the artifacts that exist, and builds the others.
 
 For each missing artifact it claims an attempt, waits for another process that builds the same artifact, calls the
-stage's `build`, and commits. A crash is recorded here too, by the next command.
+stage's `build`, and commits.
 """
 
-import math
 import shutil
-import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipelines.extras.mlflow.child import MirrorProcess
 from pipelines.recipe.recipe import Recipe
 from pipelines.run.screen import Screen
-from pipelines.run.stage import Built, Work, artifacts, missing, run_name, stage_named
+from pipelines.run.stage import Built, Work, artifacts, run_name, stage_named
 from pipelines.run.text.tokenizer import keep_tokenizer
+from pipelines.run.watch import Watch, watching
 from pipelines.store.crashes import UNFIT, after_crash
-from pipelines.store.ledger import SILENT_SECONDS, Attempt, attempts, claim, close_attempt, is_alive, newest_attempt
+from pipelines.store.ledger import SILENT_SECONDS, Attempt, claim, is_alive, newest_attempt
 from pipelines.store.manifest import ArtifactPlan, DamagedArtifact, Manifest, find
 from pipelines.store.provenance import provenance
 from pipelines.store.records import Billing, Heartbeat
 from pipelines.store.run_record import RunRecord, record
-from pipelines.store.runs import SUMMARY_SECONDS, Run, read_run, store_summary
+from pipelines.store.runs import Run, read_run
 from trainer.base.process import StopSignal, failpoint
 from trainer.base.store import WAITING, Store, Waiting
 from trainer.config.errors import (
@@ -41,7 +39,6 @@ from trainer.config.errors import (
 # On a rented machine: how long to wait, at full price, while another machine works on the same artifact.
 RIVAL_SECONDS = 300.0
 MOST_REFUSALS = 5  # of one number: the attempt that has it must be listed by then
-ORPHAN_SECONDS = 150.0  # for the ranks of a killed command to commit: more than any cloud's grace
 
 
 @dataclass
@@ -52,20 +49,15 @@ class Pipeline:
     store: Store
     home: Path
     billing: Billing
-    mirror: MirrorProcess
     screen: Screen
     stop: StopSignal
     plans: dict[str, ArtifactPlan]
-    # Called with every heartbeat, in its thread. A watch that returns a reason stops the whole run.
-    watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
-    before_ranks: Callable[[Work], None] | None = None  # called before train starts its ranks; may raise Interrupted
+    watches: Sequence[Watch] = ()
     began: float | None = None  # unix seconds, the start of the process, which the first attempt bills
     allow_code: bool = False  # see `Work`
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
     _recorded: RunRecord | None = None
-    _before: Run | None = None  # the run before the attempt that works
-    _summarized: float = -math.inf  # by the monotonic clock
 
     @property
     def run(self) -> str:
@@ -77,17 +69,8 @@ class Pipeline:
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
         keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
         found = found or artifacts(self.store, self.plans, until)
-        mirrored = not all(found.values())
-        if mirrored:
-            self.mirror.start()
-        try:
+        with nullcontext() if all(found.values()) else watching(self.watches, self.screen):
             self._make_all(found)
-        finally:
-            if not isinstance(sys.exception(), OSError):  # a store that does not answer would only wait as long again
-                with suppress(Exception):  # tables read the records instead
-                    store_summary(self.snapshot())
-            if mirrored and (notice := self.mirror.close()):
-                self.screen.warn(notice)
 
     def snapshot(self) -> Run:
         """The run as the store has it now."""
@@ -116,8 +99,7 @@ class Pipeline:
             if rival and (manifest := self._existing(stage)):
                 return manifest
             number = rival.attempt + 1 if rival else 1
-            self._before = self.snapshot()
-            earlier = self._before.heartbeats
+            before = self.snapshot()
             attempt = claim(
                 self.store,
                 plan.prefix,
@@ -125,9 +107,9 @@ class Pipeline:
                 stage,
                 number,
                 self.billing,
-                self._watch,
+                self._heartbeat,
                 waited,
-                [stored.beat for stored in earlier],
+                [stored.beat for stored in before.heartbeats],
                 lambda thread: self.stop.ask(f"the thread of the heartbeats crashed: {thread.error!r}"),
                 self.began,
             )
@@ -144,7 +126,7 @@ class Pipeline:
             try:
                 WAITING.check = Waiting.check  # from now on the run ends in order
                 with attempt:
-                    manifest = self._build(stage, attempt, [one.beat for one in earlier if one.prefix == plan.prefix])
+                    manifest = self._build(stage, attempt, before)
             except StaleAttempt:
                 self.screen.warn(f"{stage}: a newer attempt has taken over; waiting for it")
                 continue
@@ -155,15 +137,11 @@ class Pipeline:
                 continue
             return manifest
 
-    def _watch(self, beat: Heartbeat) -> None:
-        """Runs with every heartbeat of an attempt, in its thread."""
-        for watch in self.watches:
-            if reason := watch(beat):
-                self.stop.ask(reason, Stopped)
-        self.mirror.start()
-        if self._before and time.monotonic() - self._summarized > SUMMARY_SECONDS:
-            self._summarized = time.monotonic()
-            store_summary(self._before.with_attempt(self.plans[beat.stage].prefix, beat), beat.process)
+    def _heartbeat(self, beat: Heartbeat) -> None:
+        """Runs with every heartbeat of an attempt, in its thread: every watch sees it, whatever another one raises."""
+        with ExitStack() as calls:
+            for watch in reversed(self.watches):
+                calls.callback(watch.heartbeat, beat)
 
     def _wait_for_rival(self, plan: ArtifactPlan) -> Heartbeat | None:
         """Wait until no attempt of another process is alive. Returns the newest attempt, None if there is none.
@@ -195,21 +173,10 @@ class Pipeline:
             time.sleep(1)
         return None
 
-    def _build(self, stage: str, attempt: Attempt, earlier: list[Heartbeat]) -> Manifest:
+    def _build(self, stage: str, attempt: Attempt, before: Run) -> Manifest:
         plan = self.plans[stage]
-        work = Work(
-            self.recipe,
-            plan,
-            self.made,
-            self.store,
-            self.home,
-            attempt,
-            self.screen,
-            self.stop,
-            before_ranks=self.before_ranks,
-            earlier=earlier,
-            allow_code=self.allow_code,
-        )
+        shared = self.recipe, plan, self.made, self.store, self.home, attempt, self.screen, self.stop
+        work = Work(*shared, before=before, allow_code=self.allow_code)
         self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
         shutil.rmtree(work.folder)  # left from a store that was deleted: a new store counts attempts from 1 again
         try:
@@ -233,47 +200,20 @@ class Pipeline:
         attempt.update(state="done")
         # With the scratch of earlier attempts on this machine. A folder that stays must not fail a finished stage.
         shutil.rmtree(work.folder.parent, ignore_errors=True)
+        for watch in self.watches:
+            watch.commit(manifest)
         return manifest
 
     def _built(self, work: Work) -> Built:
         """The stage's files. A machine with unfit GPUs and a killed process count as a crash."""
+        for watch in self.watches:
+            watch.before_build(work)
         try:
             return stage_named(work.plan.stage).build(work)
         except (UnfitMachine, ProcessKilled) as error:
             cause = f"{UNFIT}{error}" if isinstance(error, UnfitMachine) else str(error)
             work.report(killed=cause)
             raise after_crash(self.store, work.plan.prefix, work.attempt.number, cause) from error
-
-
-def record_crash(store: Store, plans: dict[str, ArtifactPlan], until: str, billing: Billing, cause: str) -> Exception:
-    """Record in the store that a signal ended `skytrain run` on this machine. Returns the exception that ends the run.
-
-    Its ranks then commit and leave, because the kernel asks them to; this waits for them. A command that crashed before
-    it claimed an attempt gets one now, so that a command that always crashes counts too.
-    """
-    stage = next(iter(missing(store, plans, until)), None)
-    if stage is None:
-        return Crashed(cause)  # the same command only reports the artifacts
-    prefix, run = plans[stage].prefix, run_name(plans)
-    beats = attempts(store, prefix)
-    deadline = time.monotonic() + ORPHAN_SECONDS
-    while beats and is_alive(beats[-1]) and time.monotonic() < deadline:
-        time.sleep(0.5)
-        beats = attempts(store, prefix)
-    newest = beats[-1] if beats else None
-    if newest and is_alive(newest) is not False:
-        return Interrupted(cause)  # this command waited for an attempt of another machine
-    if newest and newest.state == "running":
-        ending = after_crash(store, prefix, newest.attempt, cause, Crashed)
-        close_attempt(store, prefix, newest, state_after(ending), cause)
-        return ending
-    number = newest.attempt + 1 if newest else 1
-    ending = after_crash(store, prefix, number, cause, Crashed)
-    if attempt := claim(store, prefix, run, stage, number, billing, earlier=beats):
-        with attempt:
-            attempt.update(state=state_after(ending))
-            attempt.report(killed=cause)
-    return ending
 
 
 def state_after(error: BaseException) -> str:

@@ -7,7 +7,7 @@ pipelines/run/pipeline.py does the rest.
 
 import importlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -33,7 +33,7 @@ from pipelines.store.manifest import (
 )
 from pipelines.store.records import Heartbeat
 from pipelines.store.run_record import RUN
-from pipelines.store.runs import read_run
+from pipelines.store.runs import Run, read_run
 from trainer.base.metrics import PhaseClock
 from trainer.base.process import StopSignal
 from trainer.base.store import Store, side_by_side
@@ -56,14 +56,19 @@ class Work:
     screen: Screen
     stop: StopSignal
     clock: PhaseClock = field(default_factory=PhaseClock)
-    before_ranks: "Callable[[Work], None] | None" = None  # called before train starts its ranks; may raise Interrupted
-    earlier: list[Heartbeat] = field(default_factory=list)  # the attempts at this artifact before this one
+    before: Run | None = None  # the run without this attempt
     allow_code: bool = False  # whether the recipe's own code may run, which its user alone decides
     # Of the ranks: seconds by phase, and the phase since then.
     rank_phases: tuple[dict[str, float], str] = field(default_factory=lambda: ({}, "setup"))
 
     def __post_init__(self) -> None:
         self.attempt.clock = self.phases
+
+    @property
+    def earlier(self) -> list[Heartbeat]:
+        """The attempts at this artifact before this one."""
+        found = self.before.heartbeats if self.before else ()
+        return [one.beat for one in found if one.prefix == self.plan.prefix]
 
     @property
     def folder(self) -> Path:

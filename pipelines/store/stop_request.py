@@ -9,11 +9,10 @@ import getpass
 import json
 import platform
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 
-from pipelines.store.records import Heartbeat
-from trainer.base.record import DamagedRecord, NewerRecord, StoredRecord, UnixSeconds, record_at
+from trainer.base.record import StoredRecord, UnixSeconds, record_at
 from trainer.base.store import Entry, Store
 from trainer.config.errors import Stopped
 
@@ -49,19 +48,6 @@ def request_stop(store: Store, run: str, reason: str) -> StopRequest:
     return request
 
 
-def watch_stop_request(store: Store, run: str) -> Callable[[Heartbeat], str | None]:
-    """A watch for every heartbeat: it returns a reason to stop once there is a request, readable or not."""
-
-    def reason_to_stop(_beat: Heartbeat) -> str | None:
-        try:
-            request = read_stop_request(store, run)
-        except (DamagedRecord, NewerRecord) as error:
-            return str(error)
-        return str(request) if request else None
-
-    return reason_to_stop
-
-
 def stop_requests(store: Store) -> list[Entry]:
     """The requests to stop any run, which a command that will withdraw one lists before all else."""
     return [entry for entry in store.entries("control/") if entry.key.endswith("/stop.json")]
@@ -71,7 +57,13 @@ def withdraw_stop(store: Store, run: str, known: Collection[Entry]) -> None:
     """Withdraw the request to stop a run, if it is one of `known`. Raises Stopped if somebody has made one since."""
     if any(entry in known for entry in store.entries(key_of(run))):
         store.delete(key_of(run))
-    elif request := read_stop_request(store, run):
+    else:
+        check_not_stopped(store, run)
+
+
+def check_not_stopped(store: Store, run: str) -> None:
+    """Raise Stopped if there is a request to stop a run."""
+    if request := read_stop_request(store, run):
         raise Stopped(str(request))
 
 

@@ -29,12 +29,12 @@ import pipelines.store.run_record
 import pipelines.store.runs
 import trainer.base.store
 import trainer.checkpoint.checkpointer
-from pipelines.extras.mlflow.child import MirrorProcess
 from pipelines.recipe.recipe import Recipe
-from pipelines.run import gc, pipeline
+from pipelines.run import gc, pipeline, watch
 from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import Built, Work, artifacts, plans_of, run_name, stage_named
 from pipelines.run.stages import tokenize
+from pipelines.run.watch import Summary
 from pipelines.store import ledger
 from pipelines.store.manifest import read_manifest
 from pipelines.store.records import Billing, ProcessId
@@ -270,9 +270,8 @@ class World:
 
     def _run(self, machine: str) -> None:
         home, run = self.folder / machine, run_name(self.plans)
-        mirror = MirrorProcess(self.store.uri, run, home, default_uri="sqlite:///unused.db")
         screen = TerminalScreen(quiet=True)
-        made = Pipeline(self.recipe, self.store, home, Billing(), mirror, screen, NoSignals(), self.plans)
+        made = Pipeline(self.recipe, self.store, home, Billing(), screen, NoSignals(), self.plans, [Summary()])
         record(self.store, run, self.recipe, self.plans, "train")
         try:
             made._make_all(artifacts(self.store, self.plans, "train"))
@@ -547,9 +546,8 @@ def final_weights() -> bytes:
 
 def simulate(patch: pytest.MonkeyPatch) -> None:
     """Give this process the clocks, threads and stages of the simulated ones."""
-    patch.setenv("SKYTRAIN_TRACKING", "off")
     patch.delenv("SKYTRAIN_METER", raising=False)
-    for module in (ledger, gc, pipeline, trainer.checkpoint.checkpointer, pipelines.store.run_record):
+    for module in (ledger, gc, pipeline, watch, trainer.checkpoint.checkpointer, pipelines.store.run_record):
         patch.setattr(module, "time", Clock())
     for module in (ledger, trainer.checkpoint.checkpointer):
         patch.setattr(module, "Background", Thread)

@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,13 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 import trainer_runs
-import yaml
 from faulty_proxy import Fault, FaultyProxy
 from killed_ranks import whole_and_killed
 from pipeline_runs import (
     FOLDER_NAME,
-    REPOSITORY,
-    SHIPPED_CLI,
     STEPS,
     Project,
     assert_as_undisturbed,
@@ -33,6 +28,7 @@ from pipeline_runs import (
     series_of,
 )
 from servers import S3Account
+from waiting import until
 
 from pipelines.run.nodes.launcher_process import LAUNCHER_MODULE
 from pipelines.run.stage import STAGES
@@ -191,50 +187,45 @@ def test_a_run_killed_in_every_stage_ends_like_an_undisturbed_one(
     assert [artifact["skipped"] for artifact in again["artifacts"].values()] == [True, True, True, False]
 
 
-def job(stage: str, home: Path, program: str) -> list[str]:
-    """The script of a task in sky/ as a job runs it on its node, with a `skytrain` in its home folder."""
-    path = home / ".local" / "bin" / "skytrain"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{program}\n")
-    path.chmod(0o755)
-    return ["bash", "-c", yaml.safe_load((REPOSITORY / "sky" / f"{stage}.yaml").read_text())["run"]]
-
-
-@pytest.mark.parametrize(("rented", "asked"), [(False, False), (True, False), (True, True)])
-def test_a_job_whose_command_is_killed_goes_on_if_its_machine_is_rented_and_is_else_resumable(
-    project: Project, undisturbed: Callable[[int], Project], rented: bool, asked: bool
+@pytest.mark.parametrize("killed", ["run", "run, asked to stop before", "supervisor"])
+def test_a_job_goes_on_after_its_run_is_killed_and_commits_after_its_supervisor_is(
+    project: Project, undisturbed: Callable[[int], Project], killed: str
 ) -> None:
-    project.run("run", "tiny.yaml", "--stage", "tokenize")
-    goes_on = rented and not asked
-    if rented:
-        project.environment["SKYPILOT_CLUSTER_INFO"] = '{"cloud": "aws", "cluster_name": "train-9"}'
     project.environment |= {"HOME": str(project.folder), "SKYTRAIN_HOME": str(project.home)}
-    project.environment |= {"SKYTRAIN_RECIPE": "tiny.yaml", "SKYTRAIN_STORE": project.store.uri}
-    project.run("run", "tiny.yaml", "--stage", "tokenize", "--exited", "137", expect=0 if rented else 75)  # all exists
-    command = job("train", project.folder, f'exec "{sys.executable}" -P -c "{SHIPPED_CLI}" "$@"')
-    with project.started(command=command) as process:
+    with project.started("job", "tiny.yaml", "--stage", "train") as process:
         project.wait_until(committed(project, 10), process)
-        if asked:
-            process.terminate()  # the shell alone
-        processes(project, "run", "tiny.yaml")[0].kill()
+        (run,) = (one for one in psutil.Process(process.pid).children())
+        if killed == "supervisor":
+            process.kill()
+        elif killed == "run":
+            run.kill()
+        else:
+            run.suspend()  # it does not see the request
+            process.terminate()
+            until(lambda: signal.SIGTERM in pending(run), "the request has been passed on")
+            run.kill()
         _, err = process.communicate()
-        assert process.returncode == (0 if goes_on else 75), err
-        assert not project.alive()
-    cause, then = "the run's command was killed by SIGKILL", "run the same command to resume"
-    assert (f"{cause}; starting again on this machine" if goes_on else f"interrupted ({cause}): {then}") in err
+    until(lambda: not project.alive(), "all processes have left")
     first, *others = (beat for beat in project.heartbeats() if beat["stage"] == "train")
-    assert (first["state"], first["progress"]["killed"]) == ("interrupted", cause)
-    assert [beat["state"] for beat in others] == ["done"] * goes_on
-    if goes_on:
-        assert project.series() == undisturbed(1).series()
+    assert first["state"] == "interrupted"
+    if killed == "supervisor":
+        assert process.returncode == -signal.SIGKILL and first["progress"]["notice"] == "SIGTERM"
+        assert committed(project, first["progress"]["step"])()  # its last step: nothing is done again
+        return
+    cause = "the run's command was killed by SIGKILL"
+    assert first["progress"]["killed"] == cause
+    if killed == "run":
+        assert f"{cause}; starting again on this machine" in err and process.returncode == 0
+        assert [beat["state"] for beat in others] == ["done"] and project.series() == undisturbed(1).series()
+    else:
+        assert err.endswith(f"interrupted ({cause}): run the same command to resume\n") and process.returncode == 75
+        assert not others
 
 
-@pytest.mark.parametrize("code", [0, 2, 75, 76])
-def test_a_job_exits_with_the_code_of_its_command(tmp_path: Path, code: int) -> None:
-    environment = os.environ | {"HOME": str(tmp_path), "SKYTRAIN_RECIPE": "run:a", "SKYTRAIN_STORE": "s3://a/b"}
-    for stage in STAGES:
-        command = job(stage, tmp_path, f'case "$*" in *--exited*) exit 9 ;; esac\nexit {code}')
-        assert subprocess.run(command, env=environment).returncode == code
+def pending(process: psutil.Process) -> set[int]:
+    """The signals that a process has not taken yet."""
+    (mask,) = re.findall(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.M)
+    return {number for number in range(1, 65) if int(mask, 16) >> (number - 1) & 1}
 
 
 # --- asked to stop

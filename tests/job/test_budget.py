@@ -88,23 +88,25 @@ def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(
     assert mine is not None
     monkeypatch.setattr("pipelines.job.budget.steady_time", lambda: mine.latest.started)
     budget = bench.budget(100 + stopping + 0.1)  # a tenth of a second after the claim it is time
-    assert budget.watch(mine.latest) is None
+    budget.heartbeat(mine.latest)
+    assert not bench.stop.asked
     assert bench.stop.heard.wait(LONG_SECONDS)
     assert bench.stop.ending is Stopped
     assert bench.stop.reason == f"budget: $100 of ${budget.usd:g} are spent; raise --budget to continue"
     monkeypatch.setattr("pipelines.job.budget.steady_time", lambda: mine.latest.started + 0.2)
-    reason = budget.watch(mine.latest)
-    assert reason is not None and reason.endswith("are spent; raise --budget to continue")
+    bench.stop.reason = None
+    budget.heartbeat(mine.latest)
+    assert (bench.stop.reason or "").endswith("are spent; raise --budget to continue")
 
 
 def test_a_spent_budget_begins_nothing(bench: Bench) -> None:
     bench.attempt("train", 1, 100, 3600.0)
     with pytest.raises(Stopped, match=r"budget: \$100 of \$110 are spent; raise --budget to continue"):
-        bench.budget(110).begin()
-    bench.budget(110, price=0.0).begin()  # a machine that costs nothing may
-    bench.budget(200).begin()
+        bench.budget(110).start()
+    bench.budget(110, price=0.0).start()  # a machine that costs nothing may
+    bench.budget(200).start()
     with pytest.raises(Stopped):
-        bench.budget(200, cluster="sky-1", nodes=2).begin()  # its end is paid too
+        bench.budget(200, cluster="sky-1", nodes=2).start()  # its end is paid too
     assert not bench.stop.asked
 
 
@@ -116,9 +118,9 @@ def test_a_budget_reserves_the_release_of_machines_as_long_as_it_was_seen_to_tak
 
     def left(spent: float) -> None:
         stopping = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, 0.0)
-        bench.budget(spent + stopping + 5, **rented).begin()
+        bench.budget(spent + stopping + 5, **rented).start()
         with pytest.raises(Stopped):
-            bench.budget(spent + stopping - 5, **rented).begin()
+            bench.budget(spent + stopping - 5, **rented).start()
 
     left(100 + 2 * RELEASE_SECONDS)  # that of the first machine, and that of this one
     write_releases(bench.store, bench.run, [Release("train-3", beat.started - 30, beat.time + 40)])

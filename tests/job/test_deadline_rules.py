@@ -13,7 +13,7 @@ from stage_work import NoSignals
 from pipelines.job.deadline import (
     AFTER_TRAINING_SECONDS,
     DEADLINE,
-    DeadlineWatch,
+    Deadline,
     changeover_seconds,
     seconds_left,
     seconds_per_token,
@@ -50,7 +50,7 @@ def asked(done: float, spare_seconds: float, stage: str = "train", steps_done: i
     beat = Heartbeat(
         "run", stage, 1, "running", now - 200, now, 1.0, phases=phases, progress=so_far, machine=SPOT.machine
     )
-    DeadlineWatch(now + left + spare_seconds, RECIPE, stop).watch(beat)
+    Deadline(now + left + spare_seconds, RECIPE, stop).heartbeat(beat)
     return stop
 
 
@@ -83,11 +83,11 @@ def test_a_spot_machine_that_comes_too_late_hands_over_before_it_trains(
     record(late.store, late.attempt.latest.run, RECIPE, plans, "train")
     late.attempt.update(machine=Machine(cloud="aws", spot=True, accelerators="H100:8"))
     whole = seconds_left(late)
-    watch = DeadlineWatch(time.time() + whole + left, RECIPE, late.stop)
+    watch = Deadline(time.time() + whole + left, RECIPE, late.stop)
     if left > 3 * CHANGEOVER_SECONDS:
-        return watch.before_ranks(late)
+        return watch.before_build(late)
     with pytest.raises(HandedOver, match="switching to on-demand"):
-        watch.before_ranks(late)
+        watch.before_build(late)
 
 
 PRICES = [

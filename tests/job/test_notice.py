@@ -14,7 +14,8 @@ from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, TINY, Project
 from waiting import until
 
 from pipelines.job import notice
-from pipelines.job.notice import watching
+from pipelines.job.notice import Notices
+from pipelines.run.watch import watching
 from pipelines.user.show.console import TerminalScreen
 from trainer.base.process import StopSignal
 from trainer.config.errors import UserError
@@ -58,7 +59,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         if named:
             monkeypatch.setenv("SKYTRAIN_NOTICE", named)
         stop = StopSignal.__new__(StopSignal)  # pytest keeps its signals
-        with watching(stop, TerminalScreen()):
+        with watching([Notices(stop, screen := TerminalScreen())], screen):
             yield stop
 
     return watch

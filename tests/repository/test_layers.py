@@ -36,7 +36,6 @@ LAYERS = (
 )
 # The imports that still lead upwards. Each is a piece of work: a registry, or a file that moves. Add none.
 UPWARD = {
-    ("pipelines.run.pipeline", "pipelines.extras.mlflow.child"),
     ("pipelines.run.stage", "pipelines.extras.tune.conversations"),
     ("pipelines.run.stage", "pipelines.extras.tune.reward_code"),
     ("pipelines.run.stages.evaluate", "pipelines.extras.lm_eval.harness"),

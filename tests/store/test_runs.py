@@ -24,21 +24,19 @@ from run_records import (
     recorded,
 )
 from servers import S3Account
-from stage_work import NoSignals
+from stage_work import tiny_work
 from waiting import LONG_SECONDS
 
-from pipelines.extras.mlflow.child import MirrorProcess
-from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import STAGES, missing, planned
+from pipelines.run.watch import Summary
 from pipelines.store.ledger import attempts, this_process
-from pipelines.store.records import Billing, Machine, Progress
+from pipelines.store.records import Machine, Progress
 from pipelines.store.releases import Release, write_releases
 from pipelines.store.run_record import full_names
 from pipelines.store.runs import Run, read_run, store_summary, usable_runs, without_failed_trials
 from pipelines.store.s3_store import S3Store
 from pipelines.store.traffic import counted_together, traffic_here
 from pipelines.user.cloud import control
-from pipelines.user.show.console import TerminalScreen
 from pipelines.user.verbs.report import report
 from pipelines.user.verbs.status import status
 from trainer.base.store import LocalStore
@@ -150,14 +148,13 @@ def test_a_list_asks_a_bucket_twice_for_a_run_and_a_few_times_for_all(
 def test_a_run_that_works_stores_its_summary_which_no_list_believes_after_a_crash(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
     finished(store, "tokenize")
     attempted(store, "tokenize", price_per_hour=10.0)
-    record, mirror = recorded(store), MirrorProcess(store.uri, RUN, tmp_path, default_uri="sqlite:///unused.db")
-    made = Pipeline(RECIPE, store, tmp_path, Billing(), mirror, TerminalScreen(quiet=True), NoSignals(), PLANS)
-    made._before = Run(store, record)
+    work = tiny_work(tmp_path, "train")
+    work.plan, work.before, watch = PLANS["train"], Run(store, recorded(store)), Summary()
+    watch.before_build(work)
     beat = attempted(store, "train", state="running", process=this_process(), progress=Progress(step=5))
-    made._watch(beat)
+    watch.heartbeat(beat)
 
     found = listed(store).stored_summary
     assert found and (found.state, found.steps, found.usd) == ("running", 5, pytest.approx(10.0))

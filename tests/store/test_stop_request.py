@@ -1,20 +1,26 @@
 """A request to stop a run stops it, also one that this version cannot read."""
 
 import pytest
+from stage_work import NoSignals
 
+from pipelines.run.watch import StopRequests
 from pipelines.store.records import Heartbeat
 from pipelines.store.stop_request import (
     key_of,
     read_stop_request,
     request_stop,
     stop_requests,
-    watch_stop_request,
     withdraw_stop,
 )
 from trainer.base.store import LocalStore
 from trainer.config.errors import Stopped, UserError
 
-BEAT = Heartbeat("a-1", "train", 1, "running", 0.0, 1.0, 1.0)
+
+def asked(store: LocalStore) -> str | None:
+    """Why the run is asked to stop at its next heartbeat."""
+    stop = NoSignals()
+    StopRequests(store, "a-1", stop).heartbeat(Heartbeat("a-1", "train", 1, "running", 0.0, 1.0, 1.0))
+    return stop.reason
 
 
 @pytest.mark.usefixtures("no_garbage")
@@ -22,10 +28,9 @@ BEAT = Heartbeat("a-1", "train", 1, "running", 0.0, 1.0, 1.0)
     "body", [b"", b"{", b"[" * 100_000, b'{"format": 2}', b'{"time": 1.5, "by": 7, "reason": "x"}']
 )
 def test_an_unreadable_request_stops_the_run_and_names_its_object(store: LocalStore, body: bytes) -> None:
-    watch = watch_stop_request(store, "a-1")
-    assert watch(BEAT) is None
+    assert asked(store) is None
     store.put(key_of("a-1"), body)
-    assert f"{store.uri}/{key_of('a-1')}" in (watch(BEAT) or "")
+    assert f"{store.uri}/{key_of('a-1')}" in (asked(store) or "")
     with pytest.raises(UserError, match="damaged|newer skytrain"):
         read_stop_request(store, "a-1")
 
@@ -33,10 +38,9 @@ def test_an_unreadable_request_stops_the_run_and_names_its_object(store: LocalSt
 def test_a_request_stands_until_a_later_command_withdraws_it_and_one_that_came_after_its_start_counts(
     store: LocalStore,
 ) -> None:
-    watch = watch_stop_request(store, "a-1")
     request_stop(store, "a-1", "too dear")
     request = request_stop(store, "a-1", "another")
-    assert watch(BEAT) == f"{request.by}: too dear" == str(request)
+    assert asked(store) == f"{request.by}: too dear" == str(request)
     known = stop_requests(store)
     request_stop(store, "a-1", "now")
     for listed in (known, []):
@@ -44,4 +48,4 @@ def test_a_request_stands_until_a_later_command_withdraws_it_and_one_that_came_a
             withdraw_stop(store, "a-1", listed)
     store.put(key_of("a-1"), b"{")
     withdraw_stop(store, "a-1", stop_requests(store))
-    assert (read_stop_request(store, "a-1"), watch(BEAT)) == (None, None)
+    assert (read_stop_request(store, "a-1"), asked(store)) == (None, None)

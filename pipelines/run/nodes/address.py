@@ -113,10 +113,10 @@ def interface_to(address: str) -> str | None:
 
 
 def let_workers_exit_first(address: NodeAddress) -> None:
-    """Wait before node 0 of several exits with an error in a Slurm job.
+    """On node 0 of several in a Slurm job, wait before it exits with an error.
 
     srun kills the processes of the other nodes as soon as one exits with an error, and returns the highest code: 143,
     after which no managed job recovers, instead of 75.
     """
-    if address.count > 1 and "SLURM_JOB_ID" in os.environ:
+    if address.count > 1 and not address.rank and "SLURM_JOB_ID" in os.environ:
         time.sleep(EXIT_SECONDS)

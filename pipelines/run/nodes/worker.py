@@ -14,7 +14,6 @@ from typing import Any
 from pipelines.recipe.recipe import Recipe
 from pipelines.run.nodes.address import JOIN_SECONDS, NodeAddress, processes_on_this_node
 from pipelines.run.nodes.ranks import Ranks, RankSpec, result_of_ranks, start_ranks
-from pipelines.run.nodes.results import GONE, NodeResult
 from pipelines.run.nodes.workers import POLL_SECONDS, WorkerRecord, read_numbers
 from pipelines.run.screen import Screen
 from pipelines.store.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, newest_attempt
@@ -25,7 +24,7 @@ from trainer.base.store import Store
 from trainer.config.errors import Interrupted, UserError
 
 END_SECONDS = 30.0  # for node 0 to end after a stop, beyond the time for saving
-RECORD_SECONDS = 15.0  # for the shell of node 0 to record a crash of its command: a start of Python, and the store
+RECORD_SECONDS = 15.0  # for the supervisor of node 0 to record a crash: its imports, and the store
 ENDED = ("interrupted", "stopped", "failed")  # states of an attempt after which node 0 exits
 
 
@@ -49,18 +48,6 @@ def run_worker(
     ended = Worker(address, recipe, plans, store, home, stop).serve()
     screen.note(f"{name}: {ended}")
     return 0
-
-
-def record_crash(store: Store, prefix: str, address: NodeAddress, cause: str) -> bool:
-    """After a signal has ended this node's command: let node 0 count it. Whether its attempt still runs."""
-    newest = newest_attempt(store, prefix)
-    if newest is None or newest.state != "running":
-        return False
-    own = WorkerRecord.read(store, prefix, newest.attempt, address.rank)
-    if own is None:  # it has started no ranks
-        return False
-    replace(own, time=time.time(), result=NodeResult(address.rank, GONE, cause)).write(store, prefix, newest.attempt)
-    return True
 
 
 class FirstNode:

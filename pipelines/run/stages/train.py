@@ -68,8 +68,6 @@ def build(work: Work) -> Built:
     recipe = work.recipe
     if not recipe.train.max_steps:
         return given_weights(work)
-    if work.before_ranks:
-        work.before_ranks(work)
     processes = processes_on_this_node(recipe.runtime)
     address = this_node()
     check_shares(recipe.model, recipe.train, processes * address.count)  # UserError now, not in the ranks

@@ -214,12 +214,17 @@ def begun(tasks: list[TaskStatus]) -> int:
 
 
 def stop(
-    store: Store, record: RunRecord, reason: str, wait_seconds: float, note: Callable[[str], None]
+    store: Store,
+    record: RunRecord,
+    reason: str,
+    wait_seconds: float,
+    note: Callable[[str], None],
+    silent_seconds: float = SILENT_SECONDS,
 ) -> Heartbeat | None:
     """Request that a run stops, and wait until its attempt has ended.
 
     The attempt's last heartbeat: 'running' if it has not ended after `wait_seconds`. None if no attempt runs, or if it
-    crashed meanwhile.
+    crashed meanwhile, which `silent_seconds` without a heartbeat show.
     """
     request_stop(store, record.run, reason)
     beat = running_attempt(Run(store, record))
@@ -231,7 +236,7 @@ def stop(
         beat = next(b for b in Run(store, record).attempts[beat.stage] if b.attempt == beat.attempt)
         if last and beat.time != last.time:
             changed_at, last = time.monotonic(), beat
-        if beat.state == "running" and time.monotonic() - changed_at > SILENT_SECONDS:
+        if beat.state == "running" and time.monotonic() - changed_at > silent_seconds:
             return None
         time.sleep(1 if beat.state == "running" else 0)
     return beat

@@ -25,6 +25,7 @@ from trainer.config.errors import UserError
 STANDBY_CPUS, STANDBY_MEMORY = "2+", "8+"  # of the machine that polls for spot
 MOST_MACHINES = 40  # of a task: their prices stay far below the 128 KiB that Linux allows one variable
 PACKED = "pipelines/user/cloud/tree"  # in a wheel: files of the clone that are no code (pyproject.toml)
+STAGE = "SKYTRAIN_STAGE"  # the last stage that a task makes
 MASKED = "(from your environment, not shown)"
 
 
@@ -131,9 +132,8 @@ def managed_job(request: LaunchRequest, stages: Iterable[str], small: bool = Fal
 
 
 def continued(task: Task, name: str, last: str) -> Task:
-    """A task with a name whose command makes all stages up to `last`."""
-    script = task.document["run"].replace(f"--stage {task.name} ", f"--stage {last} ")
-    return replace(task, name=name, document={**task.document, "name": name, "run": script})
+    """A task with a name that makes all stages up to `last`."""
+    return replace(task, name=name, envs={**task.envs, STAGE: last}, document={**task.document, "name": name})
 
 
 @cache

@@ -141,15 +141,16 @@ def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> Non
 def run_here(prepared: "Launch", until: str) -> None:
     """Run the stages up to `until` on this machine. Raises Interrupted after a signal; the next launch continues."""
     from pipelines.user.show.console import TerminalScreen
-    from pipelines.user.verbs.run import pipeline_here
+    from pipelines.user.verbs.run import PlannedRun, pipeline_here
     from trainer.base.process import StopSignal
 
     check_home()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         stop = StopSignal()
-        pipeline = pipeline_here(prepared.recipe, prepared.plans, prepared.store, None, TerminalScreen(), stop)
-        pipeline.execute(until=until)
+        run = PlannedRun(prepared.recipe, prepared.plans, prepared.store, until)
+        pipeline, _ = pipeline_here(run, None, None, TerminalScreen(), stop)
+        pipeline.execute(until, run.found)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

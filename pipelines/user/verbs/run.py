@@ -1,12 +1,13 @@
-"""`skytrain run`: one node of a run, which makes every artifact that is missing."""
+"""`skytrain run`: one node of a run, which makes every artifact that is missing. `skytrain job` makes them, too."""
 
 import json
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,17 +26,17 @@ from pipelines.user.verbs.options import (
     store_uri,
 )
 from trainer.base.install import how_to_install
-from trainer.config.errors import EXIT_DONE, Crashed, Interrupted, Stopped, StoreUnavailable, UserError
+from trainer.config.errors import StoreUnavailable, UserError
 
 if TYPE_CHECKING:
+    from pipelines.extras.mlflow.child import MirrorProcess
     from pipelines.recipe.recipe import Recipe
     from pipelines.run.pipeline import Pipeline
     from pipelines.run.screen import Screen
-    from pipelines.store.manifest import ArtifactPlan
+    from pipelines.store.manifest import ArtifactPlan, Manifest
     from trainer.base.process import StopSignal
     from trainer.base.store import Store
 
-REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # to stop, which is not a crash
 RESULT = ("run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss")  # of the summary, in --json
 
 
@@ -49,91 +50,169 @@ def run(
         typer.Option(min=0.0, metavar="USD", help="Set the price of this node an hour, for the bill."),
     ] = None,
     budget: BudgetUsd = None,
-    unless_stopped: Annotated[
-        bool,
-        typer.Option("--unless-stopped", hidden=True, help="Internal: exit with 76 after `skytrain stop`."),
-    ] = False,
-    exited: Annotated[
-        int | None,
-        typer.Option(hidden=True, metavar="CODE", help="Internal: go on after this command was killed, with CODE."),
-    ] = None,
-    stopping: Annotated[
-        bool, typer.Option("--stopping", hidden=True, help="Internal: with --exited, only record that it was killed.")
-    ] = False,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Run the recipe's own reward functions, with your rights.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Run the missing stages of a recipe; resume after an interruption."""
-    from pipelines.run.nodes.launcher_process import prepare_launcher
     from trainer.base.process import StopSignal
-    from trainer.base.store import WAITING
 
     stop = StopSignal()
-    if stopping:
-        stop.ask("SIGTERM")
-    WAITING.check = stop.check  # until an attempt begins
-    if stage != "tokenize":
-        prepare_launcher()  # before the imports below
+    start_early(stop, stage)
 
-    from pipelines.extras.tune.reward_code import check_code
-    from pipelines.job.budget import Budget
-    from pipelines.job.notice import watching
-    from pipelines.run.nodes.address import let_workers_exit_first, this_node
-    from pipelines.run.plan import stage_plan
-    from pipelines.run.stage import TUNE, artifacts, planned, run_name, stages_until
+    from pipelines.run.nodes.address import this_node
     from pipelines.store.s3_store import open_store
     from pipelines.store.stop_request import stop_requests, withdraw_stop
-    from pipelines.store.traffic import counted_together
-    from pipelines.user.show.card import print_card
     from pipelines.user.show.console import TerminalScreen
 
-    if exited is not None and not 128 < exited <= 192:
-        sys.exit(exited)
     node, screen = this_node(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
-    stops = [] if unless_stopped else stop_requests(opened)  # to withdraw: one that comes from now on counts
-    try:
-        loaded, plans = planned(recipe, set_ or [], opened)
-    except StoreUnavailable as error:
-        if unless_stopped and exited is None:  # otherwise the job would rent such a machine again and again
-            raise UserError(f"{error}; this machine has never reached it") from error
-        raise
-    stage = stages_until(plans, stage or [*plans][-1])[-1]
-    if exited and (
-        ending := after_signal(exited - 128, opened, plans, stage, screen, stop, price_per_hour, unless_stopped)
-    ):
-        raise ending
+    stops = stop_requests(opened)  # to withdraw: one that comes from now on counts
+    planned = plan_run(recipe, stage, set_ or [], opened)
     check_home()
-    found = artifacts(opened, plans, stage)
-    todo = [one for one, made in found.items() if not made]
-    refuse_what_ends_late(loaded, opened, plans, todo, launched=unless_stopped or bool(node.rank))
-    check_code([step for step in loaded.tune if f"{TUNE}.{step.name}" in todo], allow_code)
-    if not unless_stopped and (training := stage_plan(opened, plans["train"])).other:
-        screen.note(f"{run_name(plans)}: {training.why}")
-    withdraw_stop(opened, run_name(plans), stops)
+    refuse_what_ends_late(planned, allow_code, launched=node.rank > 0)
+    note_other_training(planned, screen)
+    withdraw_stop(opened, planned.name, stops)
     if node.rank:
-        from pipelines.run.nodes.worker import run_worker
-
-        with counted_together(), watching(stop, screen):
-            sys.exit(run_worker(node, stage, loaded, plans, opened, home(), stop, screen))
-    pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
+        work_for_node_0(planned, stop, screen)
+    pipeline, mirror = pipeline_here(planned, price_per_hour, budget, screen, stop)
     pipeline.allow_code = allow_code
-    if todo and not unless_stopped and not pipeline.mirror.off:  # `launch` has checked it
+    warn_without_mlflow(planned, mirror, screen)
+    execute(pipeline, mirror, planned, as_json)
+
+
+def start_early(stop: "StopSignal", stage: str | None) -> None:
+    """Let a request to stop end the waits for the store until an attempt begins. Start the launcher of the ranks, which
+    imports torch while this process imports what it needs."""
+    from pipelines.run.nodes.launcher_process import prepare_launcher
+    from trainer.base.store import WAITING
+
+    WAITING.check = stop.check
+    if stage != "tokenize":
+        prepare_launcher()
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run as this command found it: its plans up to the stage `until`, and what exists of them."""
+
+    recipe: "Recipe"
+    plans: "dict[str, ArtifactPlan]"
+    store: "Store"
+    until: str
+
+    @property
+    def name(self) -> str:
+        from pipelines.run.stage import run_name
+
+        return run_name(self.plans)
+
+    @cached_property
+    def found(self) -> "dict[str, Manifest | None]":
+        from pipelines.run.stage import artifacts
+
+        return artifacts(self.store, self.plans, self.until)
+
+    @property
+    def todo(self) -> list[str]:
+        return [stage for stage, made in self.found.items() if not made]
+
+
+def plan_run(recipe: str, stage: str | None, changes: list[str], store: "Store") -> PlannedRun:
+    """Read a recipe and plan its stages, up to `stage` or the last one."""
+    from pipelines.run.stage import planned, stages_until
+
+    loaded, plans = planned(recipe, changes, store)
+    return PlannedRun(loaded, plans, store, stages_until(plans, stage or [*plans][-1])[-1])
+
+
+def refuse_what_ends_late(run: PlannedRun, allow_code: bool, launched: bool) -> None:
+    """UserError, before hours of training, for an input or a package that a missing stage would refuse after it.
+    `launch` has checked the inputs of evaluate before it rented a machine."""
+    from pipelines.extras.tune.reward_code import check_code
+    from pipelines.extras.tune.tune import checked_rows
+    from pipelines.run.stage import TUNE
+    from pipelines.run.stages.evaluate import check_inputs
+    from pipelines.run.stages.export import check_packages
+
+    recipe, todo = run.recipe, run.todo
+    if "export" in todo:
+        check_packages(recipe.export.other_formats)
+    if not launched and {"train", "evaluate"} <= set(todo):
+        check_inputs(recipe, home() / "cache")
+    if any(one.startswith(TUNE) for one in todo):
+        if not find_spec("trl"):
+            raise UserError(f"tune: needs the package trl: {how_to_install('tune')}; then run again")
+        checked_rows(recipe, run.store, run.plans["tokenize"])
+    check_code([step for step in recipe.tune if f"{TUNE}.{step.name}" in todo], allow_code)
+
+
+def note_other_training(run: PlannedRun, screen: "Screen") -> None:
+    """Show why this recipe trains anew where the store has another training of its name."""
+    from pipelines.run.plan import stage_plan
+
+    if (training := stage_plan(run.store, run.plans["train"])).other:
+        screen.note(f"{run.name}: {training.why}")
+
+
+def work_for_node_0(run: PlannedRun, stop: "StopSignal", screen: "Screen") -> None:
+    """Be a worker until node 0 ends, and exit."""
+    from pipelines.job.notice import Notices
+    from pipelines.run.nodes.address import this_node
+    from pipelines.run.nodes.worker import run_worker
+    from pipelines.run.watch import watching
+    from pipelines.store.traffic import counted_together
+
+    with counted_together(), watching([Notices(stop, screen)], screen):
+        sys.exit(run_worker(this_node(), run.until, run.recipe, run.plans, run.store, home(), stop, screen))
+
+
+def pipeline_here(
+    run: PlannedRun, price_per_hour: float | None, budget: float | None, screen: "Screen", stop: "StopSignal"
+) -> "tuple[Pipeline, MirrorProcess]":
+    """The pipeline of a run on this machine with its watches, and of them MLflow's mirror."""
+    from pipelines.extras.mlflow.child import MirrorProcess
+    from pipelines.job.budget import Budget
+    from pipelines.job.deadline import Deadline, deadline_here, is_standby
+    from pipelines.job.notice import Notices
+    from pipelines.job.prices import billing_here
+    from pipelines.run.pipeline import Pipeline
+    from pipelines.run.watch import StopRequests, Summary, Watch
+    from pipelines.store.ledger import process_began
+
+    recipe, store, name, billing = run.recipe, run.store, run.name, billing_here(price_per_hour)
+    watches: list[Watch] = [Notices(stop, screen), StopRequests(store, name, stop)]
+    if (deadline := deadline_here()) and (billing.machine.spot or is_standby()):
+        watches.append(Deadline(deadline, recipe, stop))
+    if budget:
+        watches.append(Budget(budget, billing, store, name, recipe.train.batch_tokens, stop))
+    mirror = MirrorProcess(store.uri, name, home(), default_uri=default_tracking_uri())
+    watches += [mirror, Summary()]
+    made = Pipeline(recipe, store, home(), billing, screen, stop, run.plans, watches, began=process_began())
+    return made, mirror
+
+
+def warn_without_mlflow(run: PlannedRun, mirror: "MirrorProcess", screen: "Screen") -> None:
+    """Warn if MLflow does not answer: the run goes on without it."""
+    if run.todo and not mirror.off:
         from pipelines.user.cloud.checks import mlflow_answers
 
-        if (server := mlflow_answers(pipeline.mirror.uri, os.environ)).state == "broken":
+        if (server := mlflow_answers(mirror.uri, os.environ)).state == "broken":
             screen.warn(f"{server.what}: {server.seen}; {server.remedy}; the run goes on without it")
+
+
+def execute(pipeline: "Pipeline", mirror: "MirrorProcess", run: PlannedRun, as_json: bool = False) -> None:
+    """Make the missing artifacts, and print the card, or JSON even after an interruption."""
+    from pipelines.run.nodes.address import let_workers_exit_first, this_node
+    from pipelines.store.traffic import counted_together
+    from pipelines.user.show.card import print_card
+
     try:
-        with counted_together(), watching(stop, screen):
-            if budget and todo:
-                limit = Budget(budget, pipeline.billing, opened, pipeline.run, loaded.train.batch_tokens, stop)
-                limit.begin()
-                pipeline.watches.append(limit.watch)
-            pipeline.execute(stage, found)
+        with counted_together():
+            pipeline.execute(run.until, run.found)
     except BaseException:
-        let_workers_exit_first(node)
+        let_workers_exit_first(this_node())
         raise
     finally:
         # A store that does not answer has no result, and another request would only wait as long again.
@@ -142,7 +221,7 @@ def run(
                 print(json.dumps(result(pipeline)))
     if not as_json:
         with reporting():
-            print_card(pipeline, next_commands(pipeline))
+            print_card(pipeline, next_commands(pipeline, "" if mirror.off else mirror.uri))
 
 
 @contextmanager
@@ -156,99 +235,6 @@ def reporting() -> Iterator[None]:
         raise
     except Exception as error:
         say(f"the run has ended; its report failed: {type(error).__name__}: {error}", on_stderr=True)
-
-
-def refuse_what_ends_late(
-    recipe: "Recipe", store: "Store", plans: "dict[str, ArtifactPlan]", todo: list[str], launched: bool
-) -> None:
-    """UserError, before hours of training, for an input or a package that a stage `todo` would refuse after it.
-    `launch` has checked the inputs of evaluate before it rented a machine."""
-    from pipelines.extras.tune.tune import checked_rows
-    from pipelines.run.stage import TUNE
-    from pipelines.run.stages.evaluate import check_inputs
-    from pipelines.run.stages.export import check_packages
-
-    if "export" in todo:
-        check_packages(recipe.export.other_formats)
-    if not launched and {"train", "evaluate"} <= set(todo):
-        check_inputs(recipe, home() / "cache")
-    if any(one.startswith(TUNE) for one in todo):
-        if not find_spec("trl"):
-            raise UserError(f"tune: needs the package trl: {how_to_install('tune')}; then run again")
-        checked_rows(recipe, store, plans["tokenize"])
-
-
-def after_signal(
-    number: int,
-    store: "Store",
-    plans: "dict[str, ArtifactPlan]",
-    until: str,
-    screen: "Screen",
-    stop: "StopSignal",
-    price_per_hour: float | None,
-    unless_stopped: bool,
-) -> BaseException | None:
-    """Record that a signal has ended the command of a run on this node. Returns the exception that ends the run on it;
-    None if it is a rented machine, and can go on: SkyPilot would take minutes longer."""
-    from pipelines.job.prices import billing_here
-    from pipelines.run.nodes import worker
-    from pipelines.run.nodes.address import let_workers_exit_first, this_node
-    from pipelines.run.nodes.results import signal_name
-    from pipelines.run.pipeline import record_crash
-    from pipelines.run.stage import run_name
-    from pipelines.store.stop_request import read_stop_request
-
-    node = this_node()
-    whose = f"the command of node {node.rank}" if node.rank else "the run's command"
-    cause = f"{whose} was killed by {signal_name(number)}"
-    if number in REQUESTS:
-        return Interrupted(cause)
-    if node.rank:
-        recorded = worker.record_crash(store, plans["train"].prefix, node, cause)
-        return SystemExit(EXIT_DONE) if recorded else Interrupted(cause)  # the exit code of node 0 counts
-    billing = billing_here(price_per_hour)
-    ending = record_crash(store, plans, until, billing, cause)
-    if billing.machine.cluster and node.count == 1 and isinstance(ending, Crashed) and not stop.asked:
-        screen.warn(f"{ending}; starting again on this machine")
-        return None
-    let_workers_exit_first(node)
-    if unless_stopped and (request := read_stop_request(store, run_name(plans))):
-        return Stopped(str(request))
-    return ending
-
-
-def pipeline_here(
-    recipe: "Recipe",
-    plans: "dict[str, ArtifactPlan]",
-    store: "Store",
-    price_per_hour: float | None,
-    screen: "Screen",
-    stop: "StopSignal",
-) -> "Pipeline":
-    """The pipeline of a run on this machine, with its watches."""
-    from pipelines.extras.mlflow.child import MirrorProcess
-    from pipelines.job.deadline import DeadlineWatch, deadline_here, is_standby
-    from pipelines.job.prices import billing_here
-    from pipelines.run.pipeline import Pipeline
-    from pipelines.run.stage import run_name
-    from pipelines.store.ledger import process_began
-    from pipelines.store.stop_request import watch_stop_request
-
-    name, billing, deadline = run_name(plans), billing_here(price_per_hour), deadline_here()
-    timed = DeadlineWatch(deadline, recipe, stop) if deadline and (billing.machine.spot or is_standby()) else None
-    return Pipeline(
-        recipe,
-        store,
-        home(),
-        billing,
-        MirrorProcess(store.uri, name, home(), default_uri=default_tracking_uri()),
-        screen,
-        stop,
-        plans,
-        watches=[watch_stop_request(store, name), *([timed.watch] if timed else [])],
-        before_ranks=timed.before_ranks if timed else None,
-        began=process_began(),
-    )
 
 
 def result(pipeline: "Pipeline") -> dict[str, Any]:
@@ -265,8 +251,9 @@ def result(pipeline: "Pipeline") -> dict[str, Any]:
     return {field: getattr(summary, field) for field in RESULT} | {"artifacts": artifacts}
 
 
-def next_commands(pipeline: "Pipeline") -> list[str]:
-    """Commands for the artifacts that a run has made, as the user can type them in this folder.
+def next_commands(pipeline: "Pipeline", mlflow: str = "") -> list[str]:
+    """Commands for the artifacts that a run has made, as the user can type them in this folder. `mlflow`: the URI of
+    the MLflow that mirrors it.
 
     On a rented node, only those that work on the user's machine, too.
     """
@@ -286,8 +273,8 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
     if pipeline.billing.machine.cluster:
         return commands
     # The URI of a server may hold a password.
-    if not pipeline.mirror.off and pipeline.mirror.uri.startswith("sqlite:"):
-        commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(pipeline.mirror.uri)}")
+    if mlflow.startswith("sqlite:"):
+        commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(mlflow)}")
     if "export" not in pipeline.made:
         return [*commands, f"{skytrain} run run:{name}{option}"]
     commands.append(f"{skytrain} pull {name} {shlex.quote(pipeline.recipe.name)}{' --tuned' * tuned}{option}")

@@ -222,7 +222,7 @@ class Training:
     def end(self) -> str | None:
         """The end of the command; what it tells the user."""
         attempted(self.store, "train", state="interrupted", progress=Progress(step=9))
-        return self.mirror.close()
+        return self.mirror.end(None)
 
 
 @pytest.fixture
@@ -365,11 +365,11 @@ def test_a_home_that_cannot_be_written_costs_a_line_and_tracking_off_starts_noth
     (tmp_path / "file").write_text("a file where the folder should be")
     mirror = MirrorProcess(store.uri, RUN, tmp_path / "file", default_uri="sqlite:///unused.db")
     mirror.start()
-    assert "MLflow lacks records" in str(mirror.close())
+    assert "MLflow lacks records" in str(mirror.end(None))
     monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
     off = MirrorProcess(store.uri, RUN, tmp_path / "home", default_uri="sqlite:///unused.db")
     off.start()
-    assert off.close() is None and not (tmp_path / "home").exists()
+    assert off.end(None) is None and not (tmp_path / "home").exists()
 
 
 @pytest.mark.slow

@@ -12,12 +12,13 @@ import pytest
 from servers import LOOPBACK
 from stage_work import NoSignals
 
+from pipelines.job.crash import record_for_node_0
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.nodes import worker
 from pipelines.run.nodes.address import NodeAddress, interface_to, nvidia_gpus, this_node
 from pipelines.run.nodes.ranks import RankSpec
 from pipelines.run.nodes.results import GONE, KILLED, NodeResult
-from pipelines.run.nodes.worker import FirstNode, record_crash
+from pipelines.run.nodes.worker import FirstNode
 from pipelines.run.nodes.workers import WorkerRecord, Workers, key_of_numbers
 from pipelines.store.ledger import SILENT_SECONDS, Attempt, claim
 from pipelines.store.manifest import ArtifactPlan
@@ -195,14 +196,14 @@ def test_a_worker_leaves_resumable_once_node_0_is_silent_or_never_came_but_not_w
 
 
 def test_a_crash_of_a_workers_command_is_counted_by_node_0(of_node_0: Workers, attempt: Attempt) -> None:
-    node, cause = NodeAddress(1, 3), "the command of node 1 was killed by SIGKILL"
-    assert not record_crash(attempt.store, TRAIN, node, cause)  # it had no ranks
+    cause = "the command of node 1 was killed by SIGKILL"
+    assert not record_for_node_0(attempt.store, TRAIN, 1, cause)  # it had no ranks
     reported(attempt, 1, 1.0, traffic=Traffic(1, 0, 0, 0))
-    assert record_crash(attempt.store, TRAIN, node, cause)
+    assert record_for_node_0(attempt.store, TRAIN, 1, cause)
     of_node_0.look()
     assert [(one.kind, one.message) for one in of_node_0.results()] == [(GONE, cause)]
     beat(attempt, state="interrupted")
-    assert not record_crash(attempt.store, TRAIN, node, cause)
+    assert not record_for_node_0(attempt.store, TRAIN, 1, cause)
 
 
 @pytest.mark.parametrize(

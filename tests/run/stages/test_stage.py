@@ -18,10 +18,10 @@ from stage_work import NoSignals
 from waiting import until
 
 import pipelines.run.pipeline
-from pipelines.extras.mlflow.child import MirrorProcess
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import STAGES, Built, Work
+from pipelines.run.watch import Summary, Watch
 from pipelines.store import ledger
 from pipelines.store.crashes import MOST_CRASHES
 from pipelines.store.ledger import SILENT_SECONDS, attempts, claim, seconds_between_failures, this_process
@@ -62,11 +62,6 @@ def write_a_file(work: Work) -> Built:
     return Built([work.upload(path)], facts)
 
 
-@pytest.fixture(autouse=True)
-def no_tracking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
-
-
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> StandIns:
     stand_ins = StandIns()
@@ -75,12 +70,8 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> StandIns:
 
 
 def pipeline(store: Store, home: Path, price: float = 0.0, stop: StopSignal | None = None) -> Pipeline:
-    name = PLANS["train"].name
-    mirror = MirrorProcess(store.uri, name, home, default_uri="sqlite:///unused.db")
-    recipe = load_recipe("smoke")
-    return Pipeline(
-        recipe, store, home, Billing(price), mirror, TerminalScreen(quiet=True), stop or NoSignals(), dict(PLANS)
-    )
+    screen, recipe = TerminalScreen(quiet=True), load_recipe("smoke")
+    return Pipeline(recipe, store, home, Billing(price), screen, stop or NoSignals(), dict(PLANS))
 
 
 def execute(store: Store, home: Path, until: str = "tokenize", **options: Any) -> Pipeline:
@@ -162,7 +153,32 @@ def test_a_run_asked_to_stop_starts_no_further_stage(stages: StandIns, store: Lo
     assert find(store, PLANS["tokenize"]) is not None  # the finished part is kept
 
 
-def test_a_watch_that_returns_a_reason_stops_the_run_for_good(
+class Seen(Watch):
+    """A watch that notes what it sees. With a stop signal, it asks the run to stop, and fails."""
+
+    def __init__(self, stop: StopSignal | None = None) -> None:
+        self.moments, self.stop = list[str](), stop
+
+    def start(self) -> None:
+        self.moments.append("start")
+
+    def before_build(self, work: Work) -> None:
+        self.moments.append("before_build")
+
+    def heartbeat(self, beat: Heartbeat) -> None:
+        self.moments.append("heartbeat")
+        if self.stop:
+            self.stop.ask("budget of 3 dollars", Stopped)
+            raise RuntimeError("a bug")
+
+    def commit(self, manifest: Manifest) -> None:
+        self.moments.append(f"commit {manifest.stage}")
+
+    def end(self, error: BaseException | None) -> None:
+        self.moments.append(f"end {type(error).__name__}")
+
+
+def test_a_watch_stops_the_run_for_good_and_one_that_fails_silences_no_other(
     stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
@@ -176,9 +192,13 @@ def test_a_watch_that_returns_a_reason_stops_the_run_for_good(
 
     stages.builds["tokenize"] = long
     made = pipeline(store, tmp_path, stop=stop)
-    made.watches = [lambda beat: None, lambda beat: "budget of 3 dollars" if beat.attempt == 1 else None]
+    first, second, third = Seen(), Seen(stop), Seen()
+    made.watches = [first, second, Summary(), third]
     with pytest.raises(Stopped, match="budget of 3 dollars"):
         made.execute("tokenize")
+    # A watch that fails silences no other one; all end, in the reverse order.
+    assert first.moments[:3] == third.moments[:3] == ["start", "before_build", "heartbeat"]
+    assert [one.moments[-1] for one in (first, second, third)] == ["end Stopped"] * 3
     (seen,) = attempts(store, TOKENS)
     assert (seen.state, seen.progress.notice) == ("stopped", "budget of 3 dollars")
     assert made.snapshot().summary.state == "stopped"

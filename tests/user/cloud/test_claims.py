@@ -1,4 +1,4 @@
-"""Of several launches of one run only one submits a job. SkyPilot's answers are made up."""
+"""Of several launches of one run only one submits a job. SkyPilot's server is an imitation."""
 
 import threading
 import time
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from interfering import Interfering, each
+from sky_server import SkyServer, job_record
 from waiting import LONG_SECONDS
 
 from pipelines.recipe.recipe import load_recipe
@@ -16,10 +17,8 @@ from pipelines.store.manifest import ArtifactPlan
 from pipelines.store.records import Heartbeat, ProcessId
 from pipelines.store.run_record import record
 from pipelines.store.store_id import read_store_id
-from pipelines.user.cloud import control, launch
 from pipelines.user.cloud.launch import Launch, claim_launch, claims_of, settle_identity, submit
 from pipelines.user.cloud.request import LaunchRequest, last_launch
-from pipelines.user.cloud.skypilot import TaskStatus
 from pipelines.user.cloud.tasks import ManagedJob
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
@@ -29,32 +28,9 @@ PLANS = {stage: ArtifactPlan(stage, "tiny", {"stage": stage}) for stage in STAGE
 ELSEWHERE = ProcessId("far/away", 1, "1")
 
 
-class Sky:
-    """SkyPilot's API server: the state of each job by its id."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.jobs: dict[int, str] = {}
-        self.name = "here/me"
-        self.last = 7
-        patch.setattr(launch, "managed_tasks", self.tasks)
-        patch.setattr(launch, "server_name", lambda: self.name)
-        patch.setattr(control, "server_name", lambda: self.name)
-        patch.setattr(control, "is_this_server", lambda name: name == self.name)
-        patch.setattr(launch, "submit_job", self.submit)
-
-    def tasks(self, unfinished: bool) -> list[TaskStatus]:
-        over = ("SUCCEEDED", "FAILED", "CANCELLED")
-        return [TaskStatus(job, "train", state, 0, None, None, state in over, RUN) for job, state in self.jobs.items()]
-
-    def submit(self, dag: Any, run: str) -> list[int]:
-        self.last += 1
-        self.jobs[self.last] = "PENDING"
-        return [self.last]
-
-
 @pytest.fixture
-def sky(monkeypatch: pytest.MonkeyPatch) -> Sky:
-    return Sky(monkeypatch)
+def sky(monkeypatch: pytest.MonkeyPatch) -> SkyServer:
+    return SkyServer(monkeypatch)
 
 
 def launched(store: LocalStore) -> list[int]:
@@ -64,7 +40,7 @@ def launched(store: LocalStore) -> list[int]:
     return submit(Launch(request, load_recipe("smoke"), PLANS, store, {}, ["train"], job), dag).jobs
 
 
-def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: LocalStore, sky: Sky) -> None:
+def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: LocalStore, sky: SkyServer) -> None:
     both_in = threading.Barrier(2)
 
     def create(key: str) -> None:
@@ -72,21 +48,21 @@ def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: Local
             both_in.wait(LONG_SECONDS)  # both have seen that there is no job
 
     outcomes = each([Interfering(store.root, create=create)] * 2, launched)
-    assert list(sky.jobs) == [8]
+    assert [job.job_id for job in sky.jobs] == [8]
     (refusal,) = (one for one in outcomes if one != [8])
     assert isinstance(refusal, UserError) and f"skytrain status {RUN}" in str(refusal)
     found = last_launch(store, RUN)
     assert found and found.jobs == [8]
 
 
-def test_a_launch_is_refused_until_the_one_before_it_is_over(store: LocalStore, sky: Sky) -> None:
+def test_a_launch_is_refused_until_the_one_before_it_is_over(store: LocalStore, sky: SkyServer) -> None:
     launched(store)
     for state in ("PENDING", "RECOVERING"):
-        sky.jobs[8] = state
+        sky.jobs[:] = [job_record(8, RUN, state)]
         with pytest.raises(UserError, match=rf"has job 8, still running; see `skytrain status {RUN}"):
             launched(store)
     for state in ("SUCCEEDED", "CANCELLED"):
-        sky.jobs[sky.last] = state
+        sky.jobs[:] = [job_record(sky.last, RUN, state)]
         launched(store)
     sky.jobs.clear()  # its records are gone
     with claim_launch(store, LaunchRequest(RUN, store.uri)) as attempt:
@@ -107,7 +83,9 @@ def test_a_launch_under_an_id_that_the_store_does_not_have_is_refused(store: Loc
         settle_identity(Launch(other, load_recipe("smoke"), PLANS, store, {}, ["train"], job))
 
 
-def test_the_job_of_another_api_server_holds_the_run_until_the_store_shows_its_end(store: LocalStore, sky: Sky) -> None:
+def test_the_job_of_another_api_server_holds_the_run_until_the_store_shows_its_end(
+    store: LocalStore, sky: SkyServer
+) -> None:
     record(store, RUN, load_recipe("smoke"), PLANS, "train")
 
     def heartbeat(state: str) -> None:
@@ -117,11 +95,12 @@ def test_the_job_of_another_api_server_holds_the_run_until_the_store_shows_its_e
 
     heartbeat("stopped")  # before this launch
     launched(store)
-    sky.name, sky.jobs = "there/you", {}
+    sky.name = "there/you"
+    sky.jobs.clear()
     for state in (None, "running", "interrupted"):
         if state:
             heartbeat(state)
-        with pytest.raises(UserError, match=r"has job 8 on SkyPilot's API server here/me; .* remove .*/launches/"):
+        with pytest.raises(UserError, match=r"has job 8 on SkyPilot's API server here; .* remove .*/launches/"):
             launched(store)
     heartbeat("stopped")
     assert launched(store) == [9]

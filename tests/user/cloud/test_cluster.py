@@ -200,8 +200,9 @@ def test_a_launched_run_stopped_preempted_and_killed_ends_as_the_undisturbed_one
     preempted = time.time()
     with user.held_in_mid_training():
         assert not followed.done()  # SkyPilot's own command ends with the first machine
-        commands = processes_with(FAILPOINTS, "run", f"run:{run}")
-        next(one for one in commands if one.environ()["SKYPILOT_NODE_RANK"] == "0").kill()
+        commands = processes_with(FAILPOINTS, "job")  # on each node a supervisor and its run
+        first = [one for one in commands if one.environ()["SKYPILOT_NODE_RANK"] == "0"]
+        next(one for one in first if one.parent() in first).kill()
     user.wait_until(lambda: user.summary.state == "done")
     assert any("the run's command was killed by SIGKILL" in (beat.progress.killed or "") for beat in user.trainings)
     assert "(attempt 3)" in followed.result()  # SkyPilot waits for the end of so short an attempt as the last one

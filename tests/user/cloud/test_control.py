@@ -4,13 +4,14 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pipeline_runs import FOLDER_NAME, Project
+from pipeline_runs import FOLDER_NAME, TINY, Project
+from sky_server import SkyServer, job_record
+from stage_work import NoSignals
 
-from pipelines.store import ledger
+from pipelines.run.watch import StopRequests
 from pipelines.store.ledger import claim
 from pipelines.store.records import Billing, Heartbeat, Machine, ProcessId, Progress
 from pipelines.store.releases import Release, read_releases, write_releases
@@ -20,10 +21,9 @@ from pipelines.store.stop_request import (
     read_stop_request,
     request_stop,
     stop_requests,
-    watch_stop_request,
     withdraw_stop,
 )
-from pipelines.user.cloud import control, skypilot
+from pipelines.user.cloud import control
 from pipelines.user.cloud.control import status_of
 from pipelines.user.cloud.request import LaunchRecord, LaunchRequest, write_launch
 from pipelines.user.cloud.skypilot import Cluster, TaskStatus
@@ -31,7 +31,7 @@ from pipelines.user.show.status import print_status
 from pipelines.user.verbs.down import down
 from pipelines.user.verbs.logs import logs
 from pipelines.user.verbs.status import status
-from trainer.base.store import Entry, LocalStore
+from trainer.base.store import LocalStore
 from trainer.config.errors import StoreUnavailable, UserError
 
 RUN = "tiny-01234567"
@@ -63,29 +63,36 @@ def put_beat(store: LocalStore, attempt: int = 1, state: str = "running", began:
     store.put(f"train/{RUN}/attempts/{attempt:04d}/heartbeat.json", beat.to_json())
 
 
-def test_stopping_waits_for_the_attempt_and_not_for_a_crashed_one(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.1)
-    record, watch = recorded(store), watch_stop_request(store, RUN)
+@pytest.fixture
+def sky(monkeypatch: pytest.MonkeyPatch) -> SkyServer:
+    return SkyServer(monkeypatch)
+
+
+def test_stopping_waits_for_the_attempt_and_not_for_a_crashed_one(store: LocalStore) -> None:
+    record, requests = recorded(store), StopRequests(store, RUN, stop := NoSignals())
     assert control.stop(store, record, "enough", 10, lambda text: None) is None  # no attempt runs
     withdraw_stop(store, RUN, stop_requests(store))
+    messages: list[str] = []
+
+    def asked(message: str) -> None:
+        messages.append(message)
+        attempt.report_soon()
 
     def leave_on_request(beat: Heartbeat) -> None:
-        assert attempt
-        if watch(beat) and attempt.latest.state == "running":
+        requests.heartbeat(beat)
+        if stop.asked and attempt.latest.state == "running":
             attempt.update(state="stopped", progress=Progress(step=17))
+            attempt.report_soon()
 
-    attempt, messages = claim(store, f"train/{RUN}", RUN, "train", 1, Billing(), leave_on_request), list[str]()
-    assert attempt
-    with attempt:
-        ended = control.stop(store, record, "enough", 600, messages.append)
+    claimed = claim(store, f"train/{RUN}", RUN, "train", 1, Billing(), leave_on_request)
+    assert claimed
+    with claimed as attempt:
+        ended = control.stop(store, record, "enough", 600, asked)
     assert ended and (ended.state, ended.progress.step) == ("stopped", 17)
     assert messages == ["train: attempt 1 is asked to commit and exit"]
 
-    monkeypatch.setattr(control, "SILENT_SECONDS", 0.5)
     put_beat(store, 2)
-    assert control.stop(store, record, "enough", 600, messages.append) is None
+    assert control.stop(store, record, "enough", 600, messages.append, silent_seconds=0.5) is None
     assert read_stop_request(store, RUN)
 
 
@@ -126,65 +133,23 @@ def test_a_status_has_progress_cost_and_skypilots_jobs(store: LocalStore, capsys
     assert "trained about" not in lost and f"resume {RUN} continues it" in lost  # nobody trains
 
 
-def job_record(number: int, run: str, status: str, submitted: float, cluster: str | None, up: bool = False) -> Any:
-    """As SkyPilot answers."""
-    state = SimpleNamespace(value=status, is_terminal=lambda: status == "SUCCEEDED")
-    known = {"job_id": number, "task_id": 0, "job_name": run, "task_name": "train", "recovery_count": 0}
-    rest = {"submitted_at": submitted, "failure_reason": None, "details": None}
-    return SimpleNamespace(
-        **known, **rest, status=state, current_cluster_name=cluster, cluster_name_on_cloud=cluster if up else None
-    )
-
-
-def with_skypilot(
-    patch: pytest.MonkeyPatch, jobs: list[Any], clusters: list[Cluster], stores: dict[int, str] | None = None
-) -> list[str]:
-    """SkyPilot's answers; the list gets what it was asked to remove. A cancelled job takes its clusters with it."""
-    removed: list[str] = []
-
-    def tasks(name: str | None = None, unfinished: bool = False) -> list[TaskStatus]:
-        found = [TaskStatus.of(job) for job in jobs if name in (None, job.job_name)]
-        return [one for one in found if not (unfinished and one.over)]
-
-    def cancel(ids: list[int]) -> None:
-        removed.extend(f"job {number}" for number in ids)
-        jobs[:] = [job for job in jobs if job.job_id not in ids]
-        clusters[:] = [one for one in clusters if not one.name.endswith(tuple(f"-{number}" for number in ids))]
-
-    def take_down(name: str) -> None:
-        removed.append(f"cluster {name}")
-        clusters[:] = [one for one in clusters if one.name != name]
-
-    patch.setattr(control, "managed_tasks", tasks)
-    patch.setattr(control, "clusters", lambda note=None: list(clusters))
-    patch.setattr(control, "cancel_jobs", cancel)
-    patch.setattr(control, "take_down", take_down)
-    patch.setattr(control, "stores_of", lambda jobs: stores or {})
-    patch.setattr(control, "is_this_server", lambda name: name == "here")
-    patch.setattr(control, "server_name", lambda: "here")
-    patch.setattr(control, "reach_api_server", lambda note: None)
-    patch.setattr(skypilot, "reach_api_server", lambda note: None)
-    patch.setattr(skypilot, "managed_tasks", tasks)
-    return removed
-
-
 def test_machines_without_a_live_run_are_found(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: LocalStore, sky: SkyServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded(store)
     launched(store)
     store.put("runs/newer-01234567.json", b'{"format": 2}')
     long_ago = time.time() - 7200
-    jobs = [
+    sky.jobs += [
         job_record(1, JOB, "RUNNING", long_ago, "train-1"),
         job_record(2, JOB, "SUCCEEDED", long_ago, "train-2"),
-        job_record(3, JOB, "PENDING", long_ago, None),
+        job_record(3, JOB, "PENDING", long_ago),
         job_record(4, "somebody-elses", "RUNNING", long_ago, "theirs-4"),
-        job_record(5, JOB, "RECOVERING", long_ago, None),
+        job_record(5, JOB, "RECOVERING", long_ago),
         job_record(7, f"{RUN}-{THEIRS}", "RUNNING", long_ago, "train-7"),  # of a run of that name in another store
         job_record(6, "newer-01234567", "RUNNING", long_ago, "train-6"),
     ]
-    clusters = [
+    sky.clusters += [
         Cluster("train-1", JOB, long_ago),  # of the job, which is listed already
         Cluster("train-2", JOB, long_ago),
         Cluster("new", JOB, time.time() - 60),  # it is being set up
@@ -192,7 +157,6 @@ def test_machines_without_a_live_run_are_found(
         Cluster("train-9", JOB, long_ago, None, "sky-jobs-controller-1"),
         Cluster("train-5", JOB, long_ago),  # its job, whose record does not name it now, would bring it back
     ]
-    with_skypilot(monkeypatch, jobs, clusters)
 
     def orphans() -> dict[str, Any]:
         with pytest.raises(SystemExit) as ended:
@@ -207,133 +171,113 @@ def test_machines_without_a_live_run_are_found(
     assert found["cluster train-9"]["remedy"].startswith("ssh sky-jobs-controller-1 ")
     assert "sky jobs cancel 1" in found[jobs_found[0]]["remedy"]
     put_beat(store, machine=Machine(cluster="by-hand"))
-    jobs.pop()
+    sky.jobs.pop()
     assert orphans() == {}  # the run is alive and may need them
 
 
 def test_a_run_is_taken_down_and_never_below_its_controller(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: LocalStore, tmp_path: Path, sky: SkyServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = time.time()
     nowhere = LocalStore(tmp_path / "never-written").uri  # without a store, SkyPilot's own record suffices
-    jobs = [job_record(8, JOB, "RECOVERING", now, None), job_record(10, "theirs", "RUNNING", now, "theirs-10")]
-    clusters = [Cluster("train-8", JOB, now), Cluster("by-hand", JOB, now), Cluster("train-9", "other", now)]
-    removed = with_skypilot(monkeypatch, jobs, clusters, {8: nowhere})
-    monkeypatch.setattr(control, "JOB_CLUSTER_SECONDS", 0.0)
+    sky.jobs += [job_record(8, JOB, "RECOVERING", now, store=nowhere), job_record(10, "theirs", "RUNNING", now)]
+    sky.clusters += [Cluster("train-8", JOB, now), Cluster("train-9", "other", now)]
     with pytest.raises(UserError, match=f"job 8 belongs to the store {nowhere}, not to {store.uri}; name it"):
         down(RUN, store=store.uri)
     down(RUN, store=nowhere)
-    assert removed == ["job 8", "cluster by-hand"]
-    assert capsys.readouterr().out.endswith(f"{RUN}: no job and no cluster left\n")
+    assert sky.removed == ["job 8"] and capsys.readouterr().out.endswith(f"{RUN}: no job and no cluster left\n")
     with pytest.raises(UserError, match="SkyPilot has no job of tiny in .*; give the run's whole name"):
         down("tiny", store=nowhere)
-    # Its controller, on a machine of its own, has yet to take down the cluster.
     recorded(store)
     launched(store)
-    jobs.append(job_record(11, JOB, "SUCCEEDED", now, "train-11", up=True))
-    clusters.clear()
-    monkeypatch.setattr(control.time, "sleep", lambda seconds: jobs.pop())
+    sky.clusters.append(Cluster("by-hand", JOB, now))
     down(RUN, store=store.uri)
-    assert removed[2:] == [] and len(jobs) == 1  # it waited
+    assert sky.removed[1:] == ["cluster by-hand"]
+    # The controller, on a machine of its own, has yet to take down the cluster.
+    sky.jobs.append(job_record(11, JOB, "SUCCEEDED", now, "train-11", up=True))
+    sky.on_queue += [lambda: None, sky.jobs.pop]
+    down(RUN, store=store.uri)
+    assert sky.removed[2:] == [] and len(sky.jobs) == 1  # it waited
 
 
 def test_a_run_of_that_name_in_another_store_and_its_machines_are_left_alone(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: LocalStore, sky: SkyServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded(store)
     launched(store)
     theirs = f"{RUN}-{THEIRS}"
-    jobs = [job_record(1, JOB, "SUCCEEDED", 1e9, "train-1"), job_record(2, theirs, "RUNNING", 1e9, "train-2")]
-    removed = with_skypilot(monkeypatch, jobs, [Cluster("train-2", theirs, 1e9)])
+    sky.jobs += [job_record(1, JOB, "SUCCEEDED"), job_record(2, theirs, "RUNNING", 1e9, "train-2")]
+    sky.clusters.append(Cluster("train-2", theirs, 1e9))
     down(RUN, store=store.uri)
     status([RUN], store=store.uri, as_json=True)
     (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert removed == [] and [task["job"] for task in found["tasks"]] == [1]
+    assert sky.removed == [] and [task["job"] for task in found["tasks"]] == [1]
 
 
 def test_a_job_of_another_api_server_is_named_and_no_job_of_its_number_is_taken_for_it(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: LocalStore, sky: SkyServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded(store)
     launched(store, server="ann@box-89abcdef")
-    before = job_record(2, JOB, "SUCCEEDED", 1e9, None)  # an earlier launch, which is over
-    removed = with_skypilot(monkeypatch, [job_record(1, "another-run", "RUNNING", 1e9, "train-1"), before], [])
+    before = job_record(2, JOB, "SUCCEEDED")  # an earlier launch, which is over
+    sky.jobs += [job_record(1, "another-run", "RUNNING", 1e9, "train-1"), before]
     message = f"{RUN} has job 1 on SkyPilot's API server ann@box-89abcdef; ask there, not on here"
-    monkeypatch.setattr(control, "tail_logs", read_only)
     for verb in (down, logs):
         with pytest.raises(UserError, match=f"{verb.__name__}: {message}"):
             verb(RUN, store=store.uri)
     status([RUN], store=store.uri)
-    assert message in " ".join(capsys.readouterr().out.split()) and removed == []
+    assert message in " ".join(capsys.readouterr().out.split()) and sky.removed == []
 
 
 def test_a_run_that_works_is_called_removed_only_if_its_job_is_seen_to_be_over(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: LocalStore, sky: SkyServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded(store)
     launched(store)
     put_beat(store, machine=Machine(cluster="train-1"))
-    jobs: list[Any] = []
-    with_skypilot(monkeypatch, jobs, [])
     with pytest.raises(UserError, match="attempt 1 runs on train-1, and SkyPilot shows no job of .* --refresh` starts"):
         down(RUN, store=store.uri)
-    jobs.append(job_record(1, JOB, "SUCCEEDED", 1e9, None))  # `down` has just ended it
+    sky.jobs.append(job_record(1, JOB, "SUCCEEDED"))  # `down` has just ended it
     down(RUN, store=store.uri)
     assert capsys.readouterr().out.endswith("no job and no cluster left\n")
 
 
 def test_status_records_the_release_of_a_machine_once_and_the_bill_ends_there(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, sky: SkyServer
 ) -> None:
     recorded(store)
     launched(store)
     now = time.time()
     put_beat(store, 1, "stopped", now - 3600, machine=Machine(cluster="train-1"), phases={"provision": 10.0})
     of_store, of_another = (Cluster("train-1", name, now - 3700, now + 90) for name in (JOB, f"{RUN}-{THEIRS}"))
-    with_skypilot(
-        monkeypatch, [job_record(1, JOB, "FAILED", now, None)], [of_store, of_another._replace(until=now + 9)]
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "put", read_only)
-        status([RUN], store=store.uri)
+    sky.jobs.append(job_record(1, JOB, "FAILED", now))
+    sky.clusters += [of_store, of_another._replace(until=now + 9)]
+    store.path_of(f"control/{RUN}/releases.json").mkdir(parents=True)  # a store that may not be written
+    status([RUN], store=store.uri)
+    store.path_of(f"control/{RUN}/releases.json").rmdir()
     other = Release("train-1", now - 9000, now - 8000)  # of another server, which records it at the same time
-    answers = control.clusters()
-
-    def asked(note: object) -> list[Cluster]:
-        write_releases(store, RUN, [other])
-        return answers
-
-    monkeypatch.setattr(control, "clusters", asked)
+    sky.on_clusters.append(lambda: write_releases(store, RUN, [other]))
     status([RUN], store=store.uri)
     assert read_releases(store, RUN) == [other, Release("train-1", now - 3700, now + 90)]
     assert read_run(store, RUN).account.total.hours == pytest.approx(3690 / 3600)
-    monkeypatch.setattr(control, "clusters", read_only)  # it is on record
+    sky.on_clusters.append(lambda: None)
     status([RUN], store=store.uri)
-
-
-def read_only(*_: object) -> None:
-    raise UserError("access denied")
-
-
-class SilentStore(LocalStore):
-    uri = "s3://bucket/silent"
-
-    def entries(self, prefix: str) -> list[Entry]:
-        raise StoreUnavailable("no answer")
+    assert len(sky.on_clusters) == 1  # it is on record
 
 
 def test_without_an_answer_of_the_store_status_and_logs_show_what_skypilot_knows(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sky: SkyServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jobs = [job_record(1, JOB, "RUNNING", 1e9, "train-1"), job_record(2, "another", "RUNNING", 1e9, "train-2")]
-    with_skypilot(monkeypatch, jobs, [], {1: SilentStore.uri})
-    monkeypatch.setattr("pipelines.store.s3_store.open_store", lambda uri: SilentStore(store.root))
-    monkeypatch.setattr(control, "tail_logs", lambda job, follow, output: False)
+    silent = "s3://bucket/silent"
+    for name, value in {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(f"SKYTRAIN_S3_{name}", value)
+    monkeypatch.setenv("SKYTRAIN_STORE_SECONDS", "0.1")
+    sky.jobs += [job_record(1, JOB, "RUNNING", store=silent), job_record(2, "another", "RUNNING", store=silent)]
     with pytest.raises(StoreUnavailable):
-        status([RUN])
+        status([RUN], store=silent)
     assert capsys.readouterr().out == f"job 1  {JOB}  train  RUNNING\n"
     with pytest.raises(SystemExit) as ended:
-        logs(RUN)
+        logs(RUN, store=silent)
     assert ended.value.code == 0
 
 
@@ -346,40 +290,36 @@ def test_without_an_answer_of_the_store_status_and_logs_show_what_skypilot_knows
         ([("1", "FAILED", 0, "Job exited with exit codes [0, 2] (user program failure)")], 2),
         ([("1", "FAILED_NO_RESOURCE", 0, "no machine")], 1),
         ([("1", "CANCELLED", 0, None)], 75),
-        (
-            [("1", "CANCELLING", 0, None)],
-            75,
-        ),  # SkyPilot would print the same log again at once, until the machine is gone
+        # SkyPilot would print the same log again at once, until the machine is gone.
+        ([("1", "CANCELLING", 0, None)], 75),
     ],
 )
 def test_a_followed_log_has_every_machine_and_ends_with_the_code_of_the_job(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tails: Any, code: int
+    store: LocalStore, sky: SkyServer, capsys: pytest.CaptureFixture[str], tails: Any, code: int
 ) -> None:
     recorded(store)
     launched(store)
-    jobs = [job_record(1, JOB, "STARTING", 1e9, None)]
-    with_skypilot(monkeypatch, jobs, [])
     left = list(tails)
+    sky.jobs.append(job_record(1, JOB, "STARTING"))
 
-    def cancelled(_: float) -> None:
-        if jobs[0].status.value == "CANCELLING":
-            jobs[0].status = SimpleNamespace(value="CANCELLED", is_terminal=lambda: True)
+    def becomes(status: str, recoveries: int = 0, why: str | None = None) -> None:
+        sky.jobs[:] = [job_record(1, JOB, status, recovery_count=recoveries, failure_reason=why)]
 
-    monkeypatch.setattr("pipelines.user.cloud.control.time.sleep", cancelled)
-
-    def tail(job_id: int, follow: bool, output_stream: Any) -> int:
+    def tail(job: int, output: Any) -> int:
         """SkyPilot ends the log of the first machine, which exited with 75, before it recovers."""
-        machines, status, jobs[0].recovery_count, jobs[0].failure_reason = left.pop(0)
-        jobs[0].status = SimpleNamespace(value=status, is_terminal=lambda: status not in ("RECOVERING", "CANCELLING"))
+        machines, status, recoveries, why = left.pop(0)
+        becomes(status, recoveries, why)
         for pid in machines:
-            print(f"(train, pid={pid}) log", file=output_stream)
+            print(f"(train, pid={pid}) log", file=output)
+        if status == "CANCELLING":
+            sky.on_queue.extend([lambda: None, lambda: becomes("CANCELLED")])
         return 101 if status in ("RECOVERING", "CANCELLING") else 0
 
-    monkeypatch.setattr("sky.jobs.tail_logs", tail)
+    sky.log = tail
     with pytest.raises(SystemExit):
         logs(RUN, store=store.uri)  # it would wait for the machine
     assert (left, capsys.readouterr().out) == (tails, "job 1 has no machine yet: STARTING\n")
-    jobs[0] = job_record(1, JOB, "RUNNING", 1e9, None)
+    becomes("RUNNING")
     with pytest.raises(SystemExit) as ended:
         logs(RUN, store=store.uri, follow=True)
     assert (left, ended.value.code) == ([], code)
@@ -412,11 +352,15 @@ def test_the_store_takes_no_other_secret_of_the_shell_and_no_image_without_a_wor
 
 
 def test_a_stopped_run_commits_exits_with_76_and_stays_stopped_until_it_is_resumed(tmp_path: Path) -> None:
-    project = Project(tmp_path / FOLDER_NAME)
     # So long that only the stop request ends it, and the only commits are due to the request.
-    endless = ["--set", "train.max_steps=50000", "--set", "runtime.checkpoint_minutes=1000"]
-    command = ("run", "tiny.yaml", "--stage", "train", *endless)
-    with project.started(*command, "--unless-stopped") as process:
+    endless = TINY | {
+        "train": TINY["train"] | {"max_steps": 50_000},
+        "runtime": TINY["runtime"] | {"checkpoint_minutes": 1000},
+    }
+    project = Project(tmp_path / FOLDER_NAME, endless)
+    project.environment |= {"HOME": str(tmp_path), "SKYTRAIN_HOME": str(project.home)}
+    command = ("tiny.yaml", "--stage", "train")
+    with project.started("job", *command) as process:
         project.wait_until(project.rows_logged, process)
         (record,) = read_records(project.store)
         output = Project(project.folder).run("stop", record.run, "--reason", "lunch").stdout
@@ -424,12 +368,14 @@ def test_a_stopped_run_commits_exits_with_76_and_stays_stopped_until_it_is_resum
     stopped_at = project.rows_committed()
     assert stopped_at > 0 and f"attempt 1 is stopped at step {stopped_at}" in output
 
-    output = project.run(*command, "--unless-stopped", expect=76).stderr
+    with project.started("job", *command) as process:
+        _, output = process.communicate()
+    assert process.returncode == 76
     assert "lunch): nothing restarts this run automatically" in output
     assert project.claims("train") == 1
     (found,) = json.loads(project.run("status", record.run, "--json").stdout)
     assert (found["state"], found["step"], found["stop_request"]["reason"]) == ("stopped", stopped_at, "lunch")
 
-    with project.started(*command) as process:  # by hand: the user wants the run to continue
+    with project.started("run", *command) as process:  # by hand: the user wants the run to continue
         project.wait_until(lambda: project.claims("train") == 2, process)
     assert read_stop_request(project.store, record.run) is None

@@ -22,6 +22,7 @@ from pipelines.user.cloud import launch
 from pipelines.user.cloud.launch import Launch, planned_launch
 from pipelines.user.cloud.preflight import tuning
 from pipelines.user.cloud.request import LaunchRequest
+from pipelines.user.cloud.tasks import STAGE
 from pipelines.user.verbs.launch import run_here
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
@@ -86,10 +87,10 @@ def test_a_recipe_with_tune_is_launched_to_its_last_evaluation(texts: Path, monk
 
     found = tasks()
     assert list(found) == ["train", "evaluate", "tune"]
-    assert " --stage evaluate.grpo " in found["tune"]["run"] and found["tune"]["num_nodes"] == 1
+    assert found["tune"]["envs"][STAGE] == "evaluate.grpo" and found["tune"]["num_nodes"] == 1
     assert [one["accelerators"] for one in found["tune"]["resources"]["ordered"]] == ["H100:1", "H100:8"]
     assert list(tasks("--stage", "export")) == ["train", "evaluate"]
-    assert " --stage tune.sft " in tasks("--stage", "tune.sft")["tune"]["run"]
+    assert tasks("--stage", "tune.sft")["tune"]["envs"][STAGE] == "tune.sft"
 
     (texts / "mine.py").write_text("def score(prompts, completions): return [1.0] * len(prompts)\n")
     reward = {"kind": "function", "function": str(texts / "mine.py:score")}

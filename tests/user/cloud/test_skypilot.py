@@ -22,7 +22,7 @@ from sky_catalog import ROWS, Row, sky_environment, write_catalog
 
 from pipelines.run.stage import STAGES
 from pipelines.user.cloud.request import LaunchRequest
-from pipelines.user.cloud.tasks import managed_job
+from pipelines.user.cloud.tasks import STAGE, managed_job
 from trainer.base.process import StopSignal
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -347,7 +347,7 @@ def test_a_pod_that_kubernetes_takes_back_stops_its_training(answers: dict[str, 
     script = only_task(answers["train"])["hooks"][0]["run"]
     (pattern,) = re.findall("c='(.*?)'", script)
     assert not re.search(pattern, script)  # SkyPilot runs it by `bash -c`, and pkill would end that shell, too
-    assert all(re.search(pattern, f"python {command} run") for command in ("/opt/bin/skytrain", "-m pipelines.cli"))
+    assert all(re.search(pattern, f"python {command} job") for command in ("/opt/bin/skytrain", "-m pipelines.cli"))
 
 
 def test_without_a_machine_that_fits_below_the_price_cap_a_launch_fails_with_one_line(answers: dict[str, Any]) -> None:
@@ -358,7 +358,7 @@ def test_without_a_machine_that_fits_below_the_price_cap_a_launch_fails_with_one
 
 def test_a_launch_is_one_job_whose_last_task_evaluates_and_exports(answers: dict[str, Any]) -> None:
     assert [task["name"] for task in answers["all stages"]["tasks"]] == list(TASKS)
-    assert "--stage export " in json.loads(answers["all stages"]["tasks"][-1]["yaml"])["run"]
+    assert json.loads(answers["all stages"]["tasks"][-1]["yaml"])["envs"][STAGE] == "export"
     for task in answers["all stages"]["tasks"]:
         assert task["labels"] == {"project": "skytrain", "run": "tiny-v1-12345678-9f8e7d6c"}
         assert list(task["image"].values()) == [f"docker:{IMAGE}"]

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import yaml
 
 from pipelines.job.deadline import DEADLINE
+from pipelines.job.machine import SET_UP
 from pipelines.run.stage import STAGES
 from pipelines.user.cloud.catalog import MachineRequest
 from pipelines.user.cloud.request import LaunchRequest, run_label
@@ -26,31 +26,19 @@ SKY = ROOT / "sky"
 # What the files are
 
 
-def test_the_meter_starts_once_and_not_before_the_machine_is_rented(tmp_path: Path) -> None:
-    setup = yaml.safe_load((SKY / "train.yaml").read_text())["setup"]
-
-    def meter(**environment: str) -> int:
-        command = ["bash", "-euc", setup]
-        subprocess.run(command, env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]} | environment, cwd=tmp_path)
-        since, phase, booted = (tmp_path / ".skytrain-meter").read_text().split()
-        by_boot_clock = (
-            time.time() - since_boot() + float(booted)
-        )  # what our first process computes: no clock jumps here
-        assert phase == "provision" and abs(by_boot_clock - int(since)) < 1
-        return int(since)
-
-    handed_over = int(time.time()) - 100
-    (tmp_path / ".hushlogin").touch()
-    os.utime(tmp_path / ".hushlogin", (handed_over, handed_over))
-    assert meter(SKY_RUNTIME_DIR=str(tmp_path)) == handed_over  # Slurm
-    assert meter(SKY_RUNTIME_DIR="") == handed_over  # a second job on the same machine
-    recovered = int(time.time()) + 5
-    os.utime(tmp_path / ".hushlogin", (recovered, recovered))
-    assert meter(SKY_RUNTIME_DIR=str(tmp_path)) == recovered  # another cluster in the same home
-    (tmp_path / ".skytrain-meter").unlink()
-    uptime, now = float(Path("/proc/uptime").read_text().split()[0]), time.time()
-    booted = now - uptime if uptime < 1800 else now
-    assert abs(meter(SKY_RUNTIME_DIR="") - booted) <= 2
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_task_notes_when_its_machine_is_set_up_and_runs_one_command(stage: str, tmp_path: Path) -> None:
+    document = yaml.safe_load((SKY / f"{stage}.yaml").read_text())
+    (tmp_path / ".local" / "bin").mkdir(parents=True)
+    program = tmp_path / ".local" / "bin" / "skytrain"
+    program.write_text('#!/bin/sh\necho "$@" > ~/ran\nexit 75\n')
+    program.chmod(0o755)
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    subprocess.run(["bash", "-euc", document["setup"]], env=environment, cwd=tmp_path, check=True)
+    assert abs(float((tmp_path / SET_UP).read_text().split()[0]) - since_boot()) < 60
+    assert subprocess.run(["bash", "-c", document["run"]], env=environment).returncode == 75
+    assert (tmp_path / "ran").read_text() == "job\n" and "\n" not in document["run"]
+    assert document["envs"]["SKYTRAIN_STAGE"] == stage
 
 
 # A launch's tasks

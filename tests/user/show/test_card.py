@@ -7,7 +7,6 @@ import pytest
 from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, put_heartbeat
 from stage_work import NoSignals
 
-from pipelines.extras.mlflow.child import MirrorProcess
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import STAGES
@@ -18,13 +17,13 @@ from pipelines.user.show.console import TerminalScreen, program
 from pipelines.user.verbs.run import next_commands
 from trainer.base.store import LocalStore
 
+MLFLOW = "sqlite:///some folder/mlflow.db"
+
 
 @pytest.fixture
-def finished_pipeline(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+def finished_pipeline(store: LocalStore, tmp_path: Path) -> Pipeline:
     done_run(store)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    mirror = MirrorProcess(store.uri, RUN, tmp_path, default_uri="sqlite:///some folder/mlflow.db")
-    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), mirror, TerminalScreen(quiet=True), NoSignals(), PLANS)
+    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), TerminalScreen(quiet=True), NoSignals(), PLANS)
     file = File("config.json", "a0001/config.json", 0, "")
     pipeline.made = {stage: finished(store, stage) for stage in STAGES}
     pipeline.made["export"] = replace(pipeline.made["export"], files=(file,))
@@ -42,7 +41,7 @@ def test_the_run_card_shows_artifacts_costs_and_commands(
     )  # with other tasks
     store.put(f"runs/{RUN}.json", replace(record, earlier={"evaluate": ["evaluate/smoke-12345678"]}).to_json())
     attempted(store, "evaluate", hours=0.5, price_per_hour=10.0)
-    print_card(finished_pipeline, next_commands(finished_pipeline))
+    print_card(finished_pipeline, next_commands(finished_pipeline, MLFLOW))
     card = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in card.splitlines()]
     assert f"{RUN} done" in lines
@@ -68,7 +67,7 @@ def test_the_run_card_shows_artifacts_costs_and_commands(
         assert f"{program('skytrain')} {command}" in commands
     own = "run laptop --set name=mine --set 'tokens.source=FOLDER/*.txt'"
     finished_pipeline.recipe = load_recipe("smoke")  # of the demo's text
-    after_the_demo = [command.partition(" --store")[0] for command in next_commands(finished_pipeline)][-2:]
+    after_the_demo = [command.partition(" --store")[0] for command in next_commands(finished_pipeline, MLFLOW)][-2:]
     assert after_the_demo == [f"{program('skytrain')} {command}" for command in (own, "launch gpt2-124m --dry-run")]
     assert f"{program('mlflow')} ui --backend-store-uri 'sqlite:///some folder/mlflow.db'" in lines
 
@@ -79,15 +78,12 @@ def test_the_card_of_a_tuned_run_leads_with_the_tuned_model(
     facts = {"method": "grpo", "tune/exact_before": 0.35, "tune/exact": 0.5}
     finished_pipeline.made["tune.grpo"] = replace(finished_pipeline.made["export"], stage="tune", facts=facts)
     finished_pipeline.skipped["tune.grpo"] = False
-    print_card(finished_pipeline, next_commands(finished_pipeline))
+    print_card(finished_pipeline, next_commands(finished_pipeline, MLFLOW))
     lines = [" ".join(line.partition(" --store")[0].split()) for line in capsys.readouterr().out.splitlines()]
     assert lines.index("tune.grpo exact 0.350 → 0.500") < lines.index("tokens 1,638,400 in 200 steps")
     for command in (f'sample {RUN} --chat --prompt "3+4"', f"serve {RUN}", f"pull {RUN} {RECIPE.name} --tuned"):
         assert f"{program('skytrain')} {command}" in lines
 
 
-def test_the_card_does_not_print_the_address_of_a_tracking_server(
-    finished_pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished_pipeline.mirror.uri = "https://user:secret@mlflow.example.org"
-    assert "secret" not in "".join(next_commands(finished_pipeline))
+def test_the_card_does_not_print_the_address_of_a_tracking_server(finished_pipeline: Pipeline) -> None:
+    assert "secret" not in "".join(next_commands(finished_pipeline, "https://user:secret@mlflow.example.org"))

@@ -9,8 +9,8 @@ from core_bundle import make_bundle
 from pipeline_runs import Project
 
 from pipelines.recipe.recipe import load_recipe
-from pipelines.run.stage import STAGES, plans_of
-from pipelines.user.verbs.run import refuse_what_ends_late
+from pipelines.run.stage import plans_of
+from pipelines.user.verbs.run import PlannedRun, refuse_what_ends_late
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
 
@@ -32,13 +32,14 @@ def report(attempt):
     print(attempt.number, *(name for name in {HEAVY} if name in sys.modules), flush=True)
     os._exit(0)
 Attempt._report = report
-sys.argv[1:] = ["run", "tiny.yaml", "--unless-stopped"]
+sys.argv[1:] = ["job", "tiny.yaml"]
 cli.main()
 """
 
 
 def test_the_first_heartbeat_of_a_job_waits_for_no_heavy_import(tmp_path: Path) -> None:
     project = Project(tmp_path / "project")
+    project.environment |= {"HOME": str(tmp_path), "SKYTRAIN_STORE": project.store.uri}
     done = subprocess.run(
         [sys.executable, "-P", "-c", AT_THE_FIRST_HEARTBEAT],
         cwd=project.folder,
@@ -68,7 +69,7 @@ def test_inputs_that_evaluate_cannot_read_are_refused_before_the_training(
         path.write_text("no item\n")
     for field, path in (("core", bundle), ("hellaswag", items)):
         recipe = load_recipe("smoke", [f"evaluate.{field}={path}"])
+        run = PlannedRun(recipe, plans_of(recipe), store, "export")
         with pytest.raises(UserError, match=r"(copa|hellaswag).jsonl: line 1"):
-            refuse_what_ends_late(recipe, store, plans_of(recipe), [*STAGES], launched=False)
-        refuse_what_ends_late(recipe, store, plans_of(recipe), [*STAGES], launched=True)
-        refuse_what_ends_late(recipe, store, plans_of(recipe), ["evaluate", "export"], launched=False)
+            refuse_what_ends_late(run, allow_code=False, launched=False)
+        refuse_what_ends_late(run, allow_code=False, launched=True)
