@@ -29,7 +29,7 @@ from pipelines.user.cloud.tasks import managed_job
 from pipelines.user.show.cloud_plan import print_cloud_plan
 from pipelines.user.show.plan import print_plan
 from trainer.config.model_config import ModelConfig
-from trainer.models.family import SECTIONS
+from trainer.config.extensions import FAMILIES, OURS, entry_points, extension
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("README.md", "docs/recipes.md", "docs/measurements.md")
@@ -70,20 +70,25 @@ def fields() -> Iterator[str]:
         yield from table(head, iter([*family_row(), *rows[1:], *family_fields()] if families else rows))
 
 
+def sections() -> dict[str, type[ModelConfig]]:
+    """The section `model` of each of our families."""
+    return {one.name: extension(FAMILIES, one.name) for one in entry_points(FAMILIES) if one.package == OURS}
+
+
 def family_row() -> Iterator[tuple[str, ...]]:
-    meanings = (f"{name}: {each.model_fields['family'].description}" for name, each in SECTIONS.items())
-    yield "`model.family`", ", ".join(f"`{name}`" for name in SECTIONS), "", "`gpt2`", "; ".join(meanings)
+    meanings = (f"{name}: {each.model_fields['family'].description}" for name, each in sections().items())
+    yield "`model.family`", ", ".join(f"`{name}`" for name in sections()), "", "`gpt2`", "; ".join(meanings)
 
 
 def family_fields() -> Iterator[tuple[str, ...]]:
     """The fields of `model` that only some families have."""
     having: dict[str, list[str]] = {}
-    for name, section in SECTIONS.items():
+    for name, section in sections().items():
         for field in section.model_fields:
             if field not in ModelConfig.model_fields:
                 having.setdefault(field, []).append(name)
     for field in having:
-        each = [row(f"model.{field}", SECTIONS[name].model_fields[field]) for name in having[field]]
+        each = [row(f"model.{field}", sections()[name].model_fields[field]) for name in having[field]]
         defaults = dict.fromkeys(one[3] for one in each)
         default = ", ".join(defaults if len(defaults) == 1 else (one[3] for one in each))
         yield *each[0][:3], default, f"{', '.join(having[field])}: {each[0][4]}"

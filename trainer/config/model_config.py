@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from trainer.config.extensions import FUSED_STEPS, names
+
 
 class Section(BaseModel):
     """A strict, frozen part of a configuration. Unknown fields and wrong types are errors."""
@@ -40,12 +42,18 @@ class ModelConfig(Section, ABC):
     )
 
     title: ClassVar[str]  # of the architecture, for people
+    module: ClassVar[str]  # the plain module, a LanguageModel, as "PACKAGE.MODULE:CLASS": it imports torch
     added: ClassVar[tuple[str, ...]] = ()  # fields that are in no fingerprint while they have their default
-    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]]  # in a config.json; an absent field has the first value
+    # As Hugging Face's transformers has it: the model_type of its config.json, and fields that have one of a few values
+    # there; an absent one has the first.
+    hf_model_types: ClassVar[tuple[str, ...]] = ()
+    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @property
     def why_not_fused(self) -> str | None:
         """Why the fused engine has no step for this model; None if it has one."""
+        if self.family not in names(FUSED_STEPS):
+            return f"it has no step for model.family {self.family}"
         if self.head_size % 8 or self.head_size > 128:
             return f"the head size {self.head_size} is not a multiple of 8 up to 128"
         if self.n_embd > WIDEST_NORM:

@@ -29,6 +29,8 @@ class Gpt2Config(ModelConfig):
     )
 
     title: ClassVar[str] = "GPT-2"
+    module: ClassVar[str] = "trainer.models.gpt2_module:GPT"
+    hf_model_types: ClassVar[tuple[str, ...]] = ("gpt2",)
     hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),

@@ -26,7 +26,7 @@ from pipelines.run.stages.model_card import model_card, public
 from pipelines.run.text.tokenizer import tokenizer
 from pipelines.store.manifest import Manifest
 from trainer.config.errors import UserError
-from trainer.models.family import ANY_MODEL, plain_model
+from trainer.models.family import plain_model, section_of
 from trainer.models.gpt2_module import GPT
 from trainer.models.language_model import LanguageModel
 
@@ -48,7 +48,7 @@ def trained(tmp_path: Path) -> Callable[..., tuple[LanguageModel, Weights]]:
 
     def make(encoding: tiktoken.Encoding, **shape: Any) -> tuple[LanguageModel, Weights]:
         sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 96, "vocab_size": encoding.n_vocab} | shape
-        config = ANY_MODEL.validate_python(sizes)
+        config = section_of(sizes)
         model = plain_model(config).eval()
         model.initialize(1)
         with torch.no_grad():

@@ -25,7 +25,7 @@ from trainer.engines.fused.flat import FlatState
 from trainer.engines.plain import PlainEngine
 from trainer.eval.evaluation import Evaluation, TextSampler
 from trainer.eval.scoring import Scored, ScoredRow, score_rows
-from trainer.models.family import ANY_MODEL, plain_model
+from trainer.models.family import plain_model, section_of
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
 from trainer.models.modern_module import SCALARS
@@ -82,7 +82,7 @@ def a_model(
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """A shape, and weights that make every gradient large; bf16 represents those exactly that the step has in bf16."""
     sizes = {"n_layer": layers, "n_head": heads, "n_embd": width, "block_size": tokens, "vocab_size": vocabulary}
-    config, weights = ANY_MODEL.validate_python(sizes | more), {}
+    config, weights = section_of(sizes | more), {}
     for name, w in plain_model(config).state_dict().items():
         norm = name == "resid_lambdas" or (w.dim() == 1 and name.endswith("weight"))  # around 1
         weights[name] = torch.randn(w.shape) * 0.1 + norm
