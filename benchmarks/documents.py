@@ -28,8 +28,8 @@ from pipelines.user.cloud.request import LaunchRequest
 from pipelines.user.cloud.tasks import managed_job
 from pipelines.user.show.cloud_plan import print_cloud_plan
 from pipelines.user.show.plan import print_plan
+from trainer.config.extensions import FAMILIES, extension, names
 from trainer.config.model_config import ModelConfig
-from trainer.config.extensions import FAMILIES, OURS, entry_points, extension
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("README.md", "docs/recipes.md", "docs/measurements.md")
@@ -71,8 +71,8 @@ def fields() -> Iterator[str]:
 
 
 def sections() -> dict[str, type[ModelConfig]]:
-    """The section `model` of each of our families."""
-    return {one.name: extension(FAMILIES, one.name) for one in entry_points(FAMILIES) if one.package == OURS}
+    """The section `model` of each family."""
+    return {name: extension(FAMILIES, name) for name in names(FAMILIES)}
 
 
 def family_row() -> Iterator[tuple[str, ...]]:

@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipelines.extras.mlflow.child import MirrorProcess
 from pipelines.recipe.recipe import Recipe
 from pipelines.run.screen import Screen
 from pipelines.run.stage import Built, Work, artifacts, missing, run_name, stage_named
 from pipelines.run.text.tokenizer import keep_tokenizer
+from pipelines.run.trackers import Trackers
 from pipelines.store.crashes import UNFIT, after_crash
 from pipelines.store.ledger import SILENT_SECONDS, Attempt, attempts, claim, close_attempt, is_alive, newest_attempt
 from pipelines.store.manifest import ArtifactPlan, DamagedArtifact, Manifest, find
@@ -52,7 +52,7 @@ class Pipeline:
     store: Store
     home: Path
     billing: Billing
-    mirror: MirrorProcess
+    trackers: Trackers
     screen: Screen
     stop: StopSignal
     plans: dict[str, ArtifactPlan]
@@ -77,16 +77,16 @@ class Pipeline:
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
         keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
         found = found or artifacts(self.store, self.plans, until)
-        mirrored = not all(found.values())
-        if mirrored:
-            self.mirror.start()
+        tracked = not all(found.values())
+        if tracked:
+            self.trackers.start()
         try:
             self._make_all(found)
         finally:
             if not isinstance(sys.exception(), OSError):  # a store that does not answer would only wait as long again
                 with suppress(Exception):  # tables read the records instead
                     store_summary(self.snapshot())
-            if mirrored and (notice := self.mirror.close()):
+            for notice in self.trackers.close() if tracked else ():
                 self.screen.warn(notice)
 
     def snapshot(self) -> Run:
@@ -160,7 +160,7 @@ class Pipeline:
         for watch in self.watches:
             if reason := watch(beat):
                 self.stop.ask(reason, Stopped)
-        self.mirror.start()
+        self.trackers.start()
         if self._before and time.monotonic() - self._summarized > SUMMARY_SECONDS:
             self._summarized = time.monotonic()
             store_summary(self._before.with_attempt(self.plans[beat.stage].prefix, beat), beat.process)
@@ -238,7 +238,7 @@ class Pipeline:
     def _built(self, work: Work) -> Built:
         """The stage's files. A machine with unfit GPUs and a killed process count as a crash."""
         try:
-            return stage_named(work.plan.stage).build(work)
+            return stage_named(work.attempt.latest.stage).build(work)
         except (UnfitMachine, ProcessKilled) as error:
             cause = f"{UNFIT}{error}" if isinstance(error, UnfitMachine) else str(error)
             work.report(killed=cause)

@@ -29,12 +29,12 @@ import pipelines.store.run_record
 import pipelines.store.runs
 import trainer.base.store
 import trainer.checkpoint.checkpointer
-from pipelines.extras.mlflow.child import MirrorProcess
 from pipelines.recipe.recipe import Recipe
 from pipelines.run import gc, pipeline
 from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import Built, Work, artifacts, plans_of, run_name, stage_named
 from pipelines.run.stages import tokenize
+from pipelines.run.trackers import Trackers
 from pipelines.store import ledger
 from pipelines.store.manifest import read_manifest
 from pipelines.store.records import Billing, ProcessId
@@ -270,9 +270,8 @@ class World:
 
     def _run(self, machine: str) -> None:
         home, run = self.folder / machine, run_name(self.plans)
-        mirror = MirrorProcess(self.store.uri, run, home, default_uri="sqlite:///unused.db")
         screen = TerminalScreen(quiet=True)
-        made = Pipeline(self.recipe, self.store, home, Billing(), mirror, screen, NoSignals(), self.plans)
+        made = Pipeline(self.recipe, self.store, home, Billing(), Trackers({}), screen, NoSignals(), self.plans)
         record(self.store, run, self.recipe, self.plans, "train")
         try:
             made._make_all(artifacts(self.store, self.plans, "train"))

@@ -27,9 +27,9 @@ from servers import S3Account
 from stage_work import NoSignals
 from waiting import LONG_SECONDS
 
-from pipelines.extras.mlflow.child import MirrorProcess
 from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import STAGES, missing, planned
+from pipelines.run.trackers import Trackers
 from pipelines.store.ledger import attempts, this_process
 from pipelines.store.records import Billing, Machine, Progress
 from pipelines.store.releases import Release, write_releases
@@ -150,12 +150,10 @@ def test_a_list_asks_a_bucket_twice_for_a_run_and_a_few_times_for_all(
 def test_a_run_that_works_stores_its_summary_which_no_list_believes_after_a_crash(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
     finished(store, "tokenize")
     attempted(store, "tokenize", price_per_hour=10.0)
-    record, mirror = recorded(store), MirrorProcess(store.uri, RUN, tmp_path, default_uri="sqlite:///unused.db")
-    made = Pipeline(RECIPE, store, tmp_path, Billing(), mirror, TerminalScreen(quiet=True), NoSignals(), PLANS)
-    made._before = Run(store, record)
+    made = Pipeline(RECIPE, store, tmp_path, Billing(), Trackers({}), TerminalScreen(quiet=True), NoSignals(), PLANS)
+    made._before = Run(store, recorded(store))
     beat = attempted(store, "train", state="running", process=this_process(), progress=Progress(step=5))
     made._watch(beat)
 

@@ -94,7 +94,11 @@ def _all(paths: tuple[str, ...]) -> list[tuple[str, EntryPoint]]:
     found: dict[str, list[tuple[str, EntryPoint]]] = {}  # by package: the first one on the path counts
     if PROJECT.is_file():
         declared = tomllib.loads(PROJECT.read_text(encoding="utf8"))["project"]["entry-points"]
-        found[OURS] = [(group, EntryPoint(*one, OURS)) for group, points in declared.items() for one in points.items()]
+        found[OURS] = [
+            (group, EntryPoint(name, reference, OURS))
+            for group, points in declared.items()
+            for name, reference in points.items()
+        ]
     for path in paths:
         with suppress(OSError), os.scandir(path or ".") as entries:
             for folder in sorted(one.name for one in entries if one.name.endswith((".dist-info", ".egg-info"))):

@@ -46,8 +46,8 @@ def section_of(values: Any) -> ModelConfig:
     """A section `model` as an object of its family's class. Its errors name the family before the field."""
     if isinstance(values, ModelConfig):
         return values
-    section = family_of(values)
-    tagged = Annotated[Annotated[section, Tag(section.__name__)], Discriminator(lambda _: section.__name__)]
+    section: Any = family_of(values)
+    tagged: Any = Annotated[Annotated[section, Tag(section.__name__)], Discriminator(lambda _: section.__name__)]
     adapter: TypeAdapter[ModelConfig] = TypeAdapter(tagged)
     return adapter.validate_python(values)
 

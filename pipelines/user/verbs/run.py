@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,14 +19,13 @@ from pipelines.user.verbs.options import (
     RecipeName,
     StoreUri,
     check_home,
-    default_tracking_uri,
     home,
     store_uri,
 )
-from trainer.base.install import how_to_install
 from trainer.config.errors import EXIT_DONE, Crashed, Interrupted, Stopped, StoreUnavailable, UserError
 
 if TYPE_CHECKING:
+    from pipelines.extras.mlflow.child import MirrorProcess
     from pipelines.recipe.recipe import Recipe
     from pipelines.run.pipeline import Pipeline
     from pipelines.run.screen import Screen
@@ -77,12 +75,11 @@ def run(
     if stage != "tokenize":
         prepare_launcher()  # before the imports below
 
-    from pipelines.extras.tune.reward_code import check_code
     from pipelines.job.budget import Budget
     from pipelines.job.notice import watching
     from pipelines.run.nodes.address import let_workers_exit_first, this_node
     from pipelines.run.plan import stage_plan
-    from pipelines.run.stage import TUNE, artifacts, planned, run_name, stages_until
+    from pipelines.run.stage import Start, artifacts, check_stages, planned, run_name, stages_until
     from pipelines.store.s3_store import open_store
     from pipelines.store.stop_request import stop_requests, withdraw_stop
     from pipelines.store.traffic import counted_together
@@ -108,8 +105,8 @@ def run(
     check_home()
     found = artifacts(opened, plans, stage)
     todo = [one for one, made in found.items() if not made]
-    refuse_what_ends_late(loaded, opened, plans, todo, launched=unless_stopped or bool(node.rank))
-    check_code([step for step in loaded.tune if f"{TUNE}.{step.name}" in todo], allow_code)
+    launched = unless_stopped or bool(node.rank)
+    check_stages(Start(loaded, opened, plans, todo, home() / "cache", launched, allow_code))
     if not unless_stopped and (training := stage_plan(opened, plans["train"])).other:
         screen.note(f"{run_name(plans)}: {training.why}")
     withdraw_stop(opened, run_name(plans), stops)
@@ -120,10 +117,10 @@ def run(
             sys.exit(run_worker(node, stage, loaded, plans, opened, home(), stop, screen))
     pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
     pipeline.allow_code = allow_code
-    if todo and not unless_stopped and not pipeline.mirror.off:  # `launch` has checked it
+    if todo and not unless_stopped and (mirror := mirror_of(pipeline)):  # `launch` has checked it
         from pipelines.user.cloud.checks import mlflow_answers
 
-        if (server := mlflow_answers(pipeline.mirror.uri, os.environ)).state == "broken":
+        if (server := mlflow_answers(mirror.uri, os.environ)).state == "broken":
             screen.warn(f"{server.what}: {server.seen}; {server.remedy}; the run goes on without it")
     try:
         with counted_together(), watching(stop, screen):
@@ -156,26 +153,6 @@ def reporting() -> Iterator[None]:
         raise
     except Exception as error:
         say(f"the run has ended; its report failed: {type(error).__name__}: {error}", on_stderr=True)
-
-
-def refuse_what_ends_late(
-    recipe: "Recipe", store: "Store", plans: "dict[str, ArtifactPlan]", todo: list[str], launched: bool
-) -> None:
-    """UserError, before hours of training, for an input or a package that a stage `todo` would refuse after it.
-    `launch` has checked the inputs of evaluate before it rented a machine."""
-    from pipelines.extras.tune.tune import checked_rows
-    from pipelines.run.stage import TUNE
-    from pipelines.run.stages.evaluate import check_inputs
-    from pipelines.run.stages.export import check_packages
-
-    if "export" in todo:
-        check_packages(recipe.export.other_formats)
-    if not launched and {"train", "evaluate"} <= set(todo):
-        check_inputs(recipe, home() / "cache")
-    if any(one.startswith(TUNE) for one in todo):
-        if not find_spec("trl"):
-            raise UserError(f"tune: needs the package trl: {how_to_install('tune')}; then run again")
-        checked_rows(recipe, store, plans["tokenize"])
 
 
 def after_signal(
@@ -226,11 +203,11 @@ def pipeline_here(
     stop: "StopSignal",
 ) -> "Pipeline":
     """The pipeline of a run on this machine, with its watches."""
-    from pipelines.extras.mlflow.child import MirrorProcess
     from pipelines.job.deadline import DeadlineWatch, deadline_here, is_standby
     from pipelines.job.prices import billing_here
     from pipelines.run.pipeline import Pipeline
     from pipelines.run.stage import run_name
+    from pipelines.run.trackers import trackers_of
     from pipelines.store.ledger import process_began
     from pipelines.store.stop_request import watch_stop_request
 
@@ -241,7 +218,7 @@ def pipeline_here(
         store,
         home(),
         billing,
-        MirrorProcess(store.uri, name, home(), default_uri=default_tracking_uri()),
+        trackers_of(store.uri, name, home()),
         screen,
         stop,
         plans,
@@ -249,6 +226,13 @@ def pipeline_here(
         before_ranks=timed.before_ranks if timed else None,
         began=process_began(),
     )
+
+
+def mirror_of(pipeline: "Pipeline") -> "MirrorProcess | None":
+    """The mirror in MLflow, if there is one."""
+    from pipelines.extras.mlflow.child import MirrorProcess
+
+    return next((tracker for tracker in pipeline.trackers.made.values() if isinstance(tracker, MirrorProcess)), None)
 
 
 def result(pipeline: "Pipeline") -> dict[str, Any]:
@@ -286,8 +270,8 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
     if pipeline.billing.machine.cluster:
         return commands
     # The URI of a server may hold a password.
-    if not pipeline.mirror.off and pipeline.mirror.uri.startswith("sqlite:"):
-        commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(pipeline.mirror.uri)}")
+    if (mirror := mirror_of(pipeline)) and mirror.uri.startswith("sqlite:"):
+        commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(mirror.uri)}")
     if "export" not in pipeline.made:
         return [*commands, f"{skytrain} run run:{name}{option}"]
     commands.append(f"{skytrain} pull {name} {shlex.quote(pipeline.recipe.name)}{' --tuned' * tuned}{option}")

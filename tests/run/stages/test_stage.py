@@ -18,10 +18,10 @@ from stage_work import NoSignals
 from waiting import until
 
 import pipelines.run.pipeline
-from pipelines.extras.mlflow.child import MirrorProcess
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import STAGES, Built, Work
+from pipelines.run.trackers import Trackers
 from pipelines.store import ledger
 from pipelines.store.crashes import MOST_CRASHES
 from pipelines.store.ledger import SILENT_SECONDS, attempts, claim, seconds_between_failures, this_process
@@ -62,11 +62,6 @@ def write_a_file(work: Work) -> Built:
     return Built([work.upload(path)], facts)
 
 
-@pytest.fixture(autouse=True)
-def no_tracking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
-
-
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> StandIns:
     stand_ins = StandIns()
@@ -75,11 +70,9 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> StandIns:
 
 
 def pipeline(store: Store, home: Path, price: float = 0.0, stop: StopSignal | None = None) -> Pipeline:
-    name = PLANS["train"].name
-    mirror = MirrorProcess(store.uri, name, home, default_uri="sqlite:///unused.db")
     recipe = load_recipe("smoke")
     return Pipeline(
-        recipe, store, home, Billing(price), mirror, TerminalScreen(quiet=True), stop or NoSignals(), dict(PLANS)
+        recipe, store, home, Billing(price), Trackers({}), TerminalScreen(quiet=True), stop or NoSignals(), dict(PLANS)
     )
 
 

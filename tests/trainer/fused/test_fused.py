@@ -253,7 +253,7 @@ def set_weights(engine: FusedEngine | PlainEngine, weights: dict[str, Tensor]) -
 def test_unequal_shares_and_micro_batches_together_have_the_loss_and_gradient_of_the_whole_batch(way: str) -> None:
     config, weights = a_model(1, 2, 32, 16, 140)
     tokens = torch.randint(0, 140, (8, 17))
-    runtime = RuntimeConfig(engine=way)  # type: ignore[arg-type]
+    runtime = RuntimeConfig(engine=way)
 
     def of_rank(rank: int, world_size: int, most: int) -> tuple[Tensor, Tensor]:
         """The loss and all gradients of a rank, before the ranks communicate."""
@@ -283,7 +283,7 @@ def test_unequal_shares_and_micro_batches_together_have_the_loss_and_gradient_of
 )
 def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
     config, weights = a_model(1, 1, 32, 16, 140)
-    runtime = RuntimeConfig(engine=way)  # type: ignore[arg-type]
+    runtime = RuntimeConfig(engine=way)
     of_two = World(0, 0, 2, torch.device("cpu"))  # the other one never comes: there is no process group
     engine = make_engine(config, TRAIN.model_copy(update={"precision": precision}), runtime, of_two)
     assert isinstance(engine, FusedEngine | PlainEngine)

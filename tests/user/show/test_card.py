@@ -11,20 +11,22 @@ from pipelines.extras.mlflow.child import MirrorProcess
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import STAGES
+from pipelines.run.trackers import Trackers
 from pipelines.store.manifest import File
 from pipelines.store.records import Billing
 from pipelines.user.show.card import print_card
 from pipelines.user.show.console import TerminalScreen, program
-from pipelines.user.verbs.run import next_commands
+from pipelines.user.verbs.run import mirror_of, next_commands
 from trainer.base.store import LocalStore
 
 
 @pytest.fixture
 def finished_pipeline(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     done_run(store)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    mirror = MirrorProcess(store.uri, RUN, tmp_path, default_uri="sqlite:///some folder/mlflow.db")
-    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), mirror, TerminalScreen(quiet=True), NoSignals(), PLANS)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///some folder/mlflow.db")
+    trackers = Trackers({"mlflow": MirrorProcess(store.uri, RUN, tmp_path)})
+    screen = TerminalScreen(quiet=True)
+    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), trackers, screen, NoSignals(), PLANS)
     file = File("config.json", "a0001/config.json", 0, "")
     pipeline.made = {stage: finished(store, stage) for stage in STAGES}
     pipeline.made["export"] = replace(pipeline.made["export"], files=(file,))
@@ -89,5 +91,7 @@ def test_the_card_of_a_tuned_run_leads_with_the_tuned_model(
 def test_the_card_does_not_print_the_address_of_a_tracking_server(
     finished_pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished_pipeline.mirror.uri = "https://user:secret@mlflow.example.org"
+    mirror = mirror_of(finished_pipeline)
+    assert mirror
+    mirror.uri = "https://user:secret@mlflow.example.org"
     assert "secret" not in "".join(next_commands(finished_pipeline))
