@@ -56,8 +56,8 @@ def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[st
 
 def fields() -> Iterator[str]:
     """Every field of a recipe, a table a section."""
-    name = Recipe.model_fields["name"]
-    yield from table(("field", "type", "unit", "default", "meaning"), iter([row("name", name)]))
+    single = (row(name, Recipe.model_fields[name]) for name in ("name", "custom"))
+    yield from table(("field", "type", "unit", "default", "meaning"), single)
     head = ("field", "type", "unit", "default", "meaning")
     for section, info in Recipe.model_fields.items():
         families = section == "model"

@@ -55,10 +55,11 @@ def extension(group: str, name: str, field: str = "") -> Any:
     """The object of a name, which `field` of the recipe has. UserError if no package declares it, if two packages do,
     or if it cannot be imported."""
     check_installed(group, name, field)
+    what = f"{field}: {kind_of(group)} {name}" if field else f"{kind_of(group)} {name}"
     found = [point for point in entry_points(group) if point.name == name]
     if len(found) > 1:
         packages = " and ".join(sorted(point.package for point in found))
-        raise UserError(f"{kind_of(group)} {name}: {packages} both declare it; uninstall one of them")
+        raise UserError(f"{what}: {packages} both declare it; uninstall one of them")
     (point,) = found
     try:
         module, _, path = point.reference.partition(":")
@@ -68,7 +69,7 @@ def extension(group: str, name: str, field: str = "") -> Any:
     except Exception as error:
         reason = cut(f"{type(error).__name__}: {error}")
         raise UserError(
-            f"{kind_of(group)} {name}: {point.reference} of the package {point.package} cannot be imported ({reason}); "
+            f"{what}: {point.reference} of the package {point.package} cannot be imported ({reason}); "
             "correct the package, or uninstall it"
         ) from error
 

@@ -20,6 +20,7 @@ class Section(BaseModel):
 # Columns of a row that a program of the fused norm kernels holds: the backward pass in fp8 then has 32 warps, CUDA's
 # limit.
 WIDEST_NORM = 8192
+ALONE_ONCE = "gpt2"  # the family that no fingerprint names
 LAYERS = 10_000  # at most: the names of all tensors are in memory
 
 
@@ -182,8 +183,8 @@ class ModelConfig(Section, ABC):
 
 def identity_of_model(model: ModelConfig) -> dict[str, Any]:
     """The section as it decides the weights, without added fields that have their default."""
-    fields = type(model).model_fields
-    values = {k: v for k, v in model.model_dump().items() if k not in model.added or v != fields[k].default}
+    defaults = {name: type(model).model_fields[name].default for name in model.added} | {"family": ALONE_ONCE}
+    values = {name: value for name, value in model.model_dump().items() if (name, value) not in defaults.items()}
     return values | model.constants
 
 

@@ -40,7 +40,6 @@ class Gpt2Config(ModelConfig):
         "tie_word_embeddings": (True,),
         "add_cross_attention": (False,),
     }
-    added: ClassVar[tuple[str, ...]] = ("family",)  # GPT-2 was alone once
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -5,9 +5,9 @@ its own conversion, vectors and positions stay in float32. A tied head has no te
 embedding.
 """
 
+import importlib.util
 import math
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,7 +35,7 @@ class Gguf(Format):
     families: ClassVar[tuple[str, ...]] = ("gpt2", "llama")
 
     def check(self) -> None:
-        if not find_spec("gguf"):
+        if not importlib.util.find_spec("gguf"):
             remedy = f"{how_to_install('formats')}, or leave the format out; then run the same command again"
             raise UserError(f"export.formats: gguf needs the package gguf: {remedy}")
 
