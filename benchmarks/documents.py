@@ -28,8 +28,8 @@ from pipelines.user.cloud.request import LaunchRequest
 from pipelines.user.cloud.tasks import managed_job
 from pipelines.user.show.cloud_plan import print_cloud_plan
 from pipelines.user.show.plan import print_plan
+from trainer.config.extensions import FAMILIES, extension, names
 from trainer.config.model_config import ModelConfig
-from trainer.models.family import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("README.md", "docs/recipes.md", "docs/measurements.md")
@@ -56,8 +56,8 @@ def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[st
 
 def fields() -> Iterator[str]:
     """Every field of a recipe, a table a section."""
-    name = Recipe.model_fields["name"]
-    yield from table(("field", "type", "unit", "default", "meaning"), iter([row("name", name)]))
+    single = (row(name, Recipe.model_fields[name]) for name in ("name", "custom"))
+    yield from table(("field", "type", "unit", "default", "meaning"), single)
     head = ("field", "type", "unit", "default", "meaning")
     for section, info in Recipe.model_fields.items():
         families = section == "model"
@@ -70,20 +70,25 @@ def fields() -> Iterator[str]:
         yield from table(head, iter([*family_row(), *rows[1:], *family_fields()] if families else rows))
 
 
+def sections() -> dict[str, type[ModelConfig]]:
+    """The section `model` of each family."""
+    return {name: extension(FAMILIES, name) for name in names(FAMILIES)}
+
+
 def family_row() -> Iterator[tuple[str, ...]]:
-    meanings = (f"{name}: {each.model_fields['family'].description}" for name, each in SECTIONS.items())
-    yield "`model.family`", ", ".join(f"`{name}`" for name in SECTIONS), "", "`gpt2`", "; ".join(meanings)
+    meanings = (f"{name}: {each.model_fields['family'].description}" for name, each in sections().items())
+    yield "`model.family`", ", ".join(f"`{name}`" for name in sections()), "", "`gpt2`", "; ".join(meanings)
 
 
 def family_fields() -> Iterator[tuple[str, ...]]:
     """The fields of `model` that only some families have."""
     having: dict[str, list[str]] = {}
-    for name, section in SECTIONS.items():
+    for name, section in sections().items():
         for field in section.model_fields:
             if field not in ModelConfig.model_fields:
                 having.setdefault(field, []).append(name)
     for field in having:
-        each = [row(f"model.{field}", SECTIONS[name].model_fields[field]) for name in having[field]]
+        each = [row(f"model.{field}", sections()[name].model_fields[field]) for name in having[field]]
         defaults = dict.fromkeys(one[3] for one in each)
         default = ", ".join(defaults if len(defaults) == 1 else (one[3] for one in each))
         yield *each[0][:3], default, f"{', '.join(having[field])}: {each[0][4]}"

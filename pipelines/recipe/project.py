@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator
 from trainer.base.strict_yaml import read_yaml
 from trainer.config.config_errors import explain
 from trainer.config.errors import UserError
+from trainer.config.extensions import TRACKERS, names
 from trainer.config.model_config import Section
 
 FILE = "skytrain.yaml"
@@ -28,7 +29,7 @@ class Project(Section):
     """The values of `skytrain.yaml`. None: the default of the command."""
 
     store: str | None = Field(default=None, description="s3://BUCKET/PREFIX, file://FOLDER, or a path")
-    tracking: str | None = Field(default=None, description="the URL of an MLflow server, or off")
+    tracking: str | None = Field(default=None, description="the URL of an MLflow server, names of trackers, or off")
     infra: str | None = Field(default=None, description="where launch rents: aws, gcp/us-central1, …")
     budget: float | None = Field(default=None, gt=0, description="dollars that a launch may cost")
     image: str | None = Field(default=None, description="the image of launches: REGISTRY/NAME@sha256:…, or none")
@@ -53,7 +54,11 @@ class Project(Section):
         if value is False or value == OFF:  # `off` is a boolean in YAML
             return OFF
         if isinstance(value, str) and urlsplit(value).scheme not in ("http", "https"):
-            raise ValueError("not an http(s) URL of an MLflow server, and not off")
+            known = names(TRACKERS)
+            if not {name.strip() for name in value.split(",")} <= {*known}:
+                raise ValueError(
+                    f"not an http(s) URL of an MLflow server, not off, and no tracker ({', '.join(known)})"
+                )
         return value
 
     def to_yaml(self) -> str:
@@ -93,8 +98,8 @@ class Project(Section):
             environment["SKYTRAIN_STORE"] = self.store
         if not self.tracking or environment.get("MLFLOW_TRACKING_URI"):
             return
-        if self.tracking == OFF:
-            environment["SKYTRAIN_TRACKING"] = environment.get("SKYTRAIN_TRACKING") or OFF
+        if not urlsplit(self.tracking).scheme:
+            environment["SKYTRAIN_TRACKING"] = environment.get("SKYTRAIN_TRACKING") or self.tracking
         elif environment.get("SKYTRAIN_TRACKING") != OFF:
             environment["MLFLOW_TRACKING_URI"] = self.tracking
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -26,9 +26,6 @@ from trainer.config.model_config import Section
 from trainer.models.family import AnyModel
 
 HF: Literal["hf"] = "hf"  # the format of every export; the others are made beside it
-OTHER_FORMATS = ("gguf", "llmc")
-# The families that each can hold.
-FORMATS_OF: dict[str, tuple[str, ...]] = {"gguf": ("gpt2", "llama"), "llmc": ("gpt2",)}
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")  # ChatML's, which tuning adds to the tokenizer
 METHODS = ("sft", "dpo", "reward", "grpo", "rloo")  # of a step of tuning
 REWARDED = ("grpo", "rloo")
@@ -38,6 +35,7 @@ SHIPPED = (
     *("gpt3-125m", "gpt2-350m", "gpt2-774m", "llama-1b", "modern-d24", "gpt2-1558m", "llama-8b"),
     *("gpt3-6.7b", "gpt3-13b", "gpt3-175b"),
 )
+FIELD_OF_REWARD = {"format": "pattern", "length": "characters", "model": "step", "function": "function"}  # by kind
 FIELDS_OF = {"beta": ("dpo", *REWARDED), "rewards": REWARDED, "held_out": ("sft", "dpo", *REWARDED)}  # by method
 # Arguments of TRL that a step of tuning may set, by method. The others are fields, or decide what resumes exactly.
 TRL_OPTIONS = {
@@ -87,10 +85,10 @@ class EvaluateConfig(Section):
 class ExportConfig(Section):
     """The formats of the export."""
 
-    formats: list[Literal["hf", "gguf", "llmc"]] = Field(
+    formats: list[str] = Field(
         default=[HF],
         description="hf, the checkpoint for transformers and vLLM, is always made; beside it gguf for llama.cpp "
-        "(f16 and q8_0; gpt2 and llama), and for gpt2 llmc (llm.c's format)",
+        "(f16 and q8_0; gpt2 and llama), for gpt2 llmc (llm.c's format), and those of packages by name",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", description="Number format of hf's weights"
@@ -103,9 +101,9 @@ class ExportConfig(Section):
 
 
 class RewardConfig(Section):
-    """A reward of generated answers: 0 to 1, unless a model gives it."""
+    """A reward of generated answers: 0 to 1, unless a model or a package gives it."""
 
-    kind: Literal["exact_match", "format", "length", "model", "function"]
+    kind: str
     weight: float = 1.0
     pattern: str | None = Field(default=None, max_length=1000)
     characters: int | None = Field(default=None, ge=1)
@@ -113,10 +111,14 @@ class RewardConfig(Section):
     function: str | None = Field(default=None, pattern=r"^[^:]+\.py:[A-Za-z_]\w*$")
     sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
 
+    @property
+    def reads_columns(self) -> bool:
+        """Whether it gets the other columns of the data: ours do not."""
+        return self.kind not in ("exact_match", "format", "length", "model")
+
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
-        needed = {"format": "pattern", "length": "characters", "model": "step", "function": "function"}
-        for kind, field in needed.items():
+        for kind, field in FIELD_OF_REWARD.items():
             if (self.kind == kind) != (getattr(self, field) is not None):
                 raise ValueError(f"{field} belongs to kind {kind}, and {kind} needs it (kind is {self.kind})")
         try:
@@ -178,7 +180,8 @@ class TuneConfig(Section):
         "the final answer, what follows the last ####, is that of the row's `answer`; format: the whole answer matches "
         "the regular expression `pattern`; length: it has at most `characters`, and falls to 0 at twice as many; "
         "model: the score, without bounds, of the reward model that the earlier step `step` made; function: what "
-        "`function`, FILE.py:NAME, returns in TRL's form (`sha256` of the file; null: as it is found)",
+        "`function`, FILE.py:NAME, returns in TRL's form (`sha256` of the file; null: as it is found); the name of a "
+        "package's reward: what that gives",
     )
     held_out: int = Field(
         default=0,
@@ -226,6 +229,9 @@ class Recipe(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
     tune: list[TuneConfig] = Field(default=[], max_length=20, description="Steps after the export, one after the other")
+    custom: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,30}$")], dict[str, Any]] = Field(
+        default={}, description="Stages of other packages, by name, with their settings; they come last"
+    )
     runtime: RuntimeConfig = RuntimeConfig()
 
     @model_validator(mode="before")
@@ -267,15 +273,11 @@ class Recipe(Section):
             )
 
     def _family_is_served(self) -> None:
-        family, precision = self.model.family, self.train.precision
+        precision = self.train.precision
         reason = None if self.runtime.engine == "sharded" else self.model.why_not_fused
         if reason and (precision.startswith("fp8") or self.runtime.engine == "fused"):
             field = "train.precision: fp8" if precision.startswith("fp8") else "runtime.engine: fused"
             raise ValueError(f"{field} needs the fused engine, and {reason}; use auto")
-        for name in self.export.other_formats:
-            if family not in FORMATS_OF[name]:
-                held = ", ".join(FORMATS_OF[name])
-                raise ValueError(f"export.formats: {name} cannot hold model.family {family}, only {held}; remove it")
 
     def _target_is_measured(self) -> None:
         for name in ("hellaswag", "core"):

@@ -209,7 +209,7 @@ class Pipeline:
         for watch in self.watches:
             watch.before_build(work)
         try:
-            return stage_named(work.plan.stage).build(work)
+            return stage_named(work.attempt.latest.stage).build(work)
         except (UnfitMachine, ProcessKilled) as error:
             cause = f"{UNFIT}{error}" if isinstance(error, UnfitMachine) else str(error)
             work.report(killed=cause)

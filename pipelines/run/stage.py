@@ -1,26 +1,26 @@
 """The stages: their order, the plans of their artifacts, and one attempt at an artifact.
 
-A stage is a module in pipelines/run/stages, or pipelines/extras/tune, with two functions: `plan(recipe, plans)` returns
-the identity of its artifact, and thus its fingerprint, without side effects; `build(work)` makes the files.
-pipelines/run/pipeline.py does the rest.
+A stage is two functions: `plan(recipe, plans)` returns the identity of its artifact, and thus its fingerprint, without
+side effects; `build(work)` makes the files. pipelines/run/pipeline.py does the rest. A stage of a package is
+`custom.NAME`, and comes after all others.
 """
 
-import importlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
-from pipelines.extras.tune.conversations import content_of
-from pipelines.extras.tune.reward_code import with_digests
 from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.run.nodes.ranks import RankTask
 from pipelines.run.screen import Screen
 from pipelines.run.text.tokenizer import check_tokenizer
 from pipelines.run.weight_sources import check_sources, pinned
 from pipelines.store.ledger import Attempt
 from pipelines.store.manifest import (
+    CUSTOM,
     FOLDERS,
+    STAGES,
     ArtifactPlan,
     File,
     Manifest,
@@ -37,10 +37,11 @@ from pipelines.store.runs import Run, read_run
 from trainer.base.metrics import PhaseClock
 from trainer.base.process import StopSignal
 from trainer.base.store import Store, side_by_side
+from trainer.config import extensions
 from trainer.config.errors import UserError, cut
+from trainer.config.extensions import extension
 
 TUNE = "tune"
-STAGES = tuple(name for name in FOLDERS if name != TUNE)  # of every run; tune.NAME and an evaluate.NAME follow
 
 
 @dataclass
@@ -122,30 +123,70 @@ class Built:
         return commit(work.store, made, self.scratch)
 
 
-class Stage(Protocol):
-    """A module of pipelines/run/stages, or pipelines/extras/tune/tune.py."""
+@dataclass(frozen=True)
+class Start:
+    """A run before its first stage: what its command knows."""
 
-    def plan(self, recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan: ...
+    recipe: Recipe
+    store: Store
+    plans: Mapping[str, ArtifactPlan]
+    todo: list[str]  # the stages that are missing
+    cache: Path
+    launched: bool  # whether `launch` has checked the inputs of evaluate before it rented a machine
+    allow_code: bool  # see `Work`
 
-    def build(self, work: Work) -> Built: ...
+
+@dataclass(frozen=True)
+class Stage:
+    """What a package declares in the group `skytrain.stages` under a name: `plan` and `build`, and what else it needs.
+
+    `pinned` returns the recipe with what identifies its inputs, which a run records. `check` raises UserError, before
+    hours of training, for what `build` would refuse after it. `rank` is what each rank does that `build` has started
+    with a `task`; it gets the task, the attempt's folder on this node, the cache, the stop signal, and a function for
+    the watchdog.
+    """
+
+    plan: Callable[[Recipe, dict[str, ArtifactPlan]], ArtifactPlan]
+    build: Callable[[Work], Built]
+    pinned: Callable[[Recipe], Recipe] = lambda recipe: recipe
+    check: Callable[[Start], None] = lambda start: None
+    task: type[RankTask] = RankTask
+    rank: Callable[..., None] = lambda *_: None
 
 
 def stage_named(name: str) -> Stage:
-    """The module of a stage, or of a step of one."""
-    kind = name.partition(".")[0]
-    room = "pipelines.extras.tune" if kind == TUNE else "pipelines.run.stages"
-    return cast(Stage, importlib.import_module(f"{room}.{kind}"))
+    """The stage of a name in a run: train, tune.NAME or custom.NAME. UserError for one that no package declares."""
+    kind, _, own = name.partition(".")
+    found: Stage = extension(extensions.STAGES, own if kind == CUSTOM else kind, CUSTOM)
+    return found
+
+
+def stages_of(recipe: Recipe) -> list[str]:
+    """The names of all stages of a run, in order."""
+    last = recipe.model_before()
+    evaluated = [last.replace(TUNE, "evaluate", 1)] if last.startswith(TUNE) else []
+    return [
+        *STAGES,
+        *(f"{TUNE}.{step.name}" for step in recipe.tune),
+        *evaluated,
+        *(f"{CUSTOM}.{name}" for name in recipe.custom),
+    ]
 
 
 def plans_of(recipe: Recipe, known: Mapping[str, ArtifactPlan] | None = None) -> dict[str, ArtifactPlan]:
     """The plan of every stage, except for known ones. Reads local text, changes nothing."""
+    if ours := sorted(FOLDERS.keys() & recipe.custom.keys()):
+        raise UserError(f"custom: {ours[0]} is a stage of skytrain itself; name a stage of another package")
     plans: dict[str, ArtifactPlan] = {}
-    names = [*STAGES, *(f"{TUNE}.{step.name}" for step in recipe.tune)]
-    if (last := recipe.model_before()).startswith(TUNE):
-        names.append(last.replace(TUNE, "evaluate", 1))
-    for name in names:
+    for name in stages_of(recipe):
         plans[name] = (known or {}).get(name) or stage_named(name).plan(recipe, plans)
     return plans
+
+
+def check_stages(start: Start) -> None:
+    """UserError, before hours of training, for an input or a package that a missing stage would refuse after it."""
+    for name in {name.removeprefix(f"{CUSTOM}.").partition(".")[0]: name for name in start.todo}.values():
+        stage_named(name).check(start)
 
 
 def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, dict[str, ArtifactPlan]]:
@@ -157,10 +198,8 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
     """
     if not recipe.startswith(RUN):
         loaded = pinned(load_recipe(recipe, changes), store)
-        steps = [
-            one.model_copy(update={"content": content_of(one), "rewards": with_digests(one)}) for one in loaded.tune
-        ]
-        loaded = loaded.model_copy(update={"tune": steps})
+        for name in stages_of(loaded):
+            loaded = stage_named(name).pinned(loaded)
         plans = plans_of(loaded)
         check_tokenizer(loaded, plans["tokenize"], store)
         check_sources(loaded, plans, store)

@@ -49,7 +49,9 @@ from trainer.base.store import (
 from trainer.config.errors import StoreUnavailable, UserError, shown
 
 FORMAT = 1
-FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export", "tune": "tune"}
+STAGES = ("tokenize", "train", "evaluate", "export")  # of every run; tune.NAME, an evaluate.NAME and custom.NAME follow
+CUSTOM = "custom"  # stages of other packages
+FOLDERS = {**dict(zip(STAGES, ("tokens", *STAGES[1:]), strict=True)), "tune": "tune", CUSTOM: CUSTOM}
 HERE = "."  # the place of a file that belongs to another artifact of the same store
 SHORT = 8  # hex digits of a fingerprint in names; the manifest holds all 64
 SMALL = 16 << 20  # bytes of a cached file that is hashed at every start: 10 ms

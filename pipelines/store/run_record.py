@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from pipelines.recipe.recipe import Recipe
-from pipelines.store.manifest import FOLDERS, ArtifactPlan
+from pipelines.store.manifest import FOLDERS, STAGES, ArtifactPlan
 from pipelines.store.store_id import StoreIdText, settled_store_id
 from trainer.base.record import (
     DamagedRecord,
@@ -73,7 +73,7 @@ class RunRecord(StoredRecord):
             for prefix in found.all_prefixes(stage):
                 if not re.fullmatch(f"{folder}/[^/]+", prefix):
                     raise DamagedRecord(where, f"{shown(prefix)} is not an artifact of {stage}")
-        asked = [*list(FOLDERS)[: list(FOLDERS).index(found.until.partition(".")[0])], found.until]
+        asked = [*STAGES[: list(FOLDERS).index(found.until.partition(".")[0])], found.until]
         if missing := [stage for stage in asked if stage not in found.prefixes]:
             raise DamagedRecord(where, f"it names no artifact of {missing[0]}")
         return found

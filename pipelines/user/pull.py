@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from pipelines.recipe.recipe import HF, OTHER_FORMATS
+from pipelines.recipe.recipe import HF
 from pipelines.run.formats.hf import COMPONENTS
 from pipelines.store.manifest import DamagedArtifact, File, Manifest, download_verified, key_of, read_manifest
 from pipelines.store.run_record import read_records
 from pipelines.store.runs import tuned_model
 from trainer.base.store import PARTIAL, Store, sha256_of
+from trainer.config import extensions
 from trainer.config.errors import StoreUnavailable, UserError, cut, is_full, shown
 
 ARRIVING = f"{PARTIAL}pull"  # the folder
@@ -73,9 +74,8 @@ def files_of(manifest: Manifest, format: str | None, run: str) -> list[File]:
     if format is None:
         return list(manifest.files)
     if format not in by_format:
-        more = (
-            f"; `skytrain run RECIPE --set 'export.formats=[{format}]'` makes it too" if format in OTHER_FORMATS else ""
-        )
+        known = format in extensions.names(extensions.FORMATS)
+        more = f"; `skytrain run RECIPE --set 'export.formats=[{format}]'` makes it too" if known else ""
         raise UserError(f"--format {cut(format)}: the export of {run} has {', '.join(by_format)}{more}")
     return by_format[format]
 

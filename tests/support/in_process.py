@@ -77,15 +77,15 @@ class RanksInThread:
     kill = terminate
 
 
-def start_ranks_here(spec: Any, folder: Path, home: Path, grace: int, address: Any) -> Any:
+def start_ranks_here(task: Any, folder: Path, home: Path, grace: int, address: Any) -> Any:
     """Stands in for `start_ranks`, which several ranks still need."""
     from pipelines.run.nodes import ranks
 
-    if spec.processes > 1 or address.count > 1:
-        return ranks.start_ranks(spec, folder, home, grace, address)
-    (folder / ranks.SPEC_FILE).write_bytes(spec.to_json())
+    if task.processes > 1 or address.count > 1:
+        return ranks.start_ranks(task, folder, home, grace, address)
+    (folder / ranks.TASK_FILE).write_bytes(task.to_json())
     ranks.show_alive(folder, "launcher")
-    return ranks.Ranks(RanksInThread(folder, home / "cache"), spec, folder, grace)  # type: ignore[arg-type]
+    return ranks.Ranks(RanksInThread(folder, home / "cache"), task, folder, grace)  # type: ignore[arg-type]
 
 
 def clean_environment(**more: str) -> dict[str, str]:

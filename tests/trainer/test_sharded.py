@@ -42,7 +42,7 @@ from trainer.engines.plain import PlainEngine
 from trainer.eval.evaluation import TextSampler
 from trainer.eval.scoring import ScoredRow, score_items
 from trainer.models import language_model
-from trainer.models.family import ANY_MODEL, plain_model, to_hf
+from trainer.models.family import plain_model, section_of, to_hf
 from trainer.models.modern_module import Modern
 from trainer.optim.rates import rates_at
 
@@ -65,7 +65,7 @@ WAYS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         {"tensor_parallel": 2},
     ),
 )
-MODELS = [ANY_MODEL.validate_python(SIZES | section) for section, _ in WAYS]
+MODELS = [section_of(SIZES | section) for section, _ in WAYS]
 
 
 def steps_of(engine: Engine, train: TrainConfig, world: World, most: int) -> list[float]:
@@ -204,9 +204,7 @@ def save_large(folder: Path) -> None:
 
 
 REFAULTED = 32 << 20  # bytes of libraries that a loaded machine took back, and that come again meanwhile
-LARGE = ANY_MODEL.validate_python(
-    {"family": "llama", "n_layer": 6, "n_head": 16, "n_embd": 1024, "block_size": 32, "vocab_size": 700}
-)
+LARGE = section_of({"family": "llama", "n_layer": 6, "n_head": 16, "n_embd": 1024, "block_size": 32, "vocab_size": 700})
 
 
 def check_memory(world: World, folder: Path) -> None:
@@ -280,7 +278,7 @@ def test_four_ranks_draw_load_train_and_score_as_one_eager_rank(tmp_path: Path) 
 def test_gradients_in_float8_point_where_the_exact_ones_do() -> None:
     """torchao emulates fp8 on a CPU."""
     pytest.importorskip("torchao", reason="the extra float8 is not installed")
-    model = ANY_MODEL.validate_python(SIZES | {"family": "llama", "n_head": 4, "n_embd": 64})
+    model = section_of(SIZES | {"family": "llama", "n_head": 4, "n_embd": 64})
     trains = (TRAIN.model_copy(update={"precision": precision}) for precision in ("fp32", "bf16", "fp8"))
     try:
         exact, bf16, fp8 = (first_gradient(model, train, ALONE, engine="sharded") for train in trains)
@@ -292,7 +290,7 @@ def test_gradients_in_float8_point_where_the_exact_ones_do() -> None:
 
 def test_a_rank_of_a_thousand_holds_a_thousandth_of_200_gb() -> None:
     ranks, runtime = 1024, RuntimeConfig(engine="sharded", tensor_parallel=8)
-    model = ANY_MODEL.validate_python({"n_layer": 7, "n_head": 128, "n_embd": 24576, "block_size": 2048})
+    model = section_of({"n_layer": 7, "n_head": 128, "n_embd": 24576, "block_size": 2048})
     dist.init_process_group("fake", store=FakeStore(), rank=700, world_size=ranks)
     try:
         pieces = make_engine(model, TRAIN, runtime, World(700, 700, ranks, torch.device("cpu"))).pieces()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.base.store import open_regular, read_regular
 from trainer.config.errors import UserError, cut, shown
 from trainer.config.model_config import ModelConfig
-from trainer.models.family import SECTIONS, family_in, section_of_hf
+from trainer.models.family import family_of, section_of_hf
 from trainer.models.gpt2 import MASKS, Gpt2Config
 
 if TYPE_CHECKING:
@@ -66,10 +66,9 @@ class WeightsFile:
 
     def check(self, model: ModelConfig) -> None:
         """UserError, with the values that would fit, if the weights are not of this model; and if they are damaged."""
-        told = {"family": family_in(self.fields), **self.fields} if self.fields else {}
-        longer = "wpe.weight" not in self.tensors and told.get("block_size", 0) > model.block_size
-        ours = {**model.model_dump(), **model.implied, **({"block_size": told["block_size"]} if longer else {})}
-        if other := {name: value for name, value in told.items() if ours.get(name) != value}:
+        longer = "wpe.weight" not in self.tensors and self.fields.get("block_size", 0) > model.block_size
+        ours = {**model.model_dump(), **model.implied, **({"block_size": self.fields["block_size"]} if longer else {})}
+        if other := {name: value for name, value in self.fields.items() if ours.get(name) != value}:
             name = "family" if "family" in other else min(other)
             sets = " ".join(f"--set model.{one}={other[one]}" for one in sorted(other, key=lambda one: one != name))
             has = ours.get(name, "no field of its family")
@@ -165,7 +164,7 @@ def from_hub_layout(where: str, config: str, tensors: Mapping[str, StoredTensor]
         raise
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{where}/{CONFIG_FILE}: not the configuration of a model ({type(error).__name__})") from error
-    section, found = SECTIONS[family_in(fields)], {}
+    section, found = family_of(fields), {}
     for theirs, stored in tensors.items():
         if name := section.own_name(theirs, fields):
             found[name] = transposed(stored) if section.hf_transposed(name) else stored

@@ -296,11 +296,11 @@ class RuntimeConfig(Section):
     processes: PositiveInt | Literal["auto"] = Field(
         default="auto", description="Ranks on each node; auto: one a GPU, or 1 on a CPU"
     )
-    engine: Literal["auto", "fused", "sharded", "compiled", "eager"] = Field(
+    engine: str = Field(
         default="auto",
-        description="Implementation of a step. fused: our own forward and backward pass for CUDA; compiled: "
-        "torch.compile; eager: plain PyTorch; sharded: FSDP2, which divides weights, gradients and optimizer over the "
-        "ranks, in bf16 or fp32; auto: fused where it runs, else compiled on a GPU, else eager; "
+        description="Implementation of a step: auto, or a name. fused: our own forward and backward pass for CUDA; "
+        "compiled: torch.compile; eager: plain PyTorch; sharded: FSDP2, which divides weights, gradients and optimizer "
+        "over the ranks, in bf16 or fp32; auto: fused where it runs, else compiled on a GPU, else eager; "
         "sharded where that is too large for the memory of several GPUs",
     )
     shard_size: int | None = Field(

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator
+from inspect import isabstract
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -50,11 +51,6 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
         return ".".join(path), f"unknown field; {_nearest_field(path, known, model)}"
     if error["type"] == "missing":
         return ".".join(path), "missing; a value is required"
-    if error["type"] == "union_tag_invalid":
-        families = re.findall("'([^']*)'", error["ctx"]["expected_tags"])
-        near = difflib.get_close_matches(str(error["ctx"]["tag"]).lower(), families, 1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(families)}"
-        return ".".join([*path, "family"]), f"unknown family {shown(error['ctx']['tag'])}; {hint}"
     # Unions put the name of their member ('int', 'literal[…]') at the end of loc: it does not help a user.
     if len(path) > 1 and path[-1] not in known:
         path = path[:-1]
@@ -105,13 +101,13 @@ def _near_value(error: ErrorDetails) -> str:
 
 def _place(model: type[BaseModel], loc: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
     """The path of a field as the user writes it, and the section that should hold it; none if that is not a section.
-    Where a section is one of several families, pydantic puts its family into `loc`."""
+    Where a section is one of several families, the class of its family is in `loc`."""
     path: list[str] = []
     sections: list[type[BaseModel]] = [model]
     inside = sections
     for name in loc:
-        if len(inside) > 1:
-            inside = [one for one in inside if one.model_fields["family"].default == name]
+        if family := [one for one in inside if one.__name__ == name]:
+            inside = family
             continue
         path.append(name)
         if not (inside and name.isdecimal()):  # the place in a list
@@ -121,8 +117,15 @@ def _place(model: type[BaseModel], loc: list[str]) -> tuple[list[str], list[type
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field may hold: one, one a family, or several in a list."""
+    """The sections that a field may hold: one, one for each family that is loaded, or several in a list."""
     members = [
         get_args(m)[0] if get_origin(m) in (Annotated, list) else m for m in get_args(annotation) or (annotation,)
     ]
-    return [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
+    sections = [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
+    return [one for section in sections for one in ([section] if not isabstract(section) else _families(section))]
+
+
+def _families(section: type[BaseModel]) -> list[type[BaseModel]]:
+    """The classes below an abstract section."""
+    below = [one for kind in section.__subclasses__() for one in (kind, *_families(kind))]
+    return [one for one in below if not isabstract(one)]

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from trainer.config.extensions import FUSED_STEPS, names
+
 
 class Section(BaseModel):
     """A strict, frozen part of a configuration. Unknown fields and wrong types are errors."""
@@ -18,6 +20,7 @@ class Section(BaseModel):
 # Columns of a row that a program of the fused norm kernels holds: the backward pass in fp8 then has 32 warps, CUDA's
 # limit.
 WIDEST_NORM = 8192
+ALONE_ONCE = "gpt2"  # the family that no fingerprint names
 LAYERS = 10_000  # at most: the names of all tensors are in memory
 HEAD_ROWS = 2048  # tokens whose logits are held at once: for GPT-2 1 GiB with copies in float32
 
@@ -41,12 +44,18 @@ class ModelConfig(Section, ABC):
     )
 
     title: ClassVar[str]  # of the architecture, for people
+    module: ClassVar[str]  # the plain module, a LanguageModel, as "PACKAGE.MODULE:CLASS": it imports torch
     added: ClassVar[tuple[str, ...]] = ()  # fields that are in no fingerprint while they have their default
-    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]]  # in a config.json; an absent field has the first value
+    # As Hugging Face's transformers has it: the model_type of its config.json, and fields that have one of a few values
+    # there; an absent one has the first.
+    hf_model_types: ClassVar[tuple[str, ...]] = ()
+    hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @property
     def why_not_fused(self) -> str | None:
         """Why the fused engine has no step for this model; None if it has one."""
+        if self.family not in names(FUSED_STEPS):
+            return f"it has no step for model.family {self.family}"
         if self.head_size % 8 or self.head_size > 128:
             return f"the head size {self.head_size} is not a multiple of 8 up to 128"
         if self.n_embd > WIDEST_NORM:
@@ -175,8 +184,8 @@ class ModelConfig(Section, ABC):
 
 def identity_of_model(model: ModelConfig) -> dict[str, Any]:
     """The section as it decides the weights, without added fields that have their default."""
-    fields = type(model).model_fields
-    values = {k: v for k, v in model.model_dump().items() if k not in model.added or v != fields[k].default}
+    defaults = {name: type(model).model_fields[name].default for name in model.added} | {"family": ALONE_ONCE}
+    values = {name: value for name, value in model.model_dump().items() if (name, value) not in defaults.items()}
     return values | model.constants
 
 

@@ -2,36 +2,28 @@
 
 import importlib.util
 import os
-from typing import Literal
 
 import torch
 
 from trainer.base.parallel import World, device_name, precision_on
 from trainer.config.config import RuntimeConfig, TrainConfig
 from trainer.config.errors import UserError
+from trainer.config.extensions import ENGINES, extension
 from trainer.config.model_config import ModelConfig
 from trainer.engines.engine import Engine
 from trainer.engines.memory import automatic_engine
-from trainer.engines.plain import PlainEngine
 
 
 def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> Engine:
     """The fastest engine that works here, or the configured one. UserError if it does not work here."""
     name, why = choose_engine(config, train, runtime, world.device, world.world_size)
-    if name == "fused":
-        from trainer.engines.fused.engine import FusedEngine
-
-        return FusedEngine(config, train, runtime, world, why)
-    if name == "sharded":
-        from trainer.engines.sharded import ShardedEngine
-
-        return ShardedEngine(config, train, runtime, world, why)
-    return PlainEngine(config, train, runtime, world, name == "compiled", why)
+    engine: Engine = extension(ENGINES, name, "runtime.engine")(config, train, runtime, world, why)
+    return engine
 
 
 def choose_engine(
     config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, device: torch.device, ranks: int = 1
-) -> tuple[Literal["fused", "sharded", "compiled", "eager"], str]:
+) -> tuple[str, str]:
     """The name of the engine, and one line with its name, its device and the reason. UserError as in `make_engine`."""
     on = f"on {device_name(device)}"
     obstacle = why_not_fused(config, train, device)
@@ -41,18 +33,15 @@ def choose_engine(
         raise UserError(f"train.precision: {train.precision} needs the fused engine: {reason}")
     if runtime.engine == "fused" and obstacle:
         raise UserError(f"runtime.engine: fused cannot run here: {obstacle}; use 'auto'")
-    if runtime.engine == "sharded":
-        return "sharded", f"sharded, {on}; as configured"
+    if runtime.engine not in ("auto", "fused"):
+        return runtime.engine, f"{runtime.engine}, {on}; as configured"
     if runtime.engine == "auto" and device.type == "cuda":
         memory, precision = torch.cuda.get_device_properties(device).total_memory, precision_on(device, train)
         name, why = automatic_engine(config, runtime, precision, train.optimizer == "muon", ranks, memory, obstacle)
         return name, f"{name}, {on}{why and f'; {why}'}"
-    if runtime.engine == "fused" or (runtime.engine == "auto" and train.precision.startswith("fp8")):
+    if runtime.engine == "fused" or train.precision.startswith("fp8"):
         return "fused", f"fused, {on}"
-    if runtime.engine == "compiled":
-        return "compiled", f"compiled, {on}; as configured"
-    why = "as configured" if runtime.engine == "eager" else "no CUDA device was found"
-    return "eager", f"eager, {on}; {why}"
+    return "eager", f"eager, {on}; no CUDA device was found"
 
 
 def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device) -> str | None:

@@ -1,7 +1,7 @@
-"""The plain module of a family as an engine: *eager*, the reference, or *compiled* by torch.compile."""
+"""The plain module of a family as two engines: *eager*, the reference, and *compiled* by torch.compile."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,19 +22,18 @@ from trainer.optim.rates import Rates
 
 
 class PlainEngine(Engine):
-    """The plain module of a family with autocast, an optimizer of `trainer/optim/adamw.py` and one all-reduce; compiled
-    or not."""
+    """The plain module of a family with autocast, an optimizer of `trainer/optim/adamw.py` and one all-reduce."""
 
-    def __init__(
-        self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, compiled: bool, why: str
-    ) -> None:
+    compiled: ClassVar[bool] = False
+
+    def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, why: str) -> None:
         self.config, self.world, self.train, self.why = config, world, train, why
         self.precision = precision_on(world.device, train)
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it, for products outside autocast
         self.model: LanguageModel = plain_model(config, runtime.recompute).to(world.device)
         self.forward: Any = self.model
-        if compiled:
+        if self.compiled:
             # torch does not compile beyond this limit: it must cover two sizes of micro-batches a batch of the ramp.
             dynamo = torch._dynamo.config
             dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(batch_stages(train)))
@@ -96,3 +95,9 @@ class PlainEngine(Engine):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.model.state_dict().items() if self.world.rank == 0 else ())
+
+
+class CompiledEngine(PlainEngine):
+    """The same, with its forward and backward pass compiled."""
+
+    compiled = True

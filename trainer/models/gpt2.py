@@ -29,6 +29,8 @@ class Gpt2Config(ModelConfig):
     )
 
     title: ClassVar[str] = "GPT-2"
+    module: ClassVar[str] = "trainer.models.gpt2_module:GPT"
+    hf_model_types: ClassVar[tuple[str, ...]] = ("gpt2",)
     hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -38,7 +40,6 @@ class Gpt2Config(ModelConfig):
         "tie_word_embeddings": (True,),
         "add_cross_attention": (False,),
     }
-    added: ClassVar[tuple[str, ...]] = ("family",)  # GPT-2 was alone once
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

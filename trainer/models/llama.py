@@ -33,6 +33,8 @@ class LlamaConfig(GroupedHeads):
     tied_head: bool = Field(default=False, description="The head is the token embedding")
 
     title: ClassVar[str] = "Llama"
+    module: ClassVar[str] = "trainer.models.llama_module:Llama"
+    hf_model_types: ClassVar[tuple[str, ...]] = ("llama", "qwen3")
     hf_layer: ClassVar[Mapping[str, str]] = {
         "attn_norm": "input_layernorm",
         **{f"attn.{one}": f"self_attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},

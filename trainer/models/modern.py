@@ -73,6 +73,8 @@ class ModernConfig(GroupedHeads):
     )
     added: ClassVar[tuple[str, ...]] = (*GroupedHeads.added, *options)
     title: ClassVar[str] = "nanochat"
+    module: ClassVar[str] = "trainer.models.modern_module:Modern"
+    hf_model_types: ClassVar[tuple[str, ...]] = ("nanochat", "skytrain")
     hf_layer: ClassVar[Mapping[str, str]] = {
         **{f"attn.{one}": f"self_attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "o_proj")},
         **{"attn.ve_gate": "self_attn.ve_gate", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},

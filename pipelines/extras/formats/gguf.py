@@ -5,15 +5,18 @@ its own conversion, vectors and positions stay in float32. A tied head has no te
 embedding.
 """
 
+import importlib.util
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipelines.recipe.recipe import CHAT_TOKENS
-from pipelines.run.formats.export_weights import Weights
+from pipelines.run.formats.export_weights import Format, Weights
 from pipelines.run.text.chat import TEMPLATE, ChatTokens
 from pipelines.run.text.tokenizer import vocabulary
+from trainer.base.install import how_to_install
+from trainer.config.errors import UserError
 from trainer.config.model_config import ModelConfig
 from trainer.models.llama import LlamaConfig
 
@@ -26,9 +29,18 @@ ROW = 32  # weights of a row that q8_0 gives one scale
 TURNED = ("attn.q_proj.weight", "attn.k_proj.weight")  # whose rows have rotary positions
 
 
-def write(weights: Weights, folder: Path) -> list[Path]:
-    """Write `<run>-f16.gguf` and `<run>-q8_0.gguf`."""
-    return [write_kind(weights, folder / f"{weights.name}-{kind}.gguf", kind) for kind in KINDS]
+class Gguf(Format):
+    """`<run>-f16.gguf` and `<run>-q8_0.gguf`."""
+
+    families: ClassVar[tuple[str, ...]] = ("gpt2", "llama")
+
+    def check(self) -> None:
+        if not importlib.util.find_spec("gguf"):
+            remedy = f"{how_to_install('formats')}, or leave the format out; then run the same command again"
+            raise UserError(f"export.formats: gguf needs the package gguf: {remedy}")
+
+    def write(self, weights: Weights, folder: Path) -> list[Path]:
+        return [write_kind(weights, folder / f"{weights.name}-{kind}.gguf", kind) for kind in KINDS]
 
 
 def write_kind(weights: Weights, path: Path, kind: str) -> Path:

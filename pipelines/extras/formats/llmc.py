@@ -6,9 +6,9 @@ vocabulary is padded to a multiple of 128 with zeros, as in our own model.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from pipelines.run.formats.export_weights import Weights
+from pipelines.run.formats.export_weights import Format, Weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,19 +20,23 @@ FILES = {"model.bin": ("bfloat16", 5), "model_fp32.bin": ("float32", 3)}  # dtyp
 KINDS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # of a block, each weight, then bias
 
 
-def write(weights: Weights, folder: Path) -> list[Path]:
-    """Write both checkpoints and the tokenizer."""
-    import torch
+class Llmc(Format):
+    """Both checkpoints and the tokenizer."""
 
-    config = weights.config
-    shape = (config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd)
-    for name, (dtype, version) in FILES.items():
-        with (folder / name).open("wb") as file:
-            header(MODEL_MAGIC, version, *shape, config.padded_vocab_size).tofile(file)
-            for _, tensor in tensors(weights, dtype):
-                tensor.contiguous().view(torch.uint8).numpy().tofile(file)
-    (folder / "tokenizer.bin").write_bytes(tokenizer(weights))
-    return [folder / name for name in (*FILES, "tokenizer.bin")]
+    families: ClassVar[tuple[str, ...]] = ("gpt2",)
+
+    def write(self, weights: Weights, folder: Path) -> list[Path]:
+        import torch
+
+        config = weights.config
+        shape = (config.block_size, config.vocab_size, config.n_layer, config.n_head, config.n_embd)
+        for name, (dtype, version) in FILES.items():
+            with (folder / name).open("wb") as file:
+                header(MODEL_MAGIC, version, *shape, config.padded_vocab_size).tofile(file)
+                for _, tensor in tensors(weights, dtype):
+                    tensor.contiguous().view(torch.uint8).numpy().tofile(file)
+        (folder / "tokenizer.bin").write_bytes(tokenizer(weights))
+        return [folder / name for name in (*FILES, "tokenizer.bin")]
 
 
 def header(*values: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":

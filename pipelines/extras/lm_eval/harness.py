@@ -35,7 +35,7 @@ print(json.dumps([name for name in sys.argv[1:] if not manager.match_tasks([name
 """
 
 
-def verify_tasks(tasks: Sequence[str]) -> None:
+def check(tasks: Sequence[str]) -> None:
     """UserError if the harness is not installed, or does not know one of the tasks."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(f"evaluate.lm_eval: needs the package lm-eval: {how_to_install('eval')}, or set it to null")
@@ -46,7 +46,7 @@ def verify_tasks(tasks: Sequence[str]) -> None:
         raise UserError(f"evaluate.lm_eval: lm-eval has no task '{cut(unknown[0])}'; `lm-eval ls tasks` lists them")
 
 
-def harness_facts(work: Work, path: Path) -> dict[str, Any]:
+def facts(work: Work, path: Path) -> dict[str, Any]:
     """Run the harness. Returns the scores as facts, by `lm_eval/TASK/METRIC`, and the version of the harness.
 
     UserError if the harness fails, with its last line: a data set that cannot be had, for instance.
@@ -81,8 +81,7 @@ def harness_facts(work: Work, path: Path) -> dict[str, Any]:
     found = sorted(folder.glob("results*.json"))
     if harness.returncode or not found:
         raise UserError(f"evaluate.lm_eval: lm-eval failed: {cause_in(log.read_text(errors='replace'))}")
-    facts = scores_in(json.loads(found[-1].read_text()))
-    return facts | {"lm_eval_version": importlib.metadata.version(PACKAGE)}
+    return scores_in(json.loads(found[-1].read_text())) | {"lm_eval_version": importlib.metadata.version(PACKAGE)}
 
 
 def environment() -> dict[str, str]:

@@ -20,14 +20,13 @@ from pathlib import Path
 
 from pipelines.extras.mlflow.mirror import Mirror
 from pipelines.extras.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, tracking_uri
-from pipelines.run.watch import Watch
+from pipelines.run.trackers import Tracker
 from pipelines.store.manifest import scratch
 from pipelines.store.provenance import provenance
 from pipelines.store.records import Heartbeat
 from pipelines.store.s3_store import open_store
 from pipelines.store.secrets import MLFLOW, environment_for, services_of
 from trainer.base.events import EVENTS_FILE, Row, events_after
-from trainer.config.errors import UserError
 
 MODULE = "pipelines.extras.mlflow.child"
 POLL_SECONDS, RETRY_SECONDS, REFRESH_SECONDS, RESTART_SECONDS = 1.0, 5.0, 30.0, 30.0
@@ -36,20 +35,12 @@ MEMORY_BYTES = 2 << 30
 SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONUTF8": "1"}
 
 
-class MirrorProcess(Watch):
-    """The mirror of a run, as the command sees it. No error of MLflow reaches the command.
+class MirrorProcess(Tracker):
+    """The mirror of a run, as the command sees it: the tracker `mlflow`. UserError for an invalid setting."""
 
-    The tracking URI is MLFLOW_TRACKING_URI, else `default_uri`. SKYTRAIN_TRACKING=off starts nothing. UserError for an
-    invalid setting.
-    """
-
-    def __init__(self, store: str, run: str, home: Path, *, default_uri: str) -> None:
-        self.store, self.run, self.home = store, run, home
-        tracking = os.environ.get("SKYTRAIN_TRACKING") or "on"
-        if tracking.lower() not in ("on", "off"):
-            raise UserError(f"SKYTRAIN_TRACKING: {tracking!r} is neither on nor off")
-        self.off, self.flush_seconds = tracking.lower() == "off", flush_seconds()
-        self.uri = default_uri if self.off else tracking_uri(default_uri)
+    def __init__(self, store: str, run: str, home: Path) -> None:
+        super().__init__(store, run, home)
+        self.flush_seconds, self.uri = flush_seconds(), tracking_uri(home)
         self.log = home / "tracking" / run / "mlflow.log"
         self._child: subprocess.Popen[bytes] | None = None
         self._started = -math.inf
@@ -57,7 +48,7 @@ class MirrorProcess(Watch):
     def start(self) -> None:
         """Start the child, again if a signal has killed it: it retries by itself. From any thread."""
         exit_code = self._child.poll() if self._child else -1
-        if self.off or exit_code is None or exit_code >= 0 or time.monotonic() < self._started + RESTART_SECONDS:
+        if exit_code is None or exit_code >= 0 or time.monotonic() < self._started + RESTART_SECONDS:
             return
         self._started, own = time.monotonic(), environment_for(MLFLOW + services_of(self.store))
         with suppress(OSError):  # no disk, no memory: `end` reports it
@@ -77,8 +68,6 @@ class MirrorProcess(Watch):
 
     def end(self, error: BaseException | None) -> str | None:
         """Let the child send the rest, for at most `flush_seconds`. A line for the user if MLflow lacks something."""
-        if self.off:
-            return None
         if self._child and self._child.stdin:
             self._child.stdin.close()
             with suppress(subprocess.TimeoutExpired):

@@ -6,6 +6,7 @@ repeat it in their errors.
 
 import os
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipelines.store.secrets import redacted
@@ -29,8 +30,10 @@ def flush_seconds() -> float:
     return seconds_from_environment("SKYTRAIN_MLFLOW_FLUSH_SECONDS", 30.0)
 
 
-def tracking_uri(default: str) -> str:
-    """The MLflow to mirror to: MLFLOW_TRACKING_URI, or the default. UserError for a URI that cannot be mirrored to."""
+def tracking_uri(home: Path) -> str:
+    """The MLflow to mirror to: MLFLOW_TRACKING_URI, or a SQLite file in `home`. UserError for a URI that cannot be
+    mirrored to."""
+    default = f"sqlite:///{home / 'mlflow.db'}"
     uri = os.environ.get("MLFLOW_TRACKING_URI") or default
     if uri == default and set("%?") & set(uri):
         raise UserError(f"{uri}: MLflow's SQLite takes no % or ? in a path; choose another SKYTRAIN_HOME")

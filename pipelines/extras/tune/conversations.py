@@ -27,7 +27,7 @@ ADDENDS = 10  # of 0 to 9
 ROWS = 10_000  # of a parquet file at once
 JSON_OF_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 PAIR = ("chosen", "rejected")
-COLUMNS = "columns"  # of a checked row: what a function of the user gets beside ARGUMENTS
+COLUMNS = "columns"  # of a checked row: what the rewards of others get beside ARGUMENTS
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def checked_row(step: TuneConfig, row: Any) -> dict[str, Any]:
         if not isinstance(answer := row.get("answer"), str | int) or not str(answer).strip():
             raise ValueError("has no answer, which exact_match and held_out compare with")
         made["answer"] = utf8(str(answer)).decode()
-    if any(reward.function for reward in step.rewards):
+    if any(reward.reads_columns for reward in step.rewards):
         made[COLUMNS] = checked_columns({name: value for name, value in row.items() if name != "prompt"})
     return made
 
@@ -167,6 +167,12 @@ def write_columns(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if COLUMNS in row:
             row[COLUMNS] = json.dumps(every | row[COLUMNS])
+
+
+def columns_of(rows: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of each column, of rows that `write_columns` has written."""
+    values = [json.loads(row) for row in rows]
+    return {name: [row[name] for row in values] for name in (values[0] if values else ())}
 
 
 def question_and_answer(row: dict[str, Any]) -> tuple[Sequence[Message], str]:

@@ -38,7 +38,6 @@ class RewardCode:
             raise UserError(
                 f"rewards: {reward.function} is code, which runs with your rights; read it, then add --allow-code"
             )
-        self.__name__ = reward.function or reward.kind  # in the names of TRL's metrics
         self._where = reward.function or f"pattern {shown(reward.pattern)}"
         request: dict[str, Any] = {"pattern": reward.pattern, "seconds": PATTERN_SECONDS}
         if reward.function:
@@ -53,12 +52,9 @@ class RewardCode:
             self._pipe = ours.makefile("rw", encoding="utf8")
         self._ask(request)
 
-    def __call__(self, *, columns: Sequence[str] = (), **given: Any) -> list[float | None]:
-        """The rewards, as TRL calls a function; None skips an answer. `columns` has those of each row as JSON.
-        UserError unless a finite number or None comes for each completion."""
-        rows = [json.loads(row) for row in columns]
-        others = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
-        return self._ask({name: given[name] for name in ARGUMENTS if name in given} | others)
+    def __call__(self, **given: Any) -> list[float | None]:
+        """The rewards; None skips an answer. UserError unless a finite number or None comes for each completion."""
+        return self._ask(given)
 
     def _ask(self, request: dict[str, Any]) -> list[float | None]:
         line = ""

@@ -7,38 +7,64 @@ template. It begins with the artifact of the step before it, the first one with 
 
 import json
 import logging
-from dataclasses import replace
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from pipelines.extras.tune.conversations import Rows, content_of, rows_of
+from pipelines.extras.tune.reward_code import check_code, with_digests
+from pipelines.extras.tune.tune_task import HELD_OUT, ROWS, TUNED, TuneTask
 from pipelines.recipe.recipe import REWARD, Recipe, TuneConfig
 from pipelines.run.formats.export_weights import Weights
-from pipelines.run.nodes.address import NodeAddress, processes_on_this_node
-from pipelines.run.stage import STAGES, TUNE, Built, Work
+from pipelines.run.nodes.address import processes_on_this_node
+from pipelines.run.stage import TUNE, Built, Stage, Start, Work
 from pipelines.run.stages.follow import facts_of_ranks
-from pipelines.run.stages.train import WEIGHTS_FILE, rank_spec, stored_as_ours
+from pipelines.run.stages.rank import joined
+from pipelines.run.stages.train import WEIGHTS_FILE, saving_task, stored_as_ours
 from pipelines.run.text.chat import ChatTokens
 from pipelines.run.text.hub import datasets_library
 from pipelines.run.text.tokenizer import tokenizer_of
-from pipelines.store.manifest import ArtifactPlan, fetch_folder
+from pipelines.store.ledger import latest_number
+from pipelines.store.manifest import STAGES, ArtifactPlan, fetch_folder
+from pipelines.store.s3_store import open_store
+from trainer.base.install import how_to_install
+from trainer.base.process import StopSignal
 from trainer.base.store import Store
 from trainer.checkpoint.commits import series
-from trainer.config.errors import UserError
+from trainer.config.errors import Interrupted, UserError
+from trainer.config.extensions import REWARDS, check_installed
 
 # In the facts as at the start and at the end. exact: the share of exact answers to held-out prompts; accuracy: of
 # pairs of a batch that a reward model ranks right.
 TUNED_METRICS = ("exact", "reward", "accuracy", "loss")
-TUNED = "tuned"  # folder of the result, which the rank writes; its facts come last
-ROWS, HELD_OUT = "rows", "held_out.json"  # what the ranks read, as `datasets` stores it and as JSON
+
+
+def pinned(recipe: Recipe) -> Recipe:
+    """The recipe with the content of the data of each step, and of its functions."""
+    steps = [one.model_copy(update={"content": content_of(one), "rewards": with_digests(one)}) for one in recipe.tune]
+    return recipe.model_copy(update={"tune": steps})
+
+
+def check(start: Start) -> None:
+    """UserError for data, code or a package that the missing steps would refuse."""
+    if not find_spec("trl"):
+        raise UserError(f"tune: needs the package trl: {how_to_install('tune')}; then run again")
+    checked_rows(start.recipe, start.store, start.plans["tokenize"])
+    check_code([step for step in start.recipe.tune if f"{TUNE}.{step.name}" in start.todo], start.allow_code)
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
-    """The identity of the next step: the model before it, the content of the data, and its fields."""
+    """The identity of the next step: the model before it, the content of the data, and its fields. UserError for a
+    reward that no package declares."""
     step = recipe.tune[len(plans) - len(STAGES)]
+    for reward in step.rewards:
+        check_installed(REWARDS, reward.kind, f"tune.{step.name}.rewards")
     own = step.model_dump(exclude={"name", "data", "revision", "content"}, exclude_defaults=True)
     before, content = plans[recipe.model_before(step)].fingerprint, step.content or content_of(step)
-    for reward in (reward for reward in own.get("rewards", []) if "function" in reward):
-        reward["function"] = reward["function"].rpartition(":")[2]  # its file has a sha256
+    for given in (reward for reward in own.get("rewards", []) if "function" in reward):
+        given["function"] = given["function"].rpartition(":")[2]  # its file has a sha256
     identity = {"stage": TUNE, "from": before, "data": content, "template": "chatml", **own}
     if "gguf" in recipe.export.formats:
         identity["formats"] = ["gguf"]
@@ -74,18 +100,19 @@ def build(work: Work) -> Built:
     ranks = next(n for n in range(wanted, 0, -1) if step.at_once % n == 0)
     if ranks < wanted:
         work.screen.note(f"  {ranks} of {wanted} ranks tune: they must divide the {step.at_once} rows of a pass")
-    made = facts_of_ranks(work, replace(rank_spec(work, NodeAddress(), ranks), weights=str(weights), tune=step.name))
+    own: dict[str, Any] = {"weights": str(weights), "step": step.name, "allow_code": work.allow_code}
+    made = facts_of_ranks(work, TuneTask(**saving_task(work, ranks), **own))
     folder = work.folder / TUNED
     work.clock.enter("upload")
     files = [work.upload(path) for path in sorted(folder.iterdir())]
     made |= facts | measured(work, step)
     if "gguf" in recipe.export.formats and step.method != REWARD:
-        from pipelines.extras.formats import gguf
+        from pipelines.extras.formats.gguf import Gguf
 
         config = recipe.with_vocabulary(made["vocab_size"]).model
         ours = stored_as_ours(folder, config, work.folder / WEIGHTS_FILE)
         model = Weights(ours, config, encoding, work.plan.label, work.check, chat=True)
-        files += [work.upload(path, f"gguf/{path.name}") for path in gguf.write(model, work.folder)]
+        files += [work.upload(path, f"gguf/{path.name}") for path in Gguf().write(model, work.folder)]
     return Built(files, made)
 
 
@@ -112,3 +139,39 @@ def checked_rows(recipe: Recipe, store: Store, tokens: ArtifactPlan) -> dict[str
             message = "tune.%s: %d of %d pairs have equal answers, chosen and rejected, and teach nothing; remove them"
             logging.getLogger(__name__).warning(message, name, rows.equal, len(rows.train))
     return checked
+
+
+def rank(task: TuneTask, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> None:
+    """Tune as one rank; rank 0 leaves its events, the tuned model and its facts in the folder."""
+    set_environment_of_trl(task.processes)
+    from pipelines.extras.tune.tune_rank import Tuning
+    from trainer.checkpoint.checkpointer import Checkpointer
+
+    store = open_store(task.store)
+    with (
+        joined(task, folder, stop, starting, task.reached) as together,
+        Checkpointer(
+            store,
+            task.prefix,
+            together.world,
+            task.attempt,
+            task.recipe.runtime.keep_last,
+            superseded=lambda: latest_number(store, task.prefix) > task.attempt,
+        ) as checkpointer,
+    ):
+        try:
+            Tuning(task, folder, store, together, checkpointer, stop).tune()
+        except Interrupted:
+            checkpointer.finish(together.log)
+
+
+def set_environment_of_trl(processes: int) -> None:
+    """Set what TRL's packages read when they are imported, and later."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each trainer
+    if processes == 1:  # TRL would use every GPU that it sees, and join the ranks that these variables announce
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+
+
+STAGE = Stage(plan, build, pinned, check, TuneTask, rank)

@@ -10,7 +10,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,15 +23,14 @@ from datasets import load_from_disk
 from peft import LoraConfig
 
 from pipelines.extras.tune.conversations import answer_in
-from pipelines.extras.tune.reward_code import RewardCode
-from pipelines.extras.tune.tune import HELD_OUT, ROWS, TUNED
-from pipelines.recipe.recipe import CHAT_TOKENS, REWARD, REWARDED, RewardConfig, TuneConfig
-from pipelines.run.nodes.ranks import RankSpec
+from pipelines.extras.tune.rewards import score_of
+from pipelines.extras.tune.tune_task import HELD_OUT, ROWS, TUNED, TuneTask
+from pipelines.recipe.recipe import CHAT_TOKENS, REWARD, REWARDED, TuneConfig
 from pipelines.run.stages.follow import FACTS_FILE
+from pipelines.run.stages.rank import Joined
 from pipelines.run.text.chat import END, TEMPLATE, ChatTokens
 from pipelines.run.text.tokenizer import tokenizer_of
-from trainer.base.events import EventLog, Started
-from trainer.base.parallel import World
+from trainer.base.events import Started
 from trainer.base.process import StopSignal
 from trainer.base.store import Store
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -39,7 +38,6 @@ from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
 from trainer.checkpoint.save_clock import SaveClock
 from trainer.config.errors import Diverged, Interrupted, UserError
-from trainer.loop.watchdog import Watchdog
 
 TRL_NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
@@ -51,33 +49,31 @@ MEASURED_AT_ONCE = 64  # held-out rows of a rank
 class Tuning(transformers.TrainerCallback):
     """One step of tuning in this process, to which TRL's trainer reports as to a callback."""
 
-    spec: RankSpec
+    task: TuneTask
     folder: Path
     store: Store
-    world: World
+    together: Joined
     checkpointer: Checkpointer
-    log: EventLog
     stop: StopSignal
-    watchdog: Watchdog
-    check_stop: Callable[[], None]  # raises Interrupted if a rank was asked to stop; a collective call
 
     def __post_init__(self) -> None:
-        spec, world = self.spec, self.world
-        self.tokens = ChatTokens(tokenizer_of(spec.recipe.tokens, self.store, spec.tokens))
-        self.step = step = next(one for one in spec.recipe.tune if one.name == spec.tune)
+        task, self.world, self.log = self.task, self.together.world, self.together.log
+        self.device = self.world.device
+        self.tokens = ChatTokens(tokenizer_of(task.recipe.tokens, self.store, task.tokens))
+        self.step = step = next(one for one in task.recipe.tune if one.name == task.step)
         self.rows = load_from_disk(self.folder / ROWS)
         self.held_out = json.loads((self.folder / HELD_OUT).read_text())
         self.examples = step.batch // step.generations if step.method in REWARDED else step.batch  # of a step
         self.steps = len(self.rows) * step.epochs // self.examples
         self.order = order_of(len(self.rows), step.epochs, step.seed)[: self.steps * self.examples]
-        self.model, self.tokenizer = model_in(Path(str(spec.weights)), self.tokens, step, step.method == REWARD)
+        self.model, self.tokenizer = model_in(Path(str(task.weights)), self.tokens, step, step.method == REWARD)
         self.tokenizer.apply_chat_template = partial(ids_of_chats, self.tokens)  # TRL calls it, and nothing else
         self.trainer = self.trainer_of_trl()
         self.model = self.trainer.model  # with adapters, if the step has a lora_rank
         self.trainer.create_optimizer()
         self.pieces = self.pieces_of_state()
-        self.state = TrainState(world_size=world.world_size)
-        self.save_clock = SaveClock(spec.recipe.runtime, spec.between_failures)
+        self.state = TrainState(world_size=self.world.world_size)
+        self.save_clock = SaveClock(task.recipe.runtime, task.between_failures)
         self.tokens_before, self.stepped = 0.0, time.perf_counter()
         self.saved_step = -1  # that this attempt saved last
 
@@ -96,7 +92,7 @@ class Tuning(transformers.TrainerCallback):
         if self.step.held_out and self.state.evaluated_step < self.state.step:
             self.measure()
             self.save()
-        self.checkpointer.insist(self.pieces, self.log, self.check_stop)
+        self.checkpointer.insist(self.pieces, self.log, self.together.check)
         self.checkpointer.finish(self.log)
         self.log.clock.enter("checkpoint")
         if self.world.rank == 0:
@@ -106,7 +102,7 @@ class Tuning(transformers.TrainerCallback):
         """Fill weights and moments from the newest commit, if there is one, and leave out the rows that it has read."""
         self.log.clock.enter("load")
         self.state = self.checkpointer.load_latest(self.pieces, self.log) or self.state
-        if self.world.device.type == "cpu":  # sums add in another order with another number of threads
+        if self.device.type == "cpu":  # sums add in another order with another number of threads
             self.state.threads = self.state.threads or torch.get_num_threads()
             torch.set_num_threads(self.state.threads)
         done, trainer = self.state.step, self.trainer
@@ -116,7 +112,7 @@ class Tuning(transformers.TrainerCallback):
 
     def trainer_of_trl(self) -> Any:
         """TRL's trainer of the method over all rows."""
-        step, device = self.step, self.world.device
+        step, device = self.step, self.device
         arguments: dict[str, Any] = {
             "output_dir": str(self.folder / "trl"),
             "per_device_train_batch_size": step.at_once // self.world.world_size,
@@ -142,9 +138,9 @@ class Tuning(transformers.TrainerCallback):
         if step.method in REWARDED:
             arguments |= {"num_generations": step.generations, "max_completion_length": step.max_answer}
             arguments |= {"shuffle_dataset": False, "reward_weights": [reward.weight for reward in step.rewards]}
-            more["reward_funcs"] = [self.reward_of(reward) for reward in step.rewards]
+            more["reward_funcs"] = [score_of(reward, self) for reward in step.rewards]
         else:
-            longest = step.max_length or self.spec.recipe.model.block_size
+            longest = step.max_length or self.task.recipe.model.block_size
             arguments |= {"train_sampling_strategy": "sequential", "max_length": longest}
         trainer, config = (getattr(trl, TRL_NAMES[step.method] + part) for part in ("Trainer", "Config"))
         made = trainer(**more, args=config(**arguments))
@@ -154,27 +150,9 @@ class Tuning(transformers.TrainerCallback):
             reference.load_state_dict(self.model.state_dict())
         return made
 
-    def reward_of(self, reward: RewardConfig) -> Callable[..., list[Any]]:
-        """A reward in TRL's form. For that of a model, an answer is cropped if it has, as text, more tokens than were
-        generated; TRL's own call would not."""
-        if reward.step is None:
-            return reward_function(reward, self.spec.allow_code)
-        folder, longest = self.folder / f"{REWARD}-{reward.step}", self.spec.recipe.model.block_size
-        kind = transformers.AutoModelForSequenceClassification
-        judge = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, local_files_only=True)
-        judge.to(self.world.device).eval()
-
-        @torch.no_grad()
-        def score(prompts: list[Any], completions: list[Any], **_: Any) -> Any:
-            chats = [[*prompt, *answer] for prompt, answer in zip(prompts, completions, strict=True)]
-            ids = [self.tokens.conversation(chat)[0][:longest] for chat in chats]
-            return judge(**self.padded(ids, "right")).logits[:, 0].tolist()
-
-        return score
-
     def padded(self, ids: list[list[int]], side: str) -> Any:
         """Ids as a batch for transformers, padded on one side, on the device."""
-        return self.tokenizer.pad({"input_ids": ids}, padding_side=side, return_tensors="pt").to(self.world.device)
+        return self.tokenizer.pad({"input_ids": ids}, padding_side=side, return_tensors="pt").to(self.device)
 
     def pieces_of_state(self) -> dict[str, Piece]:
         """Weights and moments, for the checkpointer. Makes the moments, which AdamW makes at its first step."""
@@ -193,7 +171,7 @@ class Tuning(transformers.TrainerCallback):
         return Started(
             step=self.state.step,
             world_size=self.world.world_size,
-            device=torch.cuda.get_device_name() if self.world.device.type == "cuda" else "cpu",
+            device=torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             engine=f"TRL {trl.__version__}, {self.step.method}",
             precision="bf16" if self.trainer.args.bf16 else "fp32",
             parameters=self.model.num_parameters(),
@@ -233,7 +211,7 @@ class Tuning(transformers.TrainerCallback):
             why = f"the loss of step {self.state.step:,} is {loss}"
             raise Diverged(f"tune.{self.step.name}: {why}; lower learning_rate, and run again from the last commit")
         self.log.row(self.state.step, {f"tune/{self.step.name}/{name}": value for name, value in values.items()})
-        self.watchdog.step_done(seconds)
+        self.together.watchdog.step_done(seconds)
         self.checkpointer.prove()  # the loss of this step is that of the weights before it
         self.checkpointer.settle(self.log)
         due = self.world.rank == 0 and self.save_clock.due_now() and not self.checkpointer.busy
@@ -259,14 +237,14 @@ class Tuning(transformers.TrainerCallback):
         self.model.eval()
         with self.log.clock.phase("evaluate"), torch.no_grad():
             for first in range(0, len(rows), MEASURED_AT_ONCE * world.world_size):
-                self.check_stop()
+                self.together.check()
                 some = rows[first : first + MEASURED_AT_ONCE * world.world_size][world.rank :: world.world_size]
                 if not some:
                     continue
                 questions, answers = zip(*some, strict=True)
                 given = self.padded([*map(self.tokens.prompt, questions)], "left")
                 length = given["input_ids"].shape[1]
-                room = min(self.step.max_answer, self.spec.recipe.model.block_size - length)
+                room = min(self.step.max_answer, self.task.recipe.model.block_size - length)
                 made = self.model.generate(**given, do_sample=False, max_new_tokens=room)
                 texts = self.tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)
                 shown = shown or [f"{questions[0][-1]['content']} → {texts[0]}"]
@@ -278,7 +256,7 @@ class Tuning(transformers.TrainerCallback):
         """Write the model as a folder for transformers, and its facts last."""
         model = self.model.merge_and_unload() if self.step.lora_rank else self.model
         model.config.use_cache = True  # TRL's trainer has switched it off
-        model.to(getattr(torch, self.spec.recipe.export.dtype)).save_pretrained(self.folder / TUNED)
+        model.to(getattr(torch, self.task.recipe.export.dtype)).save_pretrained(self.folder / TUNED)
         self.tokenizer.save_pretrained(self.folder / TUNED, save_jinja_files=False)
         facts = {"method": self.step.method, "steps": self.state.step, "vocab_size": model.config.vocab_size}
         (self.folder / FACTS_FILE).write_text(json.dumps(facts))
@@ -332,19 +310,3 @@ def ids_of_chats(
         ids = [ids_of_chats(tokens, one, add_generation_prompt)["input_ids"] for one in conversation]
         return {"input_ids": ids}
     return {"input_ids": tokens.prompt(conversation) if add_generation_prompt else tokens.conversation(conversation)[0]}
-
-
-def reward_function(reward: RewardConfig, allow_code: bool) -> Callable[..., list[Any]]:
-    """A reward in TRL's form, from 0 to 1 unless a function of the user gives it."""
-    if reward.kind in ("function", "format"):
-        return RewardCode(reward, allow_code)
-
-    def rewards(completions: list[Any], **columns: Any) -> list[float]:
-        texts = [completion[-1]["content"] for completion in completions]
-        if reward.kind == "exact_match":
-            return [float(answer_in(a) == answer_in(b)) for a, b in zip(texts, columns["answer"], strict=True)]
-        limit = reward.characters or 1
-        return [min(1.0, max(0.0, 2 - len(text) / limit)) for text in texts]
-
-    rewards.__name__ = reward.kind
-    return rewards

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from trainer.checkpoint.weights import read_tensor
 from trainer.config.errors import UserError
@@ -58,3 +58,16 @@ def all_finite(tensor: "Tensor") -> bool:
     """Whether no element is infinite or NaN. `aminmax` passes NaN on, and takes a thirtieth of `isfinite().all()` in
     bf16."""
     return all(math.isfinite(bound) for bound in tensor.aminmax())
+
+
+class Format:
+    """A format of the export beside Hugging Face's, in the group `skytrain.formats`: the base of its class."""
+
+    families: ClassVar[tuple[str, ...]] = ()  # that it can hold; (): all
+
+    def check(self) -> None:
+        """UserError if a package that it needs is not installed."""
+
+    def write(self, weights: Weights, folder: Path) -> list[Path]:
+        """Write the files of the format. Returns their paths."""
+        raise NotImplementedError

@@ -34,6 +34,7 @@ class NodeAddress:
     count: int = 1
     first: str = "127.0.0.1"
     cluster: str = ""  # equal on the nodes of a job, and on no others
+    port: int = 0  # on node 0, where the ranks of several nodes meet
 
 
 def this_node() -> NodeAddress:

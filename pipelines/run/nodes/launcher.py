@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.run.nodes.address import NodeAddress, nvidia_gpus
-from pipelines.run.nodes.ranks import ALIVE_SECONDS, FAILING_SECONDS, LOG_FILE, RANK_MODULE, RankSpec, show_alive
+from pipelines.run.nodes.ranks import ALIVE_SECONDS, FAILING_SECONDS, LOG_FILE, RANK_MODULE, RankTask, show_alive
 from pipelines.run.nodes.results import KILLED, signal_name
 from trainer.base.process import StopSignal, die_with_parent
 
@@ -68,7 +68,7 @@ def import_program() -> Exception | None:
     """Import the program of the ranks. Returns the error, for the log of the attempt."""
     gc.disable()  # its passes over what is imported take a sixth of the time
     try:
-        for module in (RANK_MODULE, "trainer.loop.rank"):
+        for module in (RANK_MODULE, "pipelines.run.stages.train", "trainer.loop.rank"):
             import_module(module)
     except Exception as broken:
         return broken
@@ -89,23 +89,22 @@ def run_ranks(folder: Path, cache: Path, grace_seconds: float, address: NodeAddr
     """Start the ranks of a node, `early` ones first, and wait for them. Returns the exit code."""
     from torch.distributed import TCPStore
 
-    spec = RankSpec.read(folder)
-    port = spec.port
+    processes, port = RankTask.read(folder).processes, address.port
     if address.rank == 0:
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         port = store.port
     os.environ |= {
         "MASTER_ADDR": address.first,
         "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(spec.processes * address.count),
-        "LOCAL_WORLD_SIZE": str(spec.processes),
+        "WORLD_SIZE": str(processes * address.count),
+        "LOCAL_WORLD_SIZE": str(processes),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch.distributed: no rank holds the store
     }
-    for unneeded in early[spec.processes :]:
+    for unneeded in early[processes:]:
         unneeded.kill()
         unneeded.join()
-    early += [Rank(number) for number in range(len(early), spec.processes)]
-    ranks = {spec.processes * address.rank + number: rank for number, rank in enumerate(early[: spec.processes])}
+    early += [Rank(number) for number in range(len(early), processes)]
+    ranks = {processes * address.rank + number: rank for number, rank in enumerate(early[:processes])}
     for number, rank in ranks.items():
         rank.begin(number, folder, cache, dict(os.environ))
     deadline = math.inf

@@ -45,8 +45,9 @@ from trainer.loop.watchdog import Watchdog
 RANK_MODULE = (
     "pipelines.run.stages.rank"  # the program of a rank; imported by name, because stages are above this layer
 )
-SPEC_FILE = "spec.json"
+TASK_FILE = "task.json"
 LOG_FILE = "train.log"  # output of the launcher and its ranks
+Seconds = Annotated[float, Field(gt=0)]
 ALIVE, ALIVE_SECONDS = ".alive", 1.0
 LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error file
 # For ranks to fail and write their error files, once another rank failed, or those of another node; see also
@@ -55,66 +56,82 @@ FAILING_SECONDS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankNumbers(StoredRecord):
-    """The part of the ranks' task that node 0 alone knows, and that workers read from the store: numbers, so that a
-    writer of the store leads no worker to another folder or store."""
+class RankTask(StoredRecord):
+    """The task of a node's ranks, which their command writes into the attempt's folder on the node. Each stage adds the
+    fields that only its ranks read."""
 
-    started: UnixSeconds  # at which the pipeline's clock enters the phase "ranks"
-    reached: Count  # the highest step of any earlier attempt
-    between_failures: Annotated[float, Field(gt=0)]  # expected, in seconds
-    traffic_seconds: Annotated[float, Field(ge=0)] = 0.0  # that cost as much as the traffic of a checkpoint
-    processes: Count = 0  # of each node
-    port: Annotated[int, Field(ge=0, le=65_535)] = 0  # on node 0, where the ranks of several nodes meet
-    cluster: str = ""  # see `NodeAddress`
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSpec(RankNumbers):
-    """The task of a node's ranks, which their command writes into the attempt's folder on the node."""
-
+    stage: str  # whose ranks these are
     recipe: Recipe
     store: str  # URI
     tokens: Key  # prefix of the tokens in the store
-    prefix: Key  # of the training run in the store
-    attempt: Count
-    weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
-    tune: str | None = None  # name of a step of tuning: the ranks tune the model in the folder `weights`
-    allow_code: bool = False  # whether the recipe's own code may run
+    started: UnixSeconds  # at which the pipeline's clock enters the phase "ranks"
+    processes: Count  # of each node
 
     def to_json(self) -> bytes:
         return json.dumps(vars(self) | {"recipe": self.recipe.model_dump()}).encode()
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The spec in the attempt's folder on this node."""
-        return record_in(cls, (folder / SPEC_FILE).read_bytes(), str(folder / SPEC_FILE))
+        """The task in the attempt's folder on this node."""
+        return record_in(cls, (folder / TASK_FILE).read_bytes(), str(folder / TASK_FILE))
 
 
-def start_ranks(spec: RankSpec, folder: Path, home: Path, grace_seconds: float, address: NodeAddress) -> "Ranks":
+@dataclass(frozen=True, kw_only=True)
+class SavingTask(RankTask):
+    """The task of ranks that commit checkpoints."""
+
+    prefix: Key  # of the artifact in the store
+    attempt: Count
+    reached: Count  # the highest step of any earlier attempt
+    between_failures: Seconds  # expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTask(SavingTask):
+    """The task of the ranks of the stage train."""
+
+    traffic_seconds: Annotated[float, Field(ge=0)] = 0.0  # that cost as much as the traffic of a checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankNumbers(StoredRecord):
+    """The part of a TrainTask that node 0 alone knows, and that workers read from the store: numbers, so that a writer
+    of the store leads no worker to another folder or store."""
+
+    started: UnixSeconds
+    reached: Count
+    between_failures: Seconds
+    traffic_seconds: Annotated[float, Field(ge=0)] = 0.0
+    processes: Count = 0
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0  # see `NodeAddress`
+    cluster: str = ""  # likewise
+
+
+def start_ranks(task: RankTask, folder: Path, home: Path, grace_seconds: float, address: NodeAddress) -> "Ranks":
     """Start this node's ranks. After a stop, they have `grace_seconds` to save."""
-    (folder / SPEC_FILE).write_bytes(spec.to_json())
+    (folder / TASK_FILE).write_bytes(task.to_json())
     (folder / LOG_FILE).touch()
-    environment = environment_for(services_of(*asked_by_ranks(spec)))
+    environment = environment_for(services_of(*asked_by_ranks(task)))
     if address.count > 1 and (interface := interface_to(address.first)):
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     launcher, output = prepared_launcher()
-    task = str(folder), str(home / "cache"), grace_seconds, astuple(address), environment
+    given = str(folder), str(home / "cache"), grace_seconds, astuple(address), environment
     assert launcher.stdin
     try:
         with launcher.stdin as pipe:
-            pipe.write(json.dumps(task).encode())
+            pipe.write(json.dumps(given).encode())
     except BrokenPipeError:  # it has died, if not of a signal then because it can't import itself
         output.seek(0)
         (folder / LOG_FILE).write_bytes(output.read())
-    return Ranks(launcher, spec, folder, grace_seconds, address.rank)
+    return Ranks(launcher, task, folder, grace_seconds, address.rank)
 
 
-def asked_by_ranks(spec: RankSpec) -> Iterator[str]:
+def asked_by_ranks(task: RankTask) -> Iterator[str]:
     """The URIs of what the ranks ask: the store, shards that lie elsewhere, and weights on the Hub."""
-    yield spec.store
-    yield from (text.source.removeprefix(LLMC) for text in spec.recipe.tokens.each() if text.adopts)
-    if re.fullmatch(r"[^:]+@[0-9a-f]{40}", spec.recipe.train.init_from or ""):
-        yield f"hf://{spec.recipe.train.init_from}"
+    yield task.store
+    yield from (text.source.removeprefix(LLMC) for text in task.recipe.tokens.each() if text.adopts)
+    if re.fullmatch(r"[^:]+@[0-9a-f]{40}", task.recipe.train.init_from or ""):
+        yield f"hf://{task.recipe.train.init_from}"
 
 
 class Ranks:
@@ -123,12 +140,12 @@ class Ranks:
     """
 
     def __init__(
-        self, launcher: subprocess.Popen[bytes], spec: RankSpec, folder: Path, grace_seconds: float, node: int = 0
+        self, launcher: subprocess.Popen[bytes], task: RankTask, folder: Path, grace_seconds: float, node: int = 0
     ) -> None:
-        self.launcher, self.spec, self.folder, self.grace_seconds = launcher, spec, folder, grace_seconds
+        self.launcher, self.task, self.folder, self.grace_seconds = launcher, task, folder, grace_seconds
         self.stopping = False
-        first = spec.processes * node
-        self.names = ["launcher", *(f"rank {number}" for number in range(first, first + spec.processes))]
+        first = task.processes * node
+        self.names = ["launcher", *(f"rank {number}" for number in range(first, first + task.processes))]
         Background("ranks", self._supervise).start()
 
     def stop(self) -> None:
@@ -168,7 +185,7 @@ class Ranks:
     def _supervise(self) -> None:
         """Kill all once one of the processes has not started in time or is silent for longer than a step may take, or
         once a stop takes too long. Counts looks, not time: while a machine is suspended, nobody looks."""
-        start, step = (Watchdog(self.spec.recipe.runtime, PhaseClock(p)).limit_seconds() for p in ("imports", "train"))
+        start, step = (Watchdog(self.task.recipe.runtime, PhaseClock(p)).limit_seconds() for p in ("imports", "train"))
         dates: dict[str, int] = {}  # when each was last seen alive
         silent, stopping = dict.fromkeys(self.names, 0.0), 0.0  # seconds
         while self.launcher.poll() is None:

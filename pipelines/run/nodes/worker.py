@@ -13,7 +13,7 @@ from typing import Any
 
 from pipelines.recipe.recipe import Recipe
 from pipelines.run.nodes.address import JOIN_SECONDS, NodeAddress, processes_on_this_node
-from pipelines.run.nodes.ranks import Ranks, RankSpec, result_of_ranks, start_ranks
+from pipelines.run.nodes.ranks import Ranks, TrainTask, result_of_ranks, start_ranks
 from pipelines.run.nodes.workers import POLL_SECONDS, WorkerRecord, read_numbers
 from pipelines.run.screen import Screen
 from pipelines.store.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, newest_attempt
@@ -104,6 +104,7 @@ class Worker:
         tokens, prefix = plans["tokenize"].prefix, self.plan.prefix
         # Of the task of its ranks: no record leads them elsewhere.
         self.own: dict[str, Any] = {"recipe": recipe, "store": store.uri, "tokens": tokens, "prefix": prefix}
+        self.own |= {"stage": self.plan.stage}
         self.first = FirstNode(store, [tokens, prefix])
         self.ranks: Ranks | None = None
         self.attempt = 0  # that the ranks are of
@@ -119,8 +120,8 @@ class Worker:
                     return f"node 0 has ended ({self.first.state})"
                 if self.first.state != "running" and find(self.store, self.plan):
                     return "trained; node 0 continues alone"
-                if spec := self._fresh_spec():
-                    self._start_ranks(spec)
+                if fresh := self._fresh_task():
+                    self._start_ranks(*fresh)
                 elif self.ranks is None:
                     self.stop.check()
                 self._report()
@@ -128,8 +129,8 @@ class Worker:
         finally:
             self._kill_ranks()
 
-    def _fresh_spec(self) -> RankSpec | None:
-        """The task of an attempt of this job whose ranks this node has not started."""
+    def _fresh_task(self) -> tuple[TrainTask, int] | None:
+        """The task of an attempt of this job whose ranks this node has not started, and the port where they meet."""
         if self.first.working is None or self.first.state != "running":
             return None
         prefix, attempt = self.first.working
@@ -138,25 +139,28 @@ class Worker:
         with suppress(OSError):
             numbers = read_numbers(self.store, prefix, attempt)
             if numbers and numbers.cluster == self.address.cluster:
-                return RankSpec(**vars(numbers), **self.own, attempt=attempt)
+                given = {name: value for name, value in vars(numbers).items() if name not in vars(self.address)}
+                return TrainTask(**given, **self.own, attempt=attempt), numbers.port
         return None
 
-    def _start_ranks(self, spec: RankSpec) -> None:
+    def _start_ranks(self, task: TrainTask, port: int) -> None:
         self._kill_ranks()
-        self.attempt = spec.attempt
+        self.attempt = task.attempt
         self.record = WorkerRecord(self.address.rank, time.time())
         self._traffic_before = traffic_here()
         # Its name has the node in it: nodes may share a home on a network disk.
-        self.folder = scratch(self.home, self.store, spec.prefix) / f"a{spec.attempt:04d}-node{self.address.rank}"
+        self.folder = scratch(self.home, self.store, task.prefix) / f"a{task.attempt:04d}-node{self.address.rank}"
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        processes = processes_on_this_node(spec.recipe.runtime)
-        if processes != spec.processes:
+        processes = processes_on_this_node(task.recipe.runtime)
+        if processes != task.processes:
             raise UserError(
-                f"runtime.processes: this node would have {processes} ranks, and node 0 has {spec.processes}; "
+                f"runtime.processes: this node would have {processes} ranks, and node 0 has {task.processes}; "
                 "set it to the smaller number"
             )
-        self.ranks = start_ranks(spec, self.folder, self.home, self.stop.grace_seconds, self.address)
+        self.ranks = start_ranks(
+            task, self.folder, self.home, self.stop.grace_seconds, replace(self.address, port=port)
+        )
 
     def _kill_ranks(self) -> None:
         if self.ranks and self.ranks.launcher.poll() is None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from pipelines.run.nodes.address import NodeAddress
-from pipelines.run.nodes.ranks import RankNumbers, RankSpec
+from pipelines.run.nodes.ranks import RankNumbers, TrainTask
 from pipelines.run.nodes.results import NodeResult
 from pipelines.store.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Attempt
 from pipelines.store.traffic import Traffic, traffic_here
@@ -51,10 +51,11 @@ def key_of_numbers(prefix: str, attempt: int) -> str:
     return f"{prefix}/attempts/{attempt:04d}/ranks.json"
 
 
-def write_numbers(store: Store, spec: RankSpec) -> None:
+def write_numbers(store: Store, task: TrainTask, address: NodeAddress) -> None:
     """Let the workers start their ranks."""
-    numbers = {name: getattr(spec, name) for name in RankNumbers.__dataclass_fields__}
-    store.put(key_of_numbers(spec.prefix, spec.attempt), json.dumps(numbers).encode())
+    known = vars(address) | vars(task)
+    numbers = {name: known[name] for name in RankNumbers.__dataclass_fields__}
+    store.put(key_of_numbers(task.prefix, task.attempt), json.dumps(numbers).encode())
 
 
 def read_numbers(store: Store, prefix: str, attempt: int) -> RankNumbers | None:

@@ -9,36 +9,44 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipelines.extras.lm_eval.harness import harness_facts, verify_tasks
 from pipelines.recipe.recipe import Recipe
-from pipelines.run.nodes.address import NodeAddress, processes_on_this_node
-from pipelines.run.nodes.ranks import RankSpec
+from pipelines.run.nodes.address import processes_on_this_node
+from pipelines.run.nodes.ranks import RankTask
 from pipelines.run.sample import load_weights
-from pipelines.run.stage import Built, Work
-from pipelines.run.stages.follow import facts_of_ranks
+from pipelines.run.stage import Built, Stage, Start, Work
+from pipelines.run.stages.follow import FACTS_FILE, facts_of_ranks, task_of
 from pipelines.run.stages.measures import core_identity, fetch_inputs, hellaswag_identity, measures_of
-from pipelines.run.stages.train import rank_spec
+from pipelines.run.stages.rank import Joined, joined
 from pipelines.run.text.llmc_shards import places_of
 from pipelines.run.text.tokenizer import token_bytes, tokenizer_of
 from pipelines.store.manifest import ArtifactPlan, fetch_folder, read_manifest
+from pipelines.store.s3_store import open_store
 from pipelines.store.shard_cache import ShardCache, shards_in
-from trainer.base.events import EventLog, Measuring
-from trainer.base.store import Store
+from trainer.base.events import Measuring
+from trainer.base.process import StopSignal
+from trainer.base.record import Count
 from trainer.checkpoint.weights import open_weights
 from trainer.config.errors import UserError, shown
-
-if TYPE_CHECKING:
-    from trainer.base.parallel import World
+from trainer.config.extensions import EVALUATIONS, extension
 
 SAMPLE_TOKENS = 100
 VAL_BATCH = 8  # sequences
 SHOW_SECONDS = 1.0
+HARNESS = "lm_eval"  # of the extension that scores `evaluate.lm_eval`
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateTask(RankTask):
+    """The task of the ranks that evaluate given weights."""
+
+    weights: str  # a file or a folder of this node
+    steps: Count  # of their training
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
@@ -80,12 +88,12 @@ def build(work: Work) -> Built:
     else:
         weights = work.fetch("train", "model.safetensors")
     # The workers of other nodes left after the training.
-    spec = rank_spec(work, NodeAddress(), processes_on_this_node(recipe.runtime))
+    shared = task_of(work, processes_on_this_node(recipe.runtime)) | {"recipe": recipe}
     steps = work.inputs["train"].fact("steps")
-    measured = facts_of_ranks(work, replace(spec, recipe=recipe, reached=steps, weights=str(weights)))
+    measured = facts_of_ranks(work, EvaluateTask(**shared, weights=str(weights), steps=steps))
     work.clock.enter("evaluate")
     if recipe.evaluate.lm_eval and weights.is_file():
-        scores = harness_facts(work, weights)
+        scores = extension(EVALUATIONS, HARNESS, "evaluate").facts(work, weights)
         work.report(metrics={name: value for name, value in scores.items() if isinstance(value, float)})
         measured |= scores
     path = work.folder / "report.json"
@@ -93,21 +101,32 @@ def build(work: Work) -> Built:
     return Built([work.upload(path)], measured)
 
 
+def check(start: Start) -> None:
+    """UserError, before a training, for an input that cannot be had; see `check_inputs`."""
+    if not start.launched and "train" in start.todo:
+        check_inputs(start.recipe, start.cache)
+
+
 def check_inputs(recipe: Recipe, cache: Path) -> None:
     """UserError if an item of HellaSwag or CORE cannot be read, or if the harness does not know a task."""
     fetch_inputs(recipe, cache)
     if recipe.evaluate.lm_eval:
-        verify_tasks(recipe.evaluate.lm_eval)
+        extension(EVALUATIONS, HARNESS, "evaluate").check(recipe.evaluate.lm_eval)
 
 
-def measure(
-    spec: RankSpec, store: Store, cache: Path, world: "World", log: EventLog, check: Callable[[], None]
-) -> dict[str, Any]:
-    """The measures of the weights that `spec` names, and a sample of text, by all ranks of this node. A collective
-    call.
+def rank(task: EvaluateTask, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> None:
+    """Evaluate as one rank; rank 0 leaves its events and the facts in the folder."""
+    with joined(task, folder, stop, starting, reached=task.steps) as together:
+        facts = measured_facts(task, cache, together)
+        if together.world.rank == 0:
+            (folder / FACTS_FILE).write_text(json.dumps(facts))
 
-    `check` is called before each batch, equally often on every rank; it may raise to end the measurement. The log gets
-    the losses as soon as they are known, and at most once a second how far the measurement is.
+
+def measured_facts(task: EvaluateTask, cache: Path, together: Joined) -> dict[str, Any]:
+    """The measures of the task's weights, and a sample of text, by all ranks of this node. A collective call.
+
+    Every rank checks for a stop before each batch, equally often. The log gets the losses as soon as they are known,
+    and at most once a second how far the measurement is.
     """
     import torch
 
@@ -115,8 +134,10 @@ def measure(
     from trainer.data.batches import TokenData
     from trainer.eval.evaluation import TextSampler, validation
 
-    recipe, tokens, weights = spec.recipe, read_manifest(store, spec.tokens), Path(str(spec.weights))
-    assert tokens is not None, spec.tokens
+    recipe, store, weights = task.recipe, open_store(task.store), Path(task.weights)
+    world, log, check = together.world, together.log, together.check
+    tokens = read_manifest(store, task.tokens)
+    assert tokens is not None, task.tokens
     train, encoding = recipe.train, tokenizer_of(recipe.tokens, store, tokens.prefix)
     fetch = ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb, places_of(recipe.tokens)).fetch
     shape = recipe.model.block_size, train.seed, recipe.model.vocab_size
@@ -144,7 +165,7 @@ def measure(
         sizes = torch.tensor(token_bytes(encoding))
         loss, bits = validation(model.losses, val, most, VAL_BATCH, world, sizes, on_batch=on_batch)
         facts: dict[str, Any] = {"val/loss": loss, "val/bits_per_byte": bits}
-        log.row(spec.reached, facts)
+        log.row(task.steps, facts)
         facts["precision"] = precision
         for name, measure_of in measures.items():
             facts |= measure_of(model, world, partial(checked, name, None, count(1)))
@@ -152,3 +173,6 @@ def measure(
         sampling = TextSampler(encoding.eot_token, decode, train.seed, texts=1, tokens=SAMPLE_TOKENS)
         (facts["sample"],) = sampling.texts_of(model, world, check)
     return facts
+
+
+STAGE = Stage(plan, build, check=check, task=EvaluateTask, rank=rank)

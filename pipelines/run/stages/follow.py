@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.run.nodes.address import NodeAddress
-from pipelines.run.nodes.ranks import LOG_FILE, Ranks, RankSpec, result_of_ranks, start_ranks
+from pipelines.run.nodes.ranks import LOG_FILE, Ranks, RankTask, result_of_ranks, start_ranks
 from pipelines.run.nodes.results import (
     COUNTED,
     GONE,
@@ -79,11 +79,23 @@ def follow(work: Work, ranks: Ranks, workers: Workers | None = None) -> int | No
     return follower.step
 
 
-def facts_of_ranks(work: Work, spec: RankSpec) -> dict[str, Any]:
+def task_of(work: Work, processes: int) -> dict[str, Any]:
+    """The fields of a `RankTask` in this attempt."""
+    return {
+        "stage": work.attempt.latest.stage,
+        "recipe": work.recipe,
+        "store": work.store.uri,
+        "tokens": work.inputs["tokenize"].prefix,
+        "started": steady_time(),
+        "processes": processes,
+    }
+
+
+def facts_of_ranks(work: Work, task: RankTask) -> dict[str, Any]:
     """Start ranks on this node alone, and follow them. Returns the facts that rank 0 leaves; raises the error that
     ended them early."""
     work.clock.enter("ranks")
-    ranks = start_ranks(spec, work.folder, work.home, work.stop.grace_seconds, NodeAddress())
+    ranks = start_ranks(task, work.folder, work.home, work.stop.grace_seconds, NodeAddress())
     with attempt_of(work, ranks):
         follow(work, ranks)
     facts = work.folder / FACTS_FILE

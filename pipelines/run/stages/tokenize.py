@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from pipelines.recipe.recipe import Recipe
-from pipelines.run.stage import Built, Work
+from pipelines.run.stage import Built, Stage, Work
 from pipelines.run.text.llmc_shards import adopted_shards, identity_of_shards, shards_found
 from pipelines.run.text.mixture import mixed_facts, mixed_files, plan_of_text, recipes_of_sources, texts_of
 from pipelines.run.text.receipts import ShardReceipt, receipt_key
@@ -188,3 +188,6 @@ def check_splits(recipe: Recipe, shards: list[SplitShard]) -> None:
     sizes = {split: [one.tokens for one in shards if one.file.name.startswith(split)] for split in ("train", "val")}
     train, val = (max(found, default=0) for found in sizes.values())
     recipe.tokens.check_splits(train, val, recipe.model.block_size)
+
+
+STAGE = Stage(plan, build)

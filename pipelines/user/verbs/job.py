@@ -11,7 +11,6 @@ from pipelines.user.verbs.run import (
     execute,
     pipeline_here,
     plan_run,
-    refuse_what_ends_late,
     start_early,
     work_for_node_0,
 )
@@ -54,6 +53,7 @@ def work_of_job(
     start_early(stop, stage)
 
     from pipelines.run.nodes.address import this_node
+    from pipelines.run.stage import check_stages
     from pipelines.store.s3_store import open_store
     from pipelines.store.stop_request import check_not_stopped
     from pipelines.user.show.console import TerminalScreen
@@ -70,7 +70,7 @@ def work_of_job(
     if crash:
         go_on_after(crash, run, stop, screen)
     check_home()
-    refuse_what_ends_late(run, allow_code=False, launched=True)
+    check_stages(run.start(allow_code=False, launched=True))
     check_not_stopped(opened, run.name)
     if node.rank:
         work_for_node_0(run, stop, screen)

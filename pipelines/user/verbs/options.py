@@ -90,11 +90,6 @@ def store_uri(option: str | None) -> str:
     return option if option is not None else os.environ.get("SKYTRAIN_STORE") or f"file://{home() / 'store'}"
 
 
-def default_tracking_uri() -> str:
-    """The MLflow of runs without a tracking server: a SQLite file in `home`."""
-    return f"sqlite:///{home() / 'mlflow.db'}"
-
-
 def named_run(run: str, store: str | None) -> "tuple[RunRecord, Store]":
     """The run with this name or beginning of a name, and its store. UserError if there is no such run, or several."""
     from pipelines.store.run_record import read_records

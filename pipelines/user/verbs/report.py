@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.user.verbs.options import Json, Last, RunNames, StoreUri, default_tracking_uri, store_uri
+from pipelines.user.verbs.options import Json, Last, RunNames, StoreUri, home, store_uri
 from trainer.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def rebuild_tracking(runs: "list[Run]") -> None:
 
     if not find_spec("mlflow"):
         raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")
-    uri = tracking_uri(default_tracking_uri())
+    uri = tracking_uri(home())
     for run in runs:
         rebuild(run.store, run.name, uri)
         say(f"{run.name}: sent to {redacted(uri)}")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,11 +20,9 @@ from pipelines.user.verbs.options import (
     RecipeName,
     StoreUri,
     check_home,
-    default_tracking_uri,
     home,
     store_uri,
 )
-from trainer.base.install import how_to_install
 from trainer.config.errors import StoreUnavailable, UserError
 
 if TYPE_CHECKING:
@@ -33,6 +30,7 @@ if TYPE_CHECKING:
     from pipelines.recipe.recipe import Recipe
     from pipelines.run.pipeline import Pipeline
     from pipelines.run.screen import Screen
+    from pipelines.run.stage import Start
     from pipelines.store.manifest import ArtifactPlan, Manifest
     from trainer.base.process import StopSignal
     from trainer.base.store import Store
@@ -62,6 +60,7 @@ def run(
     start_early(stop, stage)
 
     from pipelines.run.nodes.address import this_node
+    from pipelines.run.stage import check_stages
     from pipelines.store.s3_store import open_store
     from pipelines.store.stop_request import stop_requests, withdraw_stop
     from pipelines.user.show.console import TerminalScreen
@@ -71,7 +70,7 @@ def run(
     stops = stop_requests(opened)  # to withdraw: one that comes from now on counts
     planned = plan_run(recipe, stage, set_ or [], opened)
     check_home()
-    refuse_what_ends_late(planned, allow_code, launched=node.rank > 0)
+    check_stages(planned.start(allow_code, launched=node.rank > 0))
     note_other_training(planned, screen)
     withdraw_stop(opened, planned.name, stops)
     if node.rank:
@@ -118,6 +117,12 @@ class PlannedRun:
     def todo(self) -> list[str]:
         return [stage for stage, made in self.found.items() if not made]
 
+    def start(self, allow_code: bool, launched: bool) -> "Start":
+        """What the checks of the stages get."""
+        from pipelines.run.stage import Start
+
+        return Start(self.recipe, self.store, self.plans, self.todo, home() / "cache", launched, allow_code)
+
 
 def plan_run(recipe: str, stage: str | None, changes: list[str], store: "Store") -> PlannedRun:
     """Read a recipe and plan its stages, up to `stage` or the last one."""
@@ -125,27 +130,6 @@ def plan_run(recipe: str, stage: str | None, changes: list[str], store: "Store")
 
     loaded, plans = planned(recipe, changes, store)
     return PlannedRun(loaded, plans, store, stages_until(plans, stage or [*plans][-1])[-1])
-
-
-def refuse_what_ends_late(run: PlannedRun, allow_code: bool, launched: bool) -> None:
-    """UserError, before hours of training, for an input or a package that a missing stage would refuse after it.
-    `launch` has checked the inputs of evaluate before it rented a machine."""
-    from pipelines.extras.tune.reward_code import check_code
-    from pipelines.extras.tune.tune import checked_rows
-    from pipelines.run.stage import TUNE
-    from pipelines.run.stages.evaluate import check_inputs
-    from pipelines.run.stages.export import check_packages
-
-    recipe, todo = run.recipe, run.todo
-    if "export" in todo:
-        check_packages(recipe.export.other_formats)
-    if not launched and {"train", "evaluate"} <= set(todo):
-        check_inputs(recipe, home() / "cache")
-    if any(one.startswith(TUNE) for one in todo):
-        if not find_spec("trl"):
-            raise UserError(f"tune: needs the package trl: {how_to_install('tune')}; then run again")
-        checked_rows(recipe, run.store, run.plans["tokenize"])
-    check_code([step for step in recipe.tune if f"{TUNE}.{step.name}" in todo], allow_code)
 
 
 def note_other_training(run: PlannedRun, screen: "Screen") -> None:
@@ -170,14 +154,15 @@ def work_for_node_0(run: PlannedRun, stop: "StopSignal", screen: "Screen") -> No
 
 def pipeline_here(
     run: PlannedRun, price_per_hour: float | None, budget: float | None, screen: "Screen", stop: "StopSignal"
-) -> "tuple[Pipeline, MirrorProcess]":
-    """The pipeline of a run on this machine with its watches, and of them MLflow's mirror."""
+) -> "tuple[Pipeline, MirrorProcess | None]":
+    """The pipeline of a run on this machine with its watches, and of them MLflow's mirror, if there is one."""
     from pipelines.extras.mlflow.child import MirrorProcess
     from pipelines.job.budget import Budget
     from pipelines.job.deadline import Deadline, deadline_here, is_standby
     from pipelines.job.notice import Notices
     from pipelines.job.prices import billing_here
     from pipelines.run.pipeline import Pipeline
+    from pipelines.run.trackers import trackers_of
     from pipelines.run.watch import StopRequests, Summary, Watch
     from pipelines.store.ledger import process_began
 
@@ -187,22 +172,22 @@ def pipeline_here(
         watches.append(Deadline(deadline, recipe, stop))
     if budget:
         watches.append(Budget(budget, billing, store, name, recipe.train.batch_tokens, stop))
-    mirror = MirrorProcess(store.uri, name, home(), default_uri=default_tracking_uri())
-    watches += [mirror, Summary()]
+    trackers = trackers_of(store.uri, name, home())
+    watches += [*trackers, Summary()]
     made = Pipeline(recipe, store, home(), billing, screen, stop, run.plans, watches, began=process_began())
-    return made, mirror
+    return made, next((one.tracker for one in trackers if isinstance(one.tracker, MirrorProcess)), None)
 
 
-def warn_without_mlflow(run: PlannedRun, mirror: "MirrorProcess", screen: "Screen") -> None:
+def warn_without_mlflow(run: PlannedRun, mirror: "MirrorProcess | None", screen: "Screen") -> None:
     """Warn if MLflow does not answer: the run goes on without it."""
-    if run.todo and not mirror.off:
+    if run.todo and mirror:
         from pipelines.user.cloud.checks import mlflow_answers
 
         if (server := mlflow_answers(mirror.uri, os.environ)).state == "broken":
             screen.warn(f"{server.what}: {server.seen}; {server.remedy}; the run goes on without it")
 
 
-def execute(pipeline: "Pipeline", mirror: "MirrorProcess", run: PlannedRun, as_json: bool = False) -> None:
+def execute(pipeline: "Pipeline", mirror: "MirrorProcess | None", run: PlannedRun, as_json: bool = False) -> None:
     """Make the missing artifacts, and print the card, or JSON even after an interruption."""
     from pipelines.run.nodes.address import let_workers_exit_first, this_node
     from pipelines.store.traffic import counted_together
@@ -221,7 +206,7 @@ def execute(pipeline: "Pipeline", mirror: "MirrorProcess", run: PlannedRun, as_j
                 print(json.dumps(result(pipeline)))
     if not as_json:
         with reporting():
-            print_card(pipeline, next_commands(pipeline, "" if mirror.off else mirror.uri))
+            print_card(pipeline, next_commands(pipeline, mirror.uri if mirror else ""))
 
 
 @contextmanager

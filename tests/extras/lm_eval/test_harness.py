@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from pipelines.extras.lm_eval import harness
-from pipelines.extras.lm_eval.harness import harness_facts, scores_in, verify_tasks
+from pipelines.extras.lm_eval.harness import scores_in
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.stage import Work
 from pipelines.run.stages import evaluate
@@ -90,7 +90,7 @@ def test_the_harness_scores_the_trained_weights_as_a_plain_loop_does(
         harness.subprocess, "Popen", lambda command, **how: popen([*command, "--include_path", str(tasks)], **how)
     )
     weights = mine.fetch("train", "model.safetensors")
-    facts = harness_facts(mine, weights)
+    facts = harness.facts(mine, weights)
     acc, acc_norm = own_scores(weights, mine)
     assert facts["lm_eval/four_items/acc"] == pytest.approx(acc)
     assert facts["lm_eval/four_items/acc_norm"] == pytest.approx(acc_norm)
@@ -113,7 +113,7 @@ def test_a_stop_ends_the_harness_which_gets_no_secret_but_that_of_the_hub(
     weights = mine.fetch("train", "model.safetensors")
     monkeypatch.setattr(harness.subprocess, "Popen", start)
     with pytest.raises(Interrupted):
-        harness_facts(mine, weights)
+        harness.facts(mine, weights)
     assert started[0].returncode is not None
 
 
@@ -132,7 +132,7 @@ def test_an_unknown_task_is_refused_before_the_weights_are_fetched(
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "PACKAGE", "no_such_package")
     with pytest.raises(UserError, match=r"make install, or pip install -e '\.\[eval\]'"):
-        verify_tasks(["piqa"])
+        harness.check(["piqa"])
 
 
 def test_a_recipe_without_the_harness_keeps_its_fingerprint_and_names_of_tasks_are_a_set() -> None:

@@ -34,6 +34,7 @@ from pipelines.extras.mlflow.mirror import Mirror, rebuild
 from pipelines.run.formats import hf
 from pipelines.run.formats.export_weights import Weights
 from pipelines.run.text.tokenizer import tokenizer
+from pipelines.run.trackers import trackers_of
 from pipelines.store.ledger import process_started, this_process
 from pipelines.store.manifest import scratch, upload
 from pipelines.store.records import Progress
@@ -204,10 +205,10 @@ def test_a_server_that_refuses_the_version_has_the_rest(
 class Training:
     """A run that trains on this machine, and its mirror. `rows` writes as rank 0 does."""
 
-    def __init__(self, store: LocalStore, home: Path, uri: str) -> None:
+    def __init__(self, store: LocalStore, home: Path) -> None:
         attempted(store, "train", state="running", process=this_process(), progress=Progress(step=0))
         recorded(store, "train")
-        self.store, self.mirror = store, MirrorProcess(store.uri, RUN, home, default_uri=uri)
+        self.store, self.mirror = store, MirrorProcess(store.uri, RUN, home)
         self.events = scratch(home, store, TRAIN) / "a0001" / EVENTS_FILE
         self.events.parent.mkdir(parents=True)
         self.mirror.start()
@@ -231,7 +232,8 @@ def train(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     made: list[Training] = []
 
     def begin(uri: str) -> Training:
-        made.append(Training(store, tmp_path / "home", uri))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        made.append(Training(store, tmp_path / "home"))
         return made[-1]
 
     yield begin
@@ -347,10 +349,11 @@ def test_the_command_never_imports_mlflow_and_its_mirror_ends_with_it(
     store: LocalStore, tmp_path: Path, silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", silent)
     recorded(store, "train")
     script = (
         "import os, signal, sys; from pathlib import Path; from pipelines.extras.mlflow.child import MirrorProcess\n"
-        f"m = MirrorProcess({store.uri!r}, {RUN!r}, Path({str(tmp_path)!r}), default_uri={silent!r}); m.start()\n"
+        f"m = MirrorProcess({store.uri!r}, {RUN!r}, Path({str(tmp_path)!r})); m.start()\n"
         "print('mlflow' in sys.modules, m._child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -363,13 +366,11 @@ def test_a_home_that_cannot_be_written_costs_a_line_and_tracking_off_starts_noth
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("a file where the folder should be")
-    mirror = MirrorProcess(store.uri, RUN, tmp_path / "file", default_uri="sqlite:///unused.db")
+    mirror = MirrorProcess(store.uri, RUN, tmp_path / "file")
     mirror.start()
     assert "MLflow lacks records" in str(mirror.end(None))
     monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
-    off = MirrorProcess(store.uri, RUN, tmp_path / "home", default_uri="sqlite:///unused.db")
-    off.start()
-    assert off.end(None) is None and not (tmp_path / "home").exists()
+    assert trackers_of(store.uri, RUN, tmp_path / "home") == []
 
 
 @pytest.mark.slow

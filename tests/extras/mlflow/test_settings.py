@@ -6,8 +6,8 @@ import pytest
 from mlflow_runs import own_experiment
 from run_records import RUN, recorded
 
-from pipelines.extras.mlflow.child import MirrorProcess
 from pipelines.extras.mlflow.settings import redacted, tracking_uri
+from pipelines.run.trackers import trackers_of
 from pipelines.user.cloud.request import variables_from_shell
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
@@ -21,18 +21,18 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_password_in_the_url_of_a_server_is_refused_and_others_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://ann:hunter2%2Fc@a.b:5000/c")
     with pytest.raises(UserError, match="has a user or password in it.*MLFLOW_TRACKING_PASSWORD") as error:
-        tracking_uri("sqlite:///d")
+        tracking_uri(Path("/d"))
     assert "hunter2" not in str(error.value) and redacted("refused: hunter2/c") == "refused: ***"
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "own")
     assert redacted("refused: own") == "refused: ***"
 
 
 def test_the_tracking_uri_is_the_environments_then_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tracking_uri("sqlite:///d") == "sqlite:///d"
+    assert tracking_uri(Path("/d")) == "sqlite:////d/mlflow.db"
     with pytest.raises(UserError, match="takes no % or"):
-        tracking_uri("sqlite:////home/a%41b/mlflow.db")
+        tracking_uri(Path("/data/a%41b"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://e")
-    assert tracking_uri("sqlite:///d") == "http://e"
+    assert tracking_uri(Path("/d")) == "http://e"
 
 
 def test_the_experiment_reaches_the_record_of_the_run_and_the_node_of_a_launch(
@@ -45,7 +45,7 @@ def test_the_experiment_reaches_the_record_of_the_run_and_the_node_of_a_launch(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("SKYTRAIN_TRACKING", "maybe", "'maybe' is neither on nor off"),
+        ("SKYTRAIN_TRACKING", "maybe", "unknown tracker 'maybe'; installed are mlflow"),
         ("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "soon", "for example"),
         *(  # MLflow would not write there
             ("MLFLOW_TRACKING_URI", uri, f"{uri}: .*sqlite:///mlflow.db")
@@ -58,4 +58,4 @@ def test_an_invalid_setting_is_a_user_error_at_the_start(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"{name}.*{message}"):
-        MirrorProcess("file:///s", RUN, tmp_path, default_uri="sqlite:///d")
+        trackers_of("file:///s", RUN, tmp_path)

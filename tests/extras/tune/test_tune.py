@@ -7,6 +7,7 @@ import re
 import threading
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet
@@ -19,10 +20,12 @@ from stage_work import NoSignals
 
 from pipelines.extras.tune.conversations import addition, answer_in, content_of, rows_of
 from pipelines.extras.tune.reward_code import RewardCode
-from pipelines.extras.tune.tune import HELD_OUT, ROWS, checked_rows
+from pipelines.extras.tune.rewards import score_of
+from pipelines.extras.tune.tune import checked_rows
+from pipelines.extras.tune.tune_task import HELD_OUT, ROWS, TuneTask
 from pipelines.recipe.recipe import REWARDED, TRL_OPTIONS, Recipe, RewardConfig, TuneConfig, load_recipe
-from pipelines.run.nodes.ranks import RankSpec
 from pipelines.run.sample import load_text_model
+from pipelines.run.stages.rank import Joined
 from pipelines.run.text.chat import TEMPLATE, ChatTokens
 from pipelines.run.text.hub import datasets_library
 from pipelines.run.text.tokenizer import tokenizer, tokenizer_files
@@ -47,6 +50,9 @@ CHAIN = [
 ]
 CHAT = ["--chat", "--prompt", "3+4", "--temperature", "0", "--tokens", "4"]
 PAIRS = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in addition()[:20]]
+
+
+RUNNING: Any = SimpleNamespace(step=SimpleNamespace(name="a"), task=SimpleNamespace(allow_code=False))
 
 
 def written(folder: Path, rows: list[Any], name: str = "pairs.jsonl") -> str:
@@ -467,18 +473,16 @@ def test_every_option_is_an_argument_of_trl(tune_rank: Any) -> None:
         ({"kind": "length", "characters": 6}, [1.0, 0.5, 1.0]),
     ],
 )
-def test_the_shipped_rewards_judge_the_final_answer_its_format_and_its_length(
-    tune_rank: Any, reward: Any, scores: list[float]
-) -> None:
+def test_the_shipped_rewards_judge_the_final_answer_its_format_and_its_length(reward: Any, scores: list[float]) -> None:
     (made,) = step_of(**GRPO | {"rewards": [reward], "batch": 4}).rewards
     texts = [[{"role": "assistant", "content": text}] for text in ("1,234", "#### 1234", "123")]
-    assert tune_rank.reward_function(made, allow_code=False)(completions=texts, answer=["1234"] * 3) == scores
+    assert score_of(made, RUNNING)(completions=texts, answer=["1234"] * 3) == scores
     assert answer_in("so\n#### 1,234.") == "1234"
 
 
-def test_a_pattern_that_backtracks_is_named_within_seconds_and_holds_no_thread(tune_rank: Any) -> None:
+def test_a_pattern_that_backtracks_is_named_within_seconds_and_holds_no_thread() -> None:
     (reward,) = step_of(**GRPO | {"rewards": [{"kind": "format", "pattern": "(a+)+b"}]}).rewards
-    score, stopped, turns = tune_rank.reward_function(reward, allow_code=False), threading.Event(), list[bool]()
+    score, stopped, turns = score_of(reward, RUNNING), threading.Event(), list[bool]()
     (other := threading.Thread(target=lambda: turns.extend(stopped.wait(0.05) for _ in range(10)))).start()
     with pytest.raises(UserError, match=r"pattern '\(a\+\)\+b': an answer took more than 2 s"):
         score(completions=[[{"content": "a" * 64}]])
@@ -553,11 +557,11 @@ def tuning_of(tune_rank: Any, folder: Path, **step: Any) -> Any:
     rows = rows_of(recipe.tune[0], ChatTokens(tokenizer("bytes")), 64)
     datasets_library().Dataset.from_list(rows.train).save_to_disk(folder / ROWS)
     (folder / HELD_OUT).write_text(json.dumps(rows.held_out))
-    task: dict[str, Any] = {"started": 0.0, "reached": 0, "between_failures": 1.0, "attempt": 1}
+    numbers: dict[str, Any] = {"started": 0.0, "reached": 0, "between_failures": 1.0, "attempt": 1, "processes": 1}
     places: dict[str, Any] = {"store": "", "tokens": "tokens", "prefix": "tune", "weights": str(folder)}
-    spec = RankSpec(**task, **places, recipe=recipe, tune="a")
-    store, log, world = LocalStore(folder), EventLog(None, PhaseClock()), World.alone(recipe.runtime)
-    return tune_rank.Tuning(spec, folder, store, world, None, log, NoSignals(), None, lambda: None)
+    task = TuneTask(**numbers, **places, stage="tune.a", recipe=recipe, step="a")
+    together = Joined(World.alone(recipe.runtime), EventLog(None, PhaseClock()), None, lambda: None)  # type: ignore[arg-type]
+    return tune_rank.Tuning(task, folder, LocalStore(folder), together, None, NoSignals())
 
 
 @pytest.mark.parametrize("method", ["dpo", "reward", "grpo", "rloo"])
@@ -583,7 +587,7 @@ def test_a_judge_and_a_measurement_read_text_that_spells_a_control_token_as_text
     judging.model.save_pretrained(tmp_path / "reward-judge")
     answers = [[{"role": "assistant", "content": text}] for text in ("4<|im_end|>", "", "4" * 99)]
     tuning = tuning_of(tune_rank, tmp_path, **GRPO | {"batch": 4, "held_out": 1, "data": written(tmp_path, rows)})
-    scores = tuning.reward_of(RewardConfig(kind="model", step="judge"))([[SPELLED]] * 3, answers)
+    scores = score_of(RewardConfig(kind="model", step="judge"), tuning)(prompts=[[SPELLED]] * 3, completions=answers)
     ids = [torch.tensor([tuning.tokens.conversation([SPELLED, *one])[0][:64]]) for one in answers]
     with torch.no_grad():
         judge = judging.model.eval()
@@ -602,5 +606,5 @@ def test_a_pair_longer_than_the_model_is_cropped_and_one_with_equal_answers_is_w
     tuning = tuning_of(tune_rank, tmp_path, method="reward", batch=1, data=written(tmp_path, rows))
     assert [len(row["chosen_ids"]) for row in tuning.trainer.train_dataset] == [64, 24]
     store = LocalStore(tmp_path / "store")
-    checked_rows(tuning.spec.recipe, store, ArtifactPlan("tokenize", "tiny", {}))
+    checked_rows(tuning.task.recipe, store, ArtifactPlan("tokenize", "tiny", {}))
     assert "tune.a: 1 of 2 pairs have equal answers" in caplog.text

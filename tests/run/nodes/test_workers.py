@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from servers import LOOPBACK
@@ -16,7 +17,7 @@ from pipelines.job.crash import record_for_node_0
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.nodes import worker
 from pipelines.run.nodes.address import NodeAddress, interface_to, nvidia_gpus, this_node
-from pipelines.run.nodes.ranks import RankSpec
+from pipelines.run.nodes.ranks import TrainTask
 from pipelines.run.nodes.results import GONE, KILLED, NodeResult
 from pipelines.run.nodes.worker import FirstNode
 from pipelines.run.nodes.workers import WorkerRecord, Workers, key_of_numbers
@@ -168,10 +169,11 @@ def test_a_worker_takes_numbers_from_the_store_and_all_else_from_its_own_plan(
     store.put(key_of_numbers(prefix, 1), json.dumps(NUMBERS | STRANGE | (wrong or {})).encode())
     if wrong:
         with pytest.raises(DamagedRecord, match=f"ranks.json: damaged .{[*wrong][0]}: "):
-            mine._fresh_spec()
+            mine._fresh_task()
     else:
-        own = {"recipe": recipe, "store": store.uri, "tokens": plans["tokenize"].prefix, "prefix": prefix}
-        assert mine._fresh_spec() == RankSpec(**NUMBERS, **own, attempt=1)  # type: ignore[arg-type]
+        own: dict[str, Any] = {"recipe": recipe, "store": store.uri, "tokens": plans["tokenize"].prefix}
+        own |= {name: value for name, value in NUMBERS.items() if name not in ("port", "cluster")}
+        assert mine._fresh_task() == (TrainTask(**own, stage="train", prefix=prefix, attempt=1), NUMBERS["port"])
 
 
 def test_a_worker_leaves_resumable_once_node_0_is_silent_or_never_came_but_not_while_the_store_is_away(

@@ -56,7 +56,7 @@ def test_ranks_that_evaluate_leave_when_the_command_is_asked_to_stop(finished: P
     project = finished.copy(tmp_path / FOLDER_NAME)
     shutil.rmtree(project.store.root / project.artifact("evaluate").prefix)
     with project.started("run", "tiny.yaml", "--set", "runtime.processes=2") as process:
-        project.wait_until(lambda: list(project.home.glob("work/**/spec.json")), process)
+        project.wait_until(lambda: list(project.home.glob("work/**/task.json")), process)
         process.terminate()
         _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err

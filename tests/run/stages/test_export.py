@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from stage_work import tiny_work
 from tiny_models import greedy
 
-from pipelines.extras.formats import gguf, llmc
+from pipelines.extras.formats.gguf import KINDS, Gguf
+from pipelines.extras.formats.llmc import Llmc
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.formats import hf
 from pipelines.run.formats.export_weights import Weights
@@ -26,7 +27,7 @@ from pipelines.run.stages.model_card import model_card, public
 from pipelines.run.text.tokenizer import tokenizer
 from pipelines.store.manifest import Manifest
 from trainer.config.errors import UserError
-from trainer.models.family import ANY_MODEL, plain_model
+from trainer.models.family import plain_model, section_of
 from trainer.models.gpt2_module import GPT
 from trainer.models.language_model import LanguageModel
 
@@ -48,7 +49,7 @@ def trained(tmp_path: Path) -> Callable[..., tuple[LanguageModel, Weights]]:
 
     def make(encoding: tiktoken.Encoding, **shape: Any) -> tuple[LanguageModel, Weights]:
         sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 96, "vocab_size": encoding.n_vocab} | shape
-        config = ANY_MODEL.validate_python(sizes)
+        config = section_of(sizes)
         model = plain_model(config).eval()
         model.initialize(1)
         with torch.no_grad():
@@ -154,7 +155,7 @@ def test_llama_cpp_says_the_same_text_from_the_gguf(
     shape: dict[str, Any],
 ) -> None:
     model, weights = trained(encoding, **shape)
-    paths = dict(zip(gguf.KINDS, gguf.write(weights, tmp_path), strict=True))
+    paths = dict(zip(KINDS, Gguf().write(weights, tmp_path), strict=True))
     ids = encoding.encode_ordinary(TEXT)
     text = encoding.decode_bytes(greedy(model, ids, 12))
     with torch.no_grad():
@@ -206,7 +207,7 @@ def test_a_reader_of_llmc_finds_the_weights_and_the_tokens(
 ) -> None:
     encoding = small_encoding()
     model, weights = trained(encoding)
-    llmc.write(weights, tmp_path)
+    Llmc().write(weights, tmp_path)
     state = model.state_dict()
     for name, version, dtype in (("model.bin", 5, torch.bfloat16), ("model_fp32.bin", 3, torch.float32)):
         header, found = read_llmc(tmp_path / name)

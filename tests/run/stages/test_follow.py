@@ -11,14 +11,14 @@ from typing import cast
 import pytest
 
 from pipelines.run.nodes.address import NodeAddress
-from pipelines.run.nodes.ranks import Ranks
+from pipelines.run.nodes.ranks import Ranks, TrainTask
 from pipelines.run.nodes.results import FAULT, GONE, KILLED, PEER, NodeResult, cause_of
 from pipelines.run.nodes.workers import WorkerRecord, Workers
 from pipelines.run.pipeline import state_after
 from pipelines.run.stage import Work
 from pipelines.run.stages import follow
 from pipelines.run.stages.follow import Follower, raise_error_of_ranks
-from pipelines.run.stages.train import rank_spec
+from pipelines.run.stages.train import saving_task
 from pipelines.user.show.console import TerminalScreen
 from trainer.base.events import Checkpointed, CheckpointFailed, PhaseChanged, Row, event_to_json, events_after
 from trainer.config.errors import Crashed, Interrupted, Stopped, StoreUnavailable
@@ -49,16 +49,16 @@ def test_events_that_were_read_are_not_read_again(tmp_path: Path) -> None:
 
 def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:
     train_work = work("train")
-    spec = rank_spec(train_work, NodeAddress(), 1)
+    task = TrainTask(**saving_task(train_work, 1))
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout and launcher.stdout.readline()  # it ignores SIGTERM now
         (train_work.folder / follow.EVENTS_FILE).write_text(event_to_json(PhaseChanged({}, "download")) + "\n")
-        for name in ("train.log", "spec.json"):
+        for name in ("train.log", "task.json"):
             (train_work.folder / name).touch()
         train_work.stop.ask("SIGTERM")
         with pytest.raises(Interrupted):
-            follow.follow(train_work, Ranks(launcher, spec, train_work.folder, 30.0))
+            follow.follow(train_work, Ranks(launcher, task, train_work.folder, 30.0))
         assert launcher.returncode == -signal.SIGKILL
 
 
@@ -112,7 +112,7 @@ def test_a_hang_a_fault_and_an_outage_interrupt_with_their_reason_in_the_status_
 ) -> None:
     monkeypatch.setattr(follow, "SIGNALS_SECONDS", 0)
     train_work = work("train")
-    for name in ("train.log", "spec.json"):
+    for name in ("train.log", "task.json"):
         (train_work.folder / name).touch()
     (train_work.folder / file).write_text(message)
     if message == AWAY:

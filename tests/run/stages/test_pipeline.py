@@ -37,7 +37,7 @@ def test_stages_are_made_up_to_the_requested_one(project: Project) -> None:
     assert not project.found("evaluate/*") and not project.found("export/*")
     made = project.result()
     assert [a["skipped"] for a in made["artifacts"].values()] == [True, True, False, False]
-    assert project.attempts() == dict.fromkeys(STAGES, 1) | {"tune": 0}
+    assert project.attempts() == dict.fromkeys(STAGES, 1) | {"tune": 0, "custom": 0}
 
 
 def test_a_finished_run_is_found_and_nothing_is_done_again(undisturbed: Callable[[int], Project]) -> None:
@@ -152,7 +152,7 @@ def test_simulated_kills_of_a_process_that_tokenizes_end_the_run_after_four(
     def killed(*_: Any, **__: Any) -> None:
         raise ProcessKilled("a process of tokenize was killed")
 
-    monkeypatch.setattr(tokenize, "build", killed)
+    monkeypatch.setattr(tokenize, "works_on", killed)
     endings = [project.run("run", "tiny.yaml", expect=code).stderr.splitlines()[-1] for code in (75, 75, 75, 1)]
     assert "a process of tokenize was killed; attempts 1, 2, 3 also crashed" in endings[-1]
 

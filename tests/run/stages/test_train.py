@@ -11,7 +11,7 @@ import pytest
 
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.nodes import launcher_process
-from pipelines.run.nodes.ranks import Ranks, RankSpec
+from pipelines.run.nodes.ranks import Ranks, RankTask
 from pipelines.run.stage import Work
 from pipelines.run.stages import train
 from pipelines.store.ledger import attempts, process_exists
@@ -19,8 +19,8 @@ from pipelines.store.records import Heartbeat
 from trainer.config.errors import UserError
 
 
-def sleeping(spec: RankSpec, folder: Path, _home: Path, grace: float, _address: Any) -> Ranks:
-    return Ranks(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]), spec, folder, grace)
+def sleeping(task: RankTask, folder: Path, _home: Path, grace: float, _address: Any) -> Ranks:
+    return Ranks(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]), task, folder, grace)
 
 
 def without_us(beat: Heartbeat) -> Heartbeat:

@@ -24,7 +24,7 @@ from pipelines.run.text.tokenizer import check_tokenizer, keep_tokenizer, own_to
 from pipelines.run.weight_sources import check_sources, pinned
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
-from trainer.models.family import ANY_MODEL, plain_model, to_hf
+from trainer.models.family import plain_model, section_of, to_hf
 
 TEXTS = [
     *ODD_TEXTS,
@@ -59,7 +59,7 @@ def test_text_gets_the_ids_of_transformers_and_the_export_carries_the_file(
     assert encoding.eot_token == Tokenizer.from_buffer(body).token_to_id(
         "<|end_of_text|>" if kind == "llama" else "<|endoftext|>"
     )
-    config = ANY_MODEL.validate_python(
+    config = section_of(
         {"family": "llama", "n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 64, "vocab_size": encoding.n_vocab}
     )
     save_file(plain_model(config).state_dict(), tmp_path / "trained.safetensors")

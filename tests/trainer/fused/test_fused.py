@@ -25,7 +25,7 @@ from trainer.engines.fused.flat import FlatState
 from trainer.engines.plain import PlainEngine
 from trainer.eval.evaluation import Evaluation, TextSampler
 from trainer.eval.scoring import Scored, ScoredRow, score_rows
-from trainer.models.family import ANY_MODEL, plain_model
+from trainer.models.family import plain_model, section_of
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
 from trainer.models.modern_module import SCALARS
@@ -82,7 +82,7 @@ def a_model(
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """A shape, and weights that make every gradient large; bf16 represents those exactly that the step has in bf16."""
     sizes = {"n_layer": layers, "n_head": heads, "n_embd": width, "block_size": tokens, "vocab_size": vocabulary}
-    config, weights = ANY_MODEL.validate_python(sizes | more), {}
+    config, weights = section_of(sizes | more), {}
     for name, w in plain_model(config).state_dict().items():
         norm = name == "resid_lambdas" or (w.dim() == 1 and name.endswith("weight"))  # around 1
         weights[name] = torch.randn(w.shape) * 0.1 + norm
@@ -253,7 +253,7 @@ def set_weights(engine: FusedEngine | PlainEngine, weights: dict[str, Tensor]) -
 def test_unequal_shares_and_micro_batches_together_have_the_loss_and_gradient_of_the_whole_batch(way: str) -> None:
     config, weights = a_model(1, 2, 32, 16, 140)
     tokens = torch.randint(0, 140, (8, 17))
-    runtime = RuntimeConfig(engine=way)  # type: ignore[arg-type]
+    runtime = RuntimeConfig(engine=way)
 
     def of_rank(rank: int, world_size: int, most: int) -> tuple[Tensor, Tensor]:
         """The loss and all gradients of a rank, before the ranks communicate."""
@@ -283,7 +283,7 @@ def test_unequal_shares_and_micro_batches_together_have_the_loss_and_gradient_of
 )
 def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
     config, weights = a_model(1, 1, 32, 16, 140)
-    runtime = RuntimeConfig(engine=way)  # type: ignore[arg-type]
+    runtime = RuntimeConfig(engine=way)
     of_two = World(0, 0, 2, torch.device("cpu"))  # the other one never comes: there is no process group
     engine = make_engine(config, TRAIN.model_copy(update={"precision": precision}), runtime, of_two)
     assert isinstance(engine, FusedEngine | PlainEngine)

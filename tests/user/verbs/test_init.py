@@ -85,7 +85,7 @@ def test_a_launch_takes_place_budget_and_image_of_the_file_unless_an_option_give
         ("budget: 0", "budget: must be greater than 0 (got 0)"),
         ("budget: .nan", "budget: must be a finite number"),
         ("store: ''", "store: empty, or blanks around it"),
-        ("tracking: mlflow.example.org", "tracking: not an http(s) URL of an MLflow server, and not off"),
+        ("tracking: mlflow.example.org", "tracking: not an http(s) URL of an MLflow server, not off, and no tracker"),
         ("tracking: https://me:secret@mlflow.example.org", "tracking: has a user or password in it"),
         ("- store", "not of the form NAME: VALUE; its names are store, tracking, infra, budget, image"),
         ("a: b: c", "not a YAML file: "),

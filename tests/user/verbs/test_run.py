@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,7 @@ from core_bundle import make_bundle
 from pipeline_runs import Project
 
 from pipelines.recipe.recipe import load_recipe
-from pipelines.run.stage import plans_of
-from pipelines.user.verbs.run import PlannedRun, refuse_what_ends_late
+from pipelines.run.stage import STAGES, Start, check_stages, plans_of
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
 
@@ -60,16 +60,15 @@ def test_a_run_says_at_once_that_mlflow_does_not_answer(tmp_path: Path) -> None:
 
 
 def test_inputs_that_evaluate_cannot_read_are_refused_before_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path / "home"))
-    store = LocalStore(tmp_path / "store")
+    store, todo = LocalStore(tmp_path / "store"), [*STAGES]
     bundle, items = make_bundle(tmp_path / "core"), tmp_path / "hellaswag.jsonl"
     for path in (bundle / "eval_data" / "all" / "copa.jsonl", items):
         path.write_text("no item\n")
     for field, path in (("core", bundle), ("hellaswag", items)):
         recipe = load_recipe("smoke", [f"evaluate.{field}={path}"])
-        run = PlannedRun(recipe, plans_of(recipe), store, "export")
         with pytest.raises(UserError, match=r"(copa|hellaswag).jsonl: line 1"):
-            refuse_what_ends_late(run, allow_code=False, launched=False)
-        refuse_what_ends_late(run, allow_code=False, launched=True)
+            check_stages(start := Start(recipe, store, plans_of(recipe), todo, tmp_path, False, False))
+        check_stages(replace(start, launched=True))
+        check_stages(replace(start, todo=["evaluate", "export"]))

@@ -6,7 +6,6 @@ import json
 import subprocess
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +17,7 @@ from pipelines.extras.mlflow.child import MirrorProcess
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.nodes import launcher_process
 from pipelines.run.nodes.address import NodeAddress
-from pipelines.run.nodes.ranks import RankSpec, start_ranks
+from pipelines.run.nodes.ranks import RankTask, start_ranks
 from pipelines.run.text import files
 from pipelines.run.text.encode import Encoder
 from pipelines.run.text.pool import tokens_of
@@ -58,7 +57,7 @@ def test_each_process_that_a_run_starts_gets_the_secrets_of_its_services_alone(
     assert found(environment()) == {"HF_TOKEN"}  # of lm-eval
 
     for store, expected in ((f"file://{tmp_path}/s", MLFLOW), ("s3://bucket", MLFLOW | AWS)):
-        mirror = MirrorProcess(store, RUN, tmp_path / "home", default_uri="sqlite:///unused.db")
+        mirror = MirrorProcess(store, RUN, tmp_path / "home")
         mirror.start()
         assert mirror._child and found(psutil.Process(mirror._child.pid).environ()) == expected
         mirror._child.kill()
@@ -88,10 +87,9 @@ def test_ranks_get_the_keys_of_the_bucket_and_the_token_of_the_hub_only_where_th
 ) -> None:
     process = subprocess.Popen(["tee", tmp_path / "task"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     launcher_process._prepared.append((process, io.BytesIO()))  # a launcher that writes its task down
-    numbers: dict[str, Any] = {"started": 0.0, "reached": 0, "between_failures": 1.0}
-    places: dict[str, Any] = {"store": store, "tokens": "tokens/a", "prefix": "train/a"}
-    spec = RankSpec(**numbers, **places, recipe=load_recipe("smoke", changes), attempt=1)
-    start_ranks(spec, tmp_path, tmp_path, 1.0, NodeAddress()).launcher.wait()
+    recipe = load_recipe("smoke", changes)
+    task = RankTask(stage="train", recipe=recipe, store=store, tokens="tokens/a", started=0.0, processes=1)
+    start_ranks(task, tmp_path, tmp_path, 1.0, NodeAddress()).launcher.wait()
     *_, given = json.loads((tmp_path / "task").read_text())
     assert found(given) == expected
 

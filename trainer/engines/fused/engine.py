@@ -12,6 +12,7 @@ from trainer.base.process import Background, failpoint
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
 from trainer.config.config import RuntimeConfig, TrainConfig
+from trainer.config.extensions import FUSED_STEPS, extension
 from trainer.config.model_config import ModelConfig
 from trainer.engines.engine import Batches, Engine
 from trainer.engines.fused import gemm
@@ -19,7 +20,7 @@ from trainer.engines.fused.bf16 import Bf16Products
 from trainer.engines.fused.flat import FlatState
 from trainer.engines.fused.fp8 import Fp8Products
 from trainer.engines.fused.products import Products
-from trainer.engines.fused.steps import step_of
+from trainer.engines.fused.step import FusedStep
 from trainer.optim.rates import Rates
 
 
@@ -35,7 +36,7 @@ class FusedEngine(Engine):
         self.warned: set[str] = set()
         self.precision: str = "bf16" if train.precision == "auto" else train.precision
         self.state = FlatState(config, train, runtime, world)
-        step = step_of(config)
+        step: type[FusedStep[Any]] = extension(FUSED_STEPS, config.family)
         self.products = self._products(step.layer_names(config), train, runtime)
         self.step = step(config, self.state, self.products, runtime.deterministic)
         if world.device.type == "cuda":
