@@ -4,7 +4,6 @@ For each missing artifact it claims an attempt, waits for another process that b
 stage's `build`, and commits. A crash is recorded here too, by the next command.
 """
 
-import math
 import shutil
 import sys
 import time
@@ -24,7 +23,7 @@ from pipelines.store.manifest import ArtifactPlan, DamagedArtifact, Manifest, fi
 from pipelines.store.provenance import provenance
 from pipelines.store.records import Billing, Heartbeat
 from pipelines.store.run_record import RunRecord, record
-from pipelines.store.runs import SUMMARY_SECONDS, Run, read_run, store_summary
+from pipelines.store.runs import Run, read_run, store_summary
 from trainer.base.process import StopSignal, failpoint
 from trainer.base.store import WAITING, Store, Waiting
 from trainer.config.errors import (
@@ -64,8 +63,6 @@ class Pipeline:
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
     _recorded: RunRecord | None = None
-    _before: Run | None = None  # the run before the attempt that works
-    _summarized: float = -math.inf  # by the monotonic clock
 
     @property
     def run(self) -> str:
@@ -116,8 +113,7 @@ class Pipeline:
             if rival and (manifest := self._existing(stage)):
                 return manifest
             number = rival.attempt + 1 if rival else 1
-            self._before = self.snapshot()
-            earlier = self._before.heartbeats
+            earlier = self.snapshot().heartbeats
             attempt = claim(
                 self.store,
                 plan.prefix,
@@ -161,9 +157,6 @@ class Pipeline:
             if reason := watch(beat):
                 self.stop.ask(reason, Stopped)
         self.mirror.start()
-        if self._before and time.monotonic() - self._summarized > SUMMARY_SECONDS:
-            self._summarized = time.monotonic()
-            store_summary(self._before.with_attempt(self.plans[beat.stage].prefix, beat), beat.process)
 
     def _wait_for_rival(self, plan: ArtifactPlan) -> Heartbeat | None:
         """Wait until no attempt of another process is alive. Returns the newest attempt, None if there is none.
