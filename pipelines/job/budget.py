@@ -10,6 +10,7 @@ import math
 import threading
 
 from pipelines.store.account import traffic_of
+from pipelines.store.layout import run_key
 from pipelines.store.ledger import HEARTBEAT_SECONDS, Meter
 from pipelines.store.records import Billing, Heartbeat, Progress
 from pipelines.store.releases import RELEASE
@@ -100,7 +101,7 @@ class Budget:
         until_ask = self._arm(started, Progress())
         if until_ask > 0:
             return
-        if self.store.get(f"runs/{self.run}.json") is not None:
+        if self.store.get(run_key(self.run)) is not None:
             raise Stopped(f"{self._message(self.spent(started))}; the rest is too little to start and stop again")
         least = self.usd - until_ask * self.usd_per_hour / 3600
         raise UserError(f"--budget {self.usd:g}: too little to start: saving and stopping may cost ${least:.4g} here")

@@ -18,9 +18,9 @@ from pipelines.recipe.recipe import Recipe, load_recipe
 from pipelines.run.screen import Screen
 from pipelines.run.text.tokenizer import check_tokenizer
 from pipelines.run.weight_sources import check_sources, pinned
+from pipelines.store.layout import FOLDERS, file_folder
 from pipelines.store.ledger import Attempt
 from pipelines.store.manifest import (
-    FOLDERS,
     ArtifactPlan,
     File,
     Manifest,
@@ -68,7 +68,7 @@ class Work:
     @property
     def folder(self) -> Path:
         """Scratch folder of this attempt alone."""
-        path = scratch(self.home, self.store, self.attempt.prefix) / f"a{self.attempt.number:04d}"
+        path = scratch(self.home, self.store, self.attempt.prefix) / file_folder(self.attempt.number)
         path.mkdir(parents=True, exist_ok=True)
         return path
 

@@ -17,13 +17,15 @@ from typing import Any
 from pipelines.recipe.recipe import Recipe
 from pipelines.recipe.tokens_config import TokenizerFile
 from pipelines.run.text.hub import asked
-from pipelines.run.text.tokenizer import TOKENIZER_FILE, ids_in, tokenizer_file_bytes, tokenizer_files, tokenizer_of
+from pipelines.run.text.tokenizer import ids_in, tokenizer_file_bytes, tokenizer_files, tokenizer_of
+from pipelines.store.layout import TOKENIZER
 from pipelines.store.manifest import ArtifactPlan, File, fetch, read_manifest
 from pipelines.store.run_record import RUN, full_names
 from pipelines.store.runs import Run, find_run
 from trainer.base.record import decoded_at
 from trainer.base.store import Store, sha256_of
-from trainer.checkpoint.commits import committed_folders, step_of
+from trainer.checkpoint.commits import committed_folders
+from trainer.checkpoint.layout import commit_key, step_of
 from trainer.checkpoint.weights import (
     CONFIG_FILE,
     StoredTensor,
@@ -180,10 +182,10 @@ def check_sources(recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store) 
     where = f"train.init_from: {init.partition('@sha256:')[0]}"
     if (theirs := tokenizer_beside(init, store, where)) is None:
         return
-    ours = tokenizer_files(tokenizer_of(recipe.tokens, store, plans["tokenize"].prefix), 0)[TOKENIZER_FILE]
-    if not ids_in(ours, where).items() <= ids_in(theirs, f"{where}/{TOKENIZER_FILE}").items():
+    ours = tokenizer_files(tokenizer_of(recipe.tokens, store, plans["tokenize"].prefix), 0)[TOKENIZER]
+    if not ids_in(ours, where).items() <= ids_in(theirs, f"{where}/{TOKENIZER}").items():
         raise UserError(
-            f"{where}: its {TOKENIZER_FILE} has other ids than tokens.tokenizer '{recipe.tokens.tokenizer}'; set "
+            f"{where}: its {TOKENIZER} has other ids than tokens.tokenizer '{recipe.tokens.tokenizer}'; set "
             "tokens.tokenizer to that file, or to the tokenizer of that run"
         )
 
@@ -193,14 +195,14 @@ def tokenizer_beside(init: str, store: Store, where: str) -> bytes | None:
     if init.startswith(RUN):
         run = find_parent(store, init, "train.init_from").run
         encoding = tokenizer_of(run.recipe.tokens, store, run.record.prefixes["tokenize"])
-        return tokenizer_files(encoding, 0)[TOKENIZER_FILE]
+        return tokenizer_files(encoding, 0)[TOKENIZER]
     source = source_of(init, "train.init_from")
     if isinstance(source, Local):
-        path = source.path / TOKENIZER_FILE
+        path = source.path / TOKENIZER
         return path.read_bytes() if path.is_file() else None
     import huggingface_hub
 
-    exists = partial(huggingface_hub.file_exists, source.name, TOKENIZER_FILE, revision=source.revision)
+    exists = partial(huggingface_hub.file_exists, source.name, revision=source.revision)
     if not asked(where, exists):
         return None
     return tokenizer_file_bytes(TokenizerFile(file=f"hf://{source.name}@{source.revision}"))
@@ -234,7 +236,8 @@ def find_parent(store: Store, source: str, field: str) -> ParentWeights:
     if named is None:
         raise UserError(f"{field}: {source}: is not a run; write run:NAME or run:NAME@STEP")
     try:
-        run = find_run(store, *full_names(store, [named["run"]]))
+        (name,) = full_names(store, [named["run"]])
+        run = find_run(store, name)
     except UserError as error:
         raise UserError(f"{field}: {error}") from error
     prefix = run.record.prefixes.get("train") if run else None
@@ -261,7 +264,7 @@ def _commit(store: Store, run: Run, prefix: str, named: re.Match[str], where: st
         ParentWeights(run, prefix, digest, folder=folder)
         for folder in folders
         if step_of(folder) == int(named["step"])
-        and (digest := decoded_at(store, f"{folder}/COMMIT.json", lambda body, _: sha256(body).hexdigest()))
+        and (digest := decoded_at(store, commit_key(folder), lambda body, _: sha256(body).hexdigest()))
     ]
     if not found:
         raise UserError(f"{where}: step {named['step']} is not a commit of {run.name}; {steps_text(folders)}")

@@ -10,15 +10,14 @@ import logging
 import math
 import os
 import platform
-import re
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipelines.store.layout import ATTEMPT_KEY, attempts_of, claim_key, heartbeat_key, momentary_key
 from pipelines.store.records import Billing, Heartbeat, Machine, ProcessId
 from pipelines.store.traffic import GB, Traffic, traffic_here
 from trainer.base.process import Background, log_crash, since_boot, steady_time
@@ -28,7 +27,6 @@ from trainer.config.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.config.errors import StaleAttempt, UserError
 
 log = logging.getLogger(__name__)
-ATTEMPT_KEY = re.compile(r".*/attempts/([0-9]{4,9})/(?:claim|heartbeat)\.json")
 GC = "gc"  # in place of the run, in the attempts of `skytrain gc`: no run pays for them
 HEARTBEAT_SECONDS = 5.0
 # Three heartbeats and a slow upload: after a longer silence, an attempt counts as dead and is replaced.
@@ -214,7 +212,7 @@ class Attempt:
         self.lost = self.superseded()
 
     def _report(self) -> None:
-        key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
+        key = heartbeat_key(self.prefix, self.number)
         with self._reporting:
             now, traffic = steady_time(), self.traffic() - self._traffic_before
             if traffic != Traffic():
@@ -274,9 +272,7 @@ def claim(
         machine=billing.machine,
     )
     # The claim bills nothing: if a kill comes before the first heartbeat, the next attempt bills all of it.
-    if not store.create(
-        f"{prefix}/attempts/{number:04d}/claim.json", replace(heartbeat, started=now, phases={}).to_json()
-    ):
+    if not store.create(claim_key(prefix, number), replace(heartbeat, started=now, phases={}).to_json()):
         return None
     return Attempt(store, prefix, heartbeat, watch, meter, crashed)
 
@@ -289,7 +285,7 @@ def close_attempt(store: Store, prefix: str, beat: Heartbeat, state: str, cause:
     phases = sum_by_key([beat.phases, {"lost": lost, "idle": silent - lost}])
     progress = beat.progress.updated(killed=cause)
     last = replace(beat, state=state, time=now, phases=phases, progress=progress)
-    store.put(f"{prefix}/attempts/{beat.attempt:04d}/heartbeat.json", last.to_json())
+    store.put(heartbeat_key(prefix, beat.attempt), last.to_json())
     Meter.here().forward(steady_time(), "idle")
 
 
@@ -340,7 +336,7 @@ def latest_number(store: Store, prefix: str) -> int:
 
 def attempt_entries(store: Store, prefix: str) -> list[tuple[int, Entry]]:
     """The claims and heartbeats of an artifact, each with its attempt's number, by key. Other names are not ours."""
-    found = ((ATTEMPT_KEY.fullmatch(entry.key), entry) for entry in store.entries(f"{prefix}/attempts/"))
+    found = ((ATTEMPT_KEY.fullmatch(entry.key), entry) for entry in store.entries(attempts_of(prefix)))
     return [(int(match[1]), entry) for match, entry in found if match]
 
 
@@ -366,7 +362,7 @@ def working_attempt(store: Store, prefix: str, clock: Callable[[], float] | None
 def agreed_clock(store: Store) -> float:
     """The time that the store puts on an object that is written now, for what an age decides. UserError if the dates of
     its answers, or this machine, differ by more than CLOCK_SECONDS: no single answer decides."""
-    store.put(key := f"control/clock/{uuid.uuid4().hex}", b"")
+    store.put(key := momentary_key("clock"), b"")
     now = max((entry.modified for entry in store.entries(key)), default=0.0)
     store.delete(key)
     for whose, seconds in (("its answers", store.clock()), ("this machine", time.time())):

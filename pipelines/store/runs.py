@@ -11,11 +11,12 @@ from pydantic import ValidationError
 
 from pipelines.recipe.recipe import REWARD, Recipe
 from pipelines.store.account import TRAFFIC, Account, Forecast, StoredHeartbeat, account, forecast
+from pipelines.store.layout import run_key, summary_key
 from pipelines.store.ledger import SILENT_SECONDS, attempt_entries, heartbeat_at, is_alive, is_over, process_exists
 from pipelines.store.manifest import DamagedArtifact, Manifest, read_manifest
 from pipelines.store.records import Heartbeat
 from pipelines.store.releases import Release, read_releases, until_release
-from pipelines.store.run_record import RunRecord, full_names, key_of, read_record, read_records
+from pipelines.store.run_record import RunRecord, full_names, read_record, read_records
 from pipelines.store.stop_request import StopRequest, read_stop_request
 from trainer.base.record import DamagedRecord, NewerRecord, StoredRecord, reading, record_at
 from trainer.base.store import Store, side_by_side
@@ -73,7 +74,7 @@ class Run:
     @cached_property
     def recipe(self) -> Recipe:
         """UserError if this version cannot read it."""
-        where = f"{self.store.uri}/{key_of(self.name)}"
+        where = f"{self.store.uri}/{run_key(self.name)}"
         with reading(where):
             try:
                 return Recipe.model_validate(self.record.recipe)
@@ -313,10 +314,6 @@ def store_summary(run: Run) -> None:
         run.store.put(summary_key(run.name), json.dumps(asdict(run.summary)).encode())
 
 
-def summary_key(run: str) -> str:
-    return f"summaries/{run}.json"
-
-
 def without_failed_trials(runs: Iterable[Run], skip: Callable[[str], None]) -> list[Run]:
     """Runs for a table, oldest first: a failed one leaves it once its recipe has begun a newer run. `skip` gets a
     message about them."""
@@ -353,7 +350,7 @@ def usable_runs(
 
     def read(name: str) -> Run | UserError | None:
         try:
-            with reading(f"{store.uri}/{key_of(name)}"):
+            with reading(f"{store.uri}/{run_key(name)}"):
                 if run := find_run(store, name, in_list=not named):
                     need(run)
                 return run
@@ -375,7 +372,7 @@ def read_run(store: Store, name: str) -> Run:
     return one
 
 
-def find_run(store: Store, run: str, in_list: bool = False) -> Run | None:
+def find_run(store: Store, run: str, *, in_list: bool = False) -> Run | None:
     """A snapshot of the run with this full name; None if the store has none."""
     found = read_record(store, run)
     return Run(store, found, in_list) if found else None

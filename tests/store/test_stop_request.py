@@ -2,9 +2,9 @@
 
 import pytest
 
+from pipelines.store.layout import stop_key
 from pipelines.store.records import Heartbeat
 from pipelines.store.stop_request import (
-    key_of,
     read_stop_request,
     request_stop,
     stop_requests,
@@ -24,8 +24,8 @@ BEAT = Heartbeat("a-1", "train", 1, "running", 0.0, 1.0, 1.0)
 def test_an_unreadable_request_stops_the_run_and_names_its_object(store: LocalStore, body: bytes) -> None:
     watch = watch_stop_request(store, "a-1")
     assert watch(BEAT) is None
-    store.put(key_of("a-1"), body)
-    assert f"{store.uri}/{key_of('a-1')}" in (watch(BEAT) or "")
+    store.put(stop_key("a-1"), body)
+    assert f"{store.uri}/{stop_key('a-1')}" in (watch(BEAT) or "")
     with pytest.raises(UserError, match="damaged|newer skytrain"):
         read_stop_request(store, "a-1")
 
@@ -42,6 +42,6 @@ def test_a_request_stands_until_a_later_command_withdraws_it_and_one_that_came_a
     for listed in (known, []):
         with pytest.raises(Stopped, match="too dear"):
             withdraw_stop(store, "a-1", listed)
-    store.put(key_of("a-1"), b"{")
+    store.put(stop_key("a-1"), b"{")
     withdraw_stop(store, "a-1", stop_requests(store))
     assert (read_stop_request(store, "a-1"), watch(BEAT)) == (None, None)

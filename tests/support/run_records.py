@@ -8,8 +8,9 @@ from typing import Any
 
 from pipelines.recipe.recipe import Recipe, load_recipe
 from pipelines.run.stage import STAGES, plans_of, run_name
+from pipelines.store.layout import manifest_key
 from pipelines.store.ledger import claim, this_process
-from pipelines.store.manifest import File, Manifest, key_of
+from pipelines.store.manifest import File, Manifest
 from pipelines.store.records import Billing, Heartbeat, ProcessId
 from pipelines.store.run_record import RunRecord, record
 from trainer.base.store import Store
@@ -65,7 +66,7 @@ def finished(store: Store, stage: str, files: tuple[File, ...] = (), **facts: An
     manifest = Manifest(
         plan.stage, plan.label, plan.fingerprint, plan.identity, {}, files, {}, FACTS[stage] | facts, RUN, 1, 1.0
     )
-    store.create(key_of(plan.prefix), manifest.to_json())  # commit() would look up the files
+    store.create(manifest_key(plan.prefix), manifest.to_json())  # commit() would look up the files
     return manifest
 
 

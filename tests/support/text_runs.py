@@ -7,7 +7,8 @@ from trainer_runs import ALONE
 
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.stage import plans_of, run_name
-from pipelines.store.manifest import Manifest, key_of, upload
+from pipelines.store.layout import manifest_key
+from pipelines.store.manifest import Manifest, upload
 from pipelines.store.run_record import record
 from trainer.base.events import EventLog
 from trainer.base.metrics import PhaseClock
@@ -37,7 +38,7 @@ def finish(store: Store, folder: Path, model: GPT) -> None:
     save_file(model.state_dict(), folder / "model.safetensors")
     file, plan = upload(store, TRAIN, 1, folder / "model.safetensors"), PLANS["train"]
     about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
-    store.create(key_of(TRAIN), Manifest(*about, {}, (file,), {}, {}, RUN, 1, 1.0).to_json())
+    store.create(manifest_key(TRAIN), Manifest(*about, {}, (file,), {}, {}, RUN, 1, 1.0).to_json())
 
 
 def commit(store: Store, folder: Path, model: GPT, step: int) -> None:

@@ -17,6 +17,7 @@ from pipelines.run.nodes.ranks import Ranks, RankSpec, result_of_ranks, start_ra
 from pipelines.run.nodes.results import GONE, NodeResult
 from pipelines.run.nodes.workers import POLL_SECONDS, WorkerRecord, read_numbers
 from pipelines.run.screen import Screen
+from pipelines.store.layout import file_folder
 from pipelines.store.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, newest_attempt
 from pipelines.store.manifest import ArtifactPlan, find, scratch
 from pipelines.store.traffic import traffic_here
@@ -160,7 +161,9 @@ class Worker:
         self.record = WorkerRecord(self.address.rank, time.time())
         self._traffic_before = traffic_here()
         # Its name has the node in it: nodes may share a home on a network disk.
-        self.folder = scratch(self.home, self.store, spec.prefix) / f"a{spec.attempt:04d}-node{self.address.rank}"
+        self.folder = scratch(self.home, self.store, spec.prefix).joinpath(
+            f"{file_folder(spec.attempt)}-node{self.address.rank}"
+        )
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         processes = processes_on_this_node(spec.recipe.runtime)

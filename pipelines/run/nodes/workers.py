@@ -14,6 +14,7 @@ from typing import Self
 from pipelines.run.nodes.address import NodeAddress
 from pipelines.run.nodes.ranks import RankNumbers, RankSpec
 from pipelines.run.nodes.results import NodeResult
+from pipelines.store.layout import node_key, ranks_key
 from pipelines.store.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Attempt
 from pipelines.store.traffic import Traffic, traffic_here
 from trainer.base.process import Background, StopSignal
@@ -35,31 +36,23 @@ class WorkerRecord(StoredRecord):
     result: NodeResult | None = None  # of its ranks, once they have ended
 
     def write(self, store: Store, prefix: str, attempt: int) -> None:
-        store.put(key_of_worker(prefix, attempt, self.node), json.dumps(asdict(self)).encode())
+        store.put(node_key(prefix, attempt, self.node), json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, store: Store, prefix: str, attempt: int, node: int) -> Self | None:
         """DamagedRecord, or NewerRecord."""
-        return record_at(cls, store, key_of_worker(prefix, attempt, node), polled=True)
-
-
-def key_of_worker(prefix: str, attempt: int, node: int) -> str:
-    return f"{prefix}/attempts/{attempt:04d}/node-{node:04d}.json"
-
-
-def key_of_numbers(prefix: str, attempt: int) -> str:
-    return f"{prefix}/attempts/{attempt:04d}/ranks.json"
+        return record_at(cls, store, node_key(prefix, attempt, node), polled=True)
 
 
 def write_numbers(store: Store, spec: RankSpec) -> None:
     """Let the workers start their ranks."""
     numbers = {name: getattr(spec, name) for name in RankNumbers.__dataclass_fields__}
-    store.put(key_of_numbers(spec.prefix, spec.attempt), json.dumps(numbers).encode())
+    store.put(ranks_key(spec.prefix, spec.attempt), json.dumps(numbers).encode())
 
 
 def read_numbers(store: Store, prefix: str, attempt: int) -> RankNumbers | None:
     """Those of an attempt; None before node 0 has written them. DamagedRecord, or NewerRecord."""
-    return record_at(RankNumbers, store, key_of_numbers(prefix, attempt), polled=True)
+    return record_at(RankNumbers, store, ranks_key(prefix, attempt), polled=True)
 
 
 class Workers:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.recipe.recipe import Recipe
 from pipelines.recipe.tokens_config import HUB_FILE, TokenizerFile, TokensConfig
 from pipelines.run.text.hub import asked, reason_of
+from pipelines.store.layout import TOKENIZER
 from pipelines.store.manifest import ArtifactPlan, DamagedArtifact, File
 from trainer.base.store import Store, read_regular
 from trainer.config.errors import UserError
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 Ranks = dict[bytes, int]
 
 END_OF_TEXT = "<|endoftext|>"
-TOKENIZER_FILE = "tokenizer.json"  # of a user's own tokenizer, below the tokens' artifact
 HUB_NAME = "hub-"  # begins the names of tokenizers that `tokenizers` reads
 # The pre-tokenizer of GPT-2's pattern.
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -74,8 +74,8 @@ def tokenizer_of(tokens: TokensConfig, store: Store, prefix: str) -> "tiktoken.E
     """
     if isinstance(tokens.tokenizer, str):
         return tokenizer(tokens.tokenizer)
-    own, where = tokens.tokenizer, f"{store.uri}/{prefix}/{TOKENIZER_FILE}"
-    body = store.get(f"{prefix}/{TOKENIZER_FILE}")
+    own, where = tokens.tokenizer, f"{store.uri}/{prefix}/{TOKENIZER}"
+    body = store.get(f"{prefix}/{TOKENIZER}")
     if body is None:
         return own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.file}", own.end_of_text)
     if sha256(body).hexdigest() != own.digest:
@@ -101,7 +101,7 @@ def check_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
 
 def keep_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
     """Put the file of the tokenizer below the tokens' artifact: other machines have the store alone."""
-    own, key = recipe.tokens.tokenizer, f"{plan.prefix}/{TOKENIZER_FILE}"
+    own, key = recipe.tokens.tokenizer, f"{plan.prefix}/{TOKENIZER}"
     if isinstance(own, TokenizerFile) and store.get(key) is None:
         store.create(key, tokenizer_file_bytes(own))
 
@@ -110,8 +110,8 @@ def kept_tokenizer(config: TokensConfig, store: Store, prefix: str) -> list[File
     """The file of the tokenizer as a part of the tokens' artifact; none for a tokenizer with a name."""
     if isinstance(config.tokenizer, str):
         return []
-    size = {entry.key: entry.size for entry in store.entries(f"{prefix}/{TOKENIZER_FILE}")}
-    return [File(TOKENIZER_FILE, TOKENIZER_FILE, size.get(f"{prefix}/{TOKENIZER_FILE}", 0), config.tokenizer.digest)]
+    size = {entry.key: entry.size for entry in store.entries(f"{prefix}/{TOKENIZER}")}
+    return [File(TOKENIZER, TOKENIZER, size.get(f"{prefix}/{TOKENIZER}", 0), config.tokenizer.digest)]
 
 
 def tokenizer_file_bytes(own: TokenizerFile) -> bytes:
@@ -120,7 +120,7 @@ def tokenizer_file_bytes(own: TokenizerFile) -> bytes:
     if found := HUB_FILE.fullmatch(own.file):
         from huggingface_hub import hf_hub_download
 
-        path = Path(asked(where, lambda: hf_hub_download(found["name"], TOKENIZER_FILE, revision=found["revision"])))
+        path = Path(asked(where, lambda: hf_hub_download(found["name"], TOKENIZER, revision=found["revision"])))
     return recorded_file(where, path, own.sha256, "`skytrain tokenizer train` makes such a file")
 
 
@@ -235,11 +235,11 @@ def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dic
         "clean_up_tokenization_spaces": False,  # else decoding removes spaces before punctuation
     }
     if body := getattr(encoding, "body", None):  # a HubTokenizer's, as it came
-        return {TOKENIZER_FILE: body, "tokenizer_config.json": _json(config)}
+        return {TOKENIZER: body, "tokenizer_config.json": _json(config)}
     config |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
     found = vocabulary(encoding)
     return {
-        TOKENIZER_FILE: _fast_tokenizer(found).to_str().encode(),
+        TOKENIZER: _fast_tokenizer(found).to_str().encode(),
         "tokenizer_config.json": _json(config),
         "vocab.json": _json(found.ids),
         "merges.txt": "\n".join(["#version: 0.2", *found.merges, ""]).encode(),

@@ -20,13 +20,13 @@ from pipelines.run.stages import tokenize
 from pipelines.run.text.bpe import text_sample, train_bpe
 from pipelines.run.text.encode import Encoder
 from pipelines.run.text.tokenizer import (
-    TOKENIZER_FILE,
     check_tokenizer,
     encoding_of,
     keep_tokenizer,
     own_tokenizer,
     tokenizer_files,
 )
+from pipelines.store.layout import TOKENIZER
 from pipelines.store.manifest import fetch
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
@@ -117,7 +117,7 @@ def test_the_ids_of_a_large_vocabulary_of_ones_own_go_into_uint32_shards(
     pairs = sorted(itertools.product(range(256), repeat=2), key=letters.issuperset)  # those of letters get the last ids
     ranks = {bytes(token): i for i, token in enumerate([*((byte,) for byte in range(256)), *pairs])}
     encoding = encoding_of("own", ranks)
-    content = tokenizer_files(encoding, 0)[TOKENIZER_FILE]
+    content = tokenizer_files(encoding, 0)[TOKENIZER]
     (tmp_path / "own.json").write_bytes(content)
     (tmp_path / "a.txt").write_text("größer abcdef 東京 " * 100)
     mine, ids = work("tokenize"), 65_793
