@@ -11,8 +11,8 @@ import threading
 
 from pipelines.store.account import traffic_of
 from pipelines.store.layout import run_key
-from pipelines.store.ledger import HEARTBEAT_SECONDS, Meter
-from pipelines.store.records import Billing, Heartbeat, Progress
+from pipelines.store.meter import Meter
+from pipelines.store.records import HEARTBEAT_SECONDS, Billing, Heartbeat, Progress
 from pipelines.store.releases import RELEASE
 from pipelines.store.runs import Run, find_run
 from trainer.base.process import StopSignal, steady_time

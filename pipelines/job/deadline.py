@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from pipelines.job.prices import prices_from_environment
 from pipelines.recipe.recipe import Recipe
 from pipelines.store.account import AttemptAccount, StoredHeartbeat, account, training_seconds
-from pipelines.store.ledger import HEARTBEAT_SECONDS
-from pipelines.store.records import Heartbeat
+from pipelines.store.records import HEARTBEAT_SECONDS, Heartbeat
 from pipelines.store.runs import read_run
 from trainer.base.process import StopSignal
 from trainer.checkpoint.commits import committed_state

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pipelines.run.weight_sources import RUN_SOURCE
 from pipelines.store.layout import (
     FOLDERS,
     RUNS,
@@ -30,9 +29,7 @@ from pipelines.store.layout import (
 )
 from pipelines.store.ledger import (
     GC,
-    HEARTBEAT_SECONDS,
     Attempt,
-    Meter,
     agreed_clock,
     attempts,
     claim,
@@ -42,11 +39,13 @@ from pipelines.store.ledger import (
     working_attempt,
 )
 from pipelines.store.manifest import Manifest, read_manifest
-from pipelines.store.records import Billing
+from pipelines.store.meter import Meter
+from pipelines.store.records import HEARTBEAT_SECONDS, Billing
 from pipelines.store.runs import Run, read_run, read_runs, usable_runs
 from trainer.base.store import PARTIAL, Entry, LocalStore, Store, side_by_side
 from trainer.checkpoint.layout import CHECKPOINT_FOLDER, COMMIT_FILE, COMMIT_KEY, commit_key, metrics_of, step_of
 from trainer.config.errors import StaleAttempt, UserError
+from trainer.config.source import Source
 
 # A writer changes its file all the time: a file without changes for so long is left from a kill.
 PARTIAL_SECONDS = 3600.0
@@ -136,7 +135,7 @@ def remove_run(store: Store, name: str, dry_run: bool = False) -> Iterator[Lefto
     run = read_run(store, name).record
     runs = [one for one in read_runs(store) if one.name != run.run]
     for other in runs:
-        if (begins := _source_of(other)) and begins["run"] == run.run:
+        if (begins := _source_of(other)) and begins.name == run.run:
             raise UserError(f"{run.run}: {other.name} begins with it and has not trained yet; remove that run first")
     shared = {prefix for other in runs for stage in other.record.stages for prefix in other.record.all_prefixes(stage)}
     own = {prefix for stage in run.stages for prefix in run.all_prefixes(stage)} - shared
@@ -219,8 +218,8 @@ def commits_to_keep(store: Store, on_damage: Callable[[str], None]) -> Callable[
     for message in damaged:
         on_damage(f"the commits of all runs stay: {message}")
     trainings = {run.name: run.record.prefixes.get("train") for run in runs}
-    sources = [source for run in runs if (source := _source_of(run)) and source["step"]]
-    starts = {(trainings.get(source["run"]), int(source["step"])) for source in sources}
+    sources = [source for run in runs if (source := _source_of(run)) and source.step is not None]
+    starts = {(trainings.get(source.name), source.step) for source in sources}
     every = [
         (prefix, steps)
         for run in runs
@@ -248,11 +247,14 @@ def needed_by_runs(store: Store, on_damage: Callable[[str], None]) -> Callable[[
     return lambda folder: keep(tuple(store.entries(RUNS)))(commit_key(folder))
 
 
-def _source_of(run: Run) -> re.Match[str] | None:
+def _source_of(run: Run) -> Source | None:
     """The run and the step that a run begins with, as long as it has not trained. UserError if that cannot be read."""
     train, prefix = run.recipe.train, run.record.prefixes.get("train")
-    source = RUN_SOURCE.fullmatch(train.branch_from or train.init_from or "")
-    return source if source and prefix and read_manifest(run.store, prefix) is None else None
+    begins = train.branch_from or train.init_from
+    source = Source.of(begins, "train") if begins and prefix else None
+    if source is None or source.kind != "run" or read_manifest(run.store, str(prefix)) is not None:
+        return None
+    return source
 
 
 def _unnamed(manifest: Manifest, entries: list[Entry]) -> Iterator[Leftover]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from pipelines.extras.tune.conversations import content_of
+from pipelines.extras.tune.conversations import with_content
 from pipelines.extras.tune.reward_code import with_digests
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run.screen import Screen
 from pipelines.run.text.tokenizer import check_tokenizer
 from pipelines.run.weight_sources import check_sources, pinned
@@ -32,12 +33,12 @@ from pipelines.store.manifest import (
     upload,
 )
 from pipelines.store.records import Heartbeat
-from pipelines.store.run_record import RUN
 from pipelines.store.runs import read_run
 from trainer.base.metrics import PhaseClock
 from trainer.base.process import StopSignal
 from trainer.base.store import Store, side_by_side
 from trainer.config.errors import UserError, cut
+from trainer.config.source import RUN
 
 TUNE = "tune"
 STAGES = tuple(name for name in FOLDERS if name != TUNE)  # of every run; tune.NAME and an evaluate.NAME follow
@@ -152,9 +153,7 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
     """
     if not recipe.startswith(RUN):
         loaded = pinned(load_recipe(recipe, changes), store)
-        steps = [
-            one.model_copy(update={"content": content_of(one), "rewards": with_digests(one)}) for one in loaded.tune
-        ]
+        steps = [with_content(one).model_copy(update={"rewards": with_digests(one)}) for one in loaded.tune]
         loaded = loaded.model_copy(update={"tune": steps})
         plans = plans_of(loaded)
         check_tokenizer(loaded, plans["tokenize"], store)

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from pipelines.store.account import StoredHeartbeat
 from pipelines.store.layout import releases_key
-from pipelines.store.ledger import sum_by_key
-from pipelines.store.records import Heartbeat
+from pipelines.store.records import Heartbeat, sum_by_key
 from trainer.base.record import StoredRecord, UnixSeconds, record_at
 from trainer.base.store import Store
 

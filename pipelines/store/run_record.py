@@ -29,7 +29,6 @@ from trainer.base.store import Store, side_by_side
 from trainer.config.errors import UserError, shown
 
 MOST_NAMES = 20  # in a message
-RUN = "run:"  # before the name of a run, in place of a recipe or of weights
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from pydantic import ValidationError
-
+from pipelines.recipe.loader import recorded_recipe
 from pipelines.recipe.recipe import REWARD, Recipe
 from pipelines.store.account import TRAFFIC, Account, Forecast, StoredHeartbeat, account, forecast
 from pipelines.store.layout import run_key, summary_key
-from pipelines.store.ledger import SILENT_SECONDS, attempt_entries, heartbeat_at, is_alive, is_over, process_exists
+from pipelines.store.ledger import SILENT_SECONDS, attempt_entries, heartbeat_at, is_alive, is_over
 from pipelines.store.manifest import DamagedArtifact, Manifest, read_manifest
+from pipelines.store.process_id import process_exists
 from pipelines.store.records import Heartbeat
 from pipelines.store.releases import Release, read_releases, until_release
 from pipelines.store.run_record import RunRecord, full_names, read_record, read_records
@@ -22,7 +22,6 @@ from trainer.base.record import DamagedRecord, NewerRecord, StoredRecord, readin
 from trainer.base.store import Store, side_by_side
 from trainer.checkpoint.commits import series
 from trainer.config.amounts import steps_to_come, tokens_before, tokens_of_steps
-from trainer.config.config_errors import explain
 from trainer.config.errors import NotAFile, UserError
 
 FRESH_SECONDS = 3 * SILENT_SECONDS  # after a longer silence, a process elsewhere counts as lost
@@ -76,11 +75,7 @@ class Run:
         """UserError if this version cannot read it."""
         where = f"{self.store.uri}/{run_key(self.name)}"
         with reading(where):
-            try:
-                return Recipe.model_validate(self.record.recipe)
-            except ValidationError as error:
-                reason = explain(error, Recipe, where)
-                raise UserError(f"{reason}; if a newer skytrain wrote it: upgrade skytrain") from error
+            return recorded_recipe(self.record.recipe, where)
 
     @cached_property
     def _manifests(self) -> tuple[dict[str, Manifest | None], list[DamagedArtifact]]:

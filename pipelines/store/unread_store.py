@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 
 from pipelines.store.layout import STORE_ID
-from pipelines.store.run_record import RUN
 from trainer.base.answers import answered_within
 from trainer.base.store import LocalStore, Store
 from trainer.config.errors import UserError
+from trainer.config.source import RUN
 
 ANSWER_SECONDS = 10.0
 

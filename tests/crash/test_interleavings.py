@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from simulated import DAY, Process, World, final_weights, simulate
 
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run import stage
 from pipelines.store import ledger
 from pipelines.store.layout import manifest_key

@@ -25,8 +25,9 @@ from servers import S3Account
 
 from pipelines.run.gc import Leftover, collect
 from pipelines.store.layout import FOLDERS
-from pipelines.store.ledger import attempts, is_alive, this_process
+from pipelines.store.ledger import attempts, is_alive
 from pipelines.store.manifest import File
+from pipelines.store.process_id import this_process
 from pipelines.store.records import ProcessId
 from pipelines.store.s3_store import S3Store
 from pipelines.store.stop_request import request_stop

@@ -25,7 +25,8 @@ from servers import S3Account
 from waiting import LONG_SECONDS
 
 from pipelines.run.stage import STAGES, missing, planned
-from pipelines.store.ledger import attempts, this_process
+from pipelines.store.ledger import attempts
+from pipelines.store.process_id import this_process
 from pipelines.store.records import Machine, Progress
 from pipelines.store.releases import Release, write_releases
 from pipelines.store.run_record import full_names

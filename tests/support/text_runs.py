@@ -5,7 +5,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from trainer_runs import ALONE
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import plans_of, run_name
 from pipelines.store.layout import manifest_key
 from pipelines.store.manifest import Manifest, upload
@@ -22,7 +22,7 @@ CONTEXT = 64
 RECIPE = load_recipe(
     "smoke",
     [
-        *("name=speaker", "tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}", "tokens.tokenizer=bytes"),
+        *("name=speaker", f"tokens.source=hf://datasets/a/b@{'a' * 40}", "tokens.tokenizer=bytes"),
         *("model.n_layer=2", "model.n_head=2", "model.n_embd=32", f"model.block_size={CONTEXT}"),
         *("model.vocab_size=300", f"train.batch_tokens={CONTEXT}", "train.max_steps=20", "train.warmup_steps=1"),
     ],

@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from pipelines.extras.tune.conversations import Rows, content_of, rows_of
+from pipelines.extras.tune.conversations import Rows, content_of, rows_of, source_of
 from pipelines.recipe.recipe import REWARD, Recipe, TuneConfig
 from pipelines.run.formats.export_weights import Weights
 from pipelines.run.nodes.address import NodeAddress, processes_on_this_node
@@ -24,6 +24,7 @@ from pipelines.store.manifest import ArtifactPlan, fetch_folder
 from trainer.base.store import Store
 from trainer.checkpoint.commits import series
 from trainer.config.errors import UserError
+from trainer.config.source import Source
 
 # In the facts as at the start and at the end. exact: the share of exact answers to held-out prompts; accuracy: of
 # pairs of a batch that a reward model ranks right.
@@ -35,10 +36,11 @@ ROWS, HELD_OUT = "rows", "held_out.json"  # what the ranks read, as `datasets` s
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     """The identity of the next step: the model before it, the content of the data, and its fields."""
     step = recipe.tune[len(plans) - len(STAGES)]
-    own = step.model_dump(exclude={"name", "data", "revision", "content"}, exclude_defaults=True)
-    before, content = plans[recipe.model_before(step)].fingerprint, step.content or content_of(step)
+    own = step.model_dump(exclude={"name", "data"}, exclude_defaults=True)
+    before, content = plans[recipe.model_before(step)].fingerprint, source_of(step).sha256 or content_of(step)
     for reward in (reward for reward in own.get("rewards", []) if "function" in reward):
-        reward["function"] = reward["function"].rpartition(":")[2]  # its file has a sha256
+        function = Source.of(reward["function"], "rewards")
+        reward |= {"function": function.name.rpartition(":")[2], "sha256": function.sha256}
     identity = {"stage": TUNE, "from": before, "data": content, "template": "chatml", **own}
     if "gguf" in recipe.export.formats:
         identity["formats"] = ["gguf"]
@@ -57,7 +59,9 @@ def build(work: Work) -> Built:
     recipe = work.recipe
     step = next(step for step in recipe.tune if work.plan.label == f"{recipe.name}-{step.name}")
     if content_of(step) != work.plan.identity["data"]:
-        raise UserError(f"tune.{step.name}: {step.data} changed after the step was planned; run the recipe again")
+        raise UserError(
+            f"tune.{step.name}: {source_of(step).unpinned} changed after the step was planned; run the recipe again"
+        )
     work.clock.enter("download")
     before, cache = work.inputs[recipe.model_before(step)], work.home / "cache"
     for name in reward_models(step):

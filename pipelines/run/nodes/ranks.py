@@ -6,7 +6,6 @@ A rank that fails leaves its error in its attempt's folder, in a file `<kind>-<r
 import json
 import os
 import platform
-import re
 import signal
 import subprocess
 import time
@@ -113,8 +112,7 @@ def asked_by_ranks(spec: RankSpec) -> Iterator[str]:
     """The URIs of what the ranks ask: the store, shards that lie elsewhere, and weights on the Hub."""
     yield spec.store
     yield from (text.source.removeprefix(LLMC) for text in spec.recipe.tokens.each() if text.adopts)
-    if re.fullmatch(r"[^:]+@[0-9a-f]{40}", spec.recipe.train.init_from or ""):
-        yield f"hf://{spec.recipe.train.init_from}"
+    yield spec.recipe.train.init_from or ""
 
 
 class Ranks:

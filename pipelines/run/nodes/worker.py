@@ -18,8 +18,9 @@ from pipelines.run.nodes.results import GONE, NodeResult
 from pipelines.run.nodes.workers import POLL_SECONDS, WorkerRecord, read_numbers
 from pipelines.run.screen import Screen
 from pipelines.store.layout import file_folder
-from pipelines.store.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, newest_attempt
+from pipelines.store.ledger import SILENT_SECONDS, newest_attempt
 from pipelines.store.manifest import ArtifactPlan, find, scratch
+from pipelines.store.records import HEARTBEAT_SECONDS
 from pipelines.store.traffic import traffic_here
 from trainer.base.process import StopSignal
 from trainer.base.store import Store

@@ -15,7 +15,8 @@ from pipelines.run.nodes.address import NodeAddress
 from pipelines.run.nodes.ranks import RankNumbers, RankSpec
 from pipelines.run.nodes.results import NodeResult
 from pipelines.store.layout import node_key, ranks_key
-from pipelines.store.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Attempt
+from pipelines.store.ledger import SILENT_SECONDS, Attempt
+from pipelines.store.records import HEARTBEAT_SECONDS
 from pipelines.store.traffic import Traffic, traffic_here
 from trainer.base.process import Background, StopSignal
 from trainer.base.record import Count, StoredRecord, UnixSeconds, record_at

@@ -30,8 +30,8 @@ from trainer.base.metrics import PhaseClock
 from trainer.base.process import Background, StopSignal, log_line
 from trainer.base.store import Store
 from trainer.checkpoint.weights import Origin
-from trainer.config.config import RUN_COMMIT
 from trainer.config.errors import EXIT_DONE, EXIT_FAILED, Interrupted, StaleAttempt
+from trainer.config.source import Source
 from trainer.loop.watchdog import STARTED, Watchdog
 
 if TYPE_CHECKING:
@@ -120,9 +120,10 @@ def origin_of(spec: RankSpec, store: Store, cache: Path, world: "World") -> Orig
     train = spec.recipe.train
     field, source = ("branch_from", train.branch_from) if train.branch_from else ("init_from", train.init_from)
     assert source
-    where = f"train.{field}: {source.partition('@sha256:')[0]}"
-    if RUN_COMMIT.fullmatch(source):
-        parent = find_parent(store, source, f"train.{field}")
+    named = Source.of(source, f"train.{field}")
+    where = f"train.{field}: {named.unpinned}"
+    if named.step is not None:
+        parent = find_parent(store, named, f"train.{field}")
         theirs, ours = parent.run.recipe.tokens.weights, spec.recipe.tokens.weights
         same_shares = bool(theirs) == bool(ours) and (not ours or shares_of(theirs) == shares_of(ours))
         new_text = parent.run.record.prefixes["tokenize"] != spec.tokens or not same_shares

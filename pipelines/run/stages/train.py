@@ -19,7 +19,9 @@ from pipelines.run.stages.measures import core_identity, fetch_inputs, hellaswag
 from pipelines.run.text.machine import free_memory
 from pipelines.run.text.mixture import sources_planned
 from pipelines.run.weight_sources import bring, content_identity
-from pipelines.store.ledger import attempts, prior_seconds_between_failures, seconds_between_failures, traffic_seconds
+from pipelines.store.account import traffic_seconds
+from pipelines.store.crashes import prior_seconds_between_failures, seconds_between_failures
+from pipelines.store.ledger import attempts
 from pipelines.store.manifest import ArtifactPlan, keep_copy
 from pipelines.store.shard_cache import shards_in
 from trainer.base.process import steady_time

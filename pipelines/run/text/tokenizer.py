@@ -19,15 +19,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.recipe.recipe import Recipe
-from pipelines.recipe.tokens_config import HUB_FILE, TokenizerFile, TokensConfig
-from pipelines.run.text.hub import asked, reason_of
+from pipelines.recipe.tokens_config import TokenizerFile, TokensConfig
+from pipelines.run.fetch import bytes_of, hub_file, path_of
+from pipelines.run.text.hub import reason_of
 from pipelines.store.layout import TOKENIZER
 from pipelines.store.manifest import ArtifactPlan, DamagedArtifact, File
-from trainer.base.store import Store, read_regular
+from trainer.base.store import Store
 from trainer.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def tokenizer_of(tokens: TokensConfig, store: Store, prefix: str) -> "tiktoken.E
     own, where = tokens.tokenizer, f"{store.uri}/{prefix}/{TOKENIZER}"
     body = store.get(f"{prefix}/{TOKENIZER}")
     if body is None:
-        return own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.file}", own.end_of_text)
+        return own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.named.unpinned}", own.end_of_text)
     if sha256(body).hexdigest() != own.digest:
         raise DamagedArtifact(where, "damaged (sha256 differs)", "remove it, and `skytrain run` brings it again")
     return own_tokenizer(body, where, own.end_of_text)
@@ -116,23 +116,9 @@ def kept_tokenizer(config: TokensConfig, store: Store, prefix: str) -> list[File
 
 def tokenizer_file_bytes(own: TokenizerFile) -> bytes:
     """The content of a tokenizer's file, on this machine or on the Hub. UserError if it is missing, or another one."""
-    where, path = f"tokens.tokenizer: {own.file}", Path(own.file)
-    if found := HUB_FILE.fullmatch(own.file):
-        from huggingface_hub import hf_hub_download
-
-        path = Path(asked(where, lambda: hf_hub_download(found["name"], TOKENIZER, revision=found["revision"])))
-    return recorded_file(where, path, own.sha256, "`skytrain tokenizer train` makes such a file")
-
-
-def recorded_file(where: str, path: Path, digest: str | None, remedy: str) -> bytes:
-    """The content of a file. UserError if it cannot be read, or if its sha256 is not the one on record."""
-    try:
-        body = read_regular(path)
-    except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error.strerror}); {remedy}") from error
-    if digest not in (None, found := sha256(body).hexdigest()):
-        raise UserError(f"{where}: its sha256 is {found}, and the recipe has {digest}; use the file of the recipe")
-    return body
+    source, field = own.named, "tokens.tokenizer"
+    path = hub_file(source, TOKENIZER, field) if source.kind == "model" else path_of(source)
+    return bytes_of(source, field, path, "`skytrain tokenizer train` makes such a file")
 
 
 @functools.lru_cache(maxsize=2)

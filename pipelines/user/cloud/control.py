@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipelines.store.account import Forecast
-from pipelines.store.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
-from pipelines.store.records import Heartbeat, Progress
+from pipelines.store.ledger import SILENT_SECONDS
+from pipelines.store.records import HEARTBEAT_SECONDS, Heartbeat, Progress
 from pipelines.store.releases import Release, read_releases, write_releases
 from pipelines.store.run_record import RunRecord
 from pipelines.store.runs import Run, Summary, store_summary, usable_runs

@@ -18,8 +18,9 @@ from pipelines.run.plan import stage_plan
 from pipelines.run.stage import STAGES, TUNE, missing
 from pipelines.run.text.tokenizer import keep_tokenizer
 from pipelines.store.layout import launch_claims, launch_key
-from pipelines.store.ledger import Attempt, Meter, agreed_clock, claim, latest_number, working_attempt
+from pipelines.store.ledger import Attempt, agreed_clock, claim, latest_number, working_attempt
 from pipelines.store.manifest import ArtifactPlan
+from pipelines.store.meter import Meter
 from pipelines.store.records import Billing
 from pipelines.store.run_record import record
 from pipelines.store.runs import find_run

@@ -231,7 +231,7 @@ def pipeline_here(
     from pipelines.job.prices import billing_here
     from pipelines.run.pipeline import Pipeline
     from pipelines.run.stage import run_name
-    from pipelines.store.ledger import process_began
+    from pipelines.store.process_id import process_began
     from pipelines.store.stop_request import watch_stop_request
 
     name, billing, deadline = run_name(plans), billing_here(price_per_hour), deadline_here()

@@ -34,8 +34,8 @@ from pipelines.extras.mlflow.mirror import Mirror, rebuild
 from pipelines.run.formats import hf
 from pipelines.run.formats.export_weights import Weights
 from pipelines.run.text.tokenizer import tokenizer
-from pipelines.store.ledger import process_started, this_process
 from pipelines.store.manifest import scratch, upload
+from pipelines.store.process_id import process_started, this_process
 from pipelines.store.records import Progress
 from pipelines.store.s3_store import S3Store
 from pipelines.user.cloud.checks import mlflow_answers

@@ -12,7 +12,7 @@ import pytest
 from servers import LOOPBACK
 from stage_work import NoSignals
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.nodes import worker
 from pipelines.run.nodes.address import NodeAddress, interface_to, nvidia_gpus, this_node
 from pipelines.run.nodes.ranks import RankSpec

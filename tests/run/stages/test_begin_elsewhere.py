@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from pipeline_runs import FOLDER_NAME, PRICE, SERIES, STEPS, Project, sums
 
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run.gc import collect
 from pipelines.run.weight_sources import pinned
 from pipelines.store.layout import run_key
@@ -57,7 +58,7 @@ def test_weights_that_cannot_be_a_runs_are_refused_in_a_line_before_anything_sta
     cases = {
         str(export): (["--set", "model.n_layer=3"], "its n_layer is 2, and model.n_layer is 3; --set model.n_layer=2"),
         "nowhere": ([], "train.init_from: "),
-        "openai-community/gpt2": ([], "write openai-community/gpt2@ and the 40 hex digits"),
+        "openai-community/gpt2": ([], "write hf://openai-community/gpt2@ and the 40 hex digits"),
         "run:nobody": ([], "nobody: no such run"),
         "run:tiny": ([], f"once begun, this run is the newest 'tiny'; write run:{run}"),  # "the same command" resumes
         f"run:{run}@7": ([], f"step 7 is not a commit of {run}; its commits are at"),

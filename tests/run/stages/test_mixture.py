@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from stage_work import SMALL, tokenized
 
-from pipelines.recipe.recipe import Recipe, changed_recipe, load_recipe
+from pipelines.recipe.loader import changed_recipe, load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run.stage import Work, plans_of
 from pipelines.run.stages import tokenize
 from pipelines.run.text.llmc_shards import places_of

@@ -13,7 +13,8 @@ import yaml
 from pipeline_runs import REPOSITORY, Project
 from texts import ODD_TEXTS
 
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.recipe.tokens_config import TokensConfig
 from pipelines.run.stage import Work, plans_of
 from pipelines.run.stages import tokenize
@@ -55,7 +56,7 @@ def recipe(trained: bytes, text: Path, tmp_path: Path) -> Recipe:
 
 
 def recipe_with(file: Path, digest: str, text: Path, vocab_size: int = IDS) -> Recipe:
-    tokenizer = f"tokens.tokenizer={{file: '{file}', sha256: '{digest}'}}"
+    tokenizer = f"tokens.tokenizer={{file: '{file}@sha256:{digest}'}}"
     return load_recipe("smoke", [f"tokens.source={text}/*.txt", tokenizer, f"model.vocab_size={vocab_size}"])
 
 
@@ -174,7 +175,7 @@ def test_a_run_with_its_own_tokenizer_is_exported_with_it(tmp_path: Path) -> Non
     (project.folder / "tiny.yaml").write_text(yaml.safe_dump(values))
     project.run("tokenizer", "train", "tiny.yaml", "--vocab-size", "280", "--out", "own.json")
     content = (project.folder / "own.json").read_bytes()
-    values["tokens"]["tokenizer"] = {"file": "own.json", "sha256": sha256(content).hexdigest()}
+    values["tokens"]["tokenizer"] = f"own.json@sha256:{sha256(content).hexdigest()}"
     values["model"]["vocab_size"] = 280
     (project.folder / "tiny.yaml").write_text(yaml.safe_dump(values))
     project.run("run", "tiny.yaml")

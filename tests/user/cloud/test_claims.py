@@ -9,7 +9,7 @@ import pytest
 from interfering import Interfering, each
 from waiting import LONG_SECONDS
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import STAGES
 from pipelines.store.layout import launch_claims
 from pipelines.store.ledger import latest_number

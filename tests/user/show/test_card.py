@@ -8,7 +8,7 @@ from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished
 from stage_work import NoSignals
 
 from pipelines.extras.mlflow.child import MirrorProcess
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import STAGES
 from pipelines.store.manifest import File

@@ -18,7 +18,7 @@ from browser import COMPLAINTS, Browser, open_browser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import plans_of, run_name
 from pipelines.store.account import RECOVERY_PHASES, TRAINING_PHASES, WASTED_PHASES
 from pipelines.store.layout import manifest_key
@@ -35,9 +35,8 @@ from trainer.config.errors import UserError
 NOON = 1_800_000_000.0
 HOSTILE = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'><!--<script>"
 CHANGES = [
-    "tokens.source=hf://datasets/a/b",
+    f"tokens.source=hf://datasets/a/b@{'a' * 40}",
     f"tokens.subset={HOSTILE}",
-    f"tokens.revision={'a' * 40}",
     "train.max_steps=400",
 ]
 

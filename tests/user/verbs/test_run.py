@@ -8,7 +8,7 @@ import pytest
 from core_bundle import make_bundle
 from pipeline_runs import Project
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import STAGES, plans_of
 from pipelines.user.verbs.run import refuse_what_ends_late
 from trainer.base.store import LocalStore
