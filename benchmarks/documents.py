@@ -18,7 +18,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pipelines.extras.bench.measurements import OURS, Measurements, Speed, measurements
-from pipelines.recipe.recipe import Recipe, load_recipe, shipped
+from pipelines.recipe.loader import load_recipe, shipped
+from pipelines.recipe.recipe import Recipe
 from pipelines.run.plan import plan_of
 from pipelines.run.stage import STAGES, plans_of
 from pipelines.store.unread_store import UnreadStore

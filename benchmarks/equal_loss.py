@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import run_as_command
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from trainer.base.parallel import World
 from trainer.checkpoint.commits import TrainState
 from trainer.config.amounts import micro_batch_count, sequences_per_step

@@ -28,7 +28,8 @@ from statistics import fmean, stdev
 import torch
 
 from benchmarks import run_as_command
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from trainer.base.parallel import World
 from trainer.config.amounts import micro_batch_count
 from trainer.config.errors import UserError

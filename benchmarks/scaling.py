@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import run_as_command
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from trainer.config.errors import UserError
 
 

@@ -26,7 +26,7 @@ import yaml
 
 from benchmarks import run_as_command
 from benchmarks.scaling import measured, started
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.user.verbs.bench import LEAST_STEPS
 from trainer.base.store import LocalStore
 from trainer.checkpoint.commits import series

@@ -35,6 +35,7 @@ from trainer.base.process import StopSignal, die_with_parent, log_line
 from trainer.base.record import decoded, typed
 from trainer.base.store import LocalStore
 from trainer.base.strict_yaml import read_yaml
+from trainer.checkpoint.layout import attempt_key
 from trainer.config.config import RuntimeConfig, TrainConfig, identity_of
 from trainer.config.config_errors import explain
 from trainer.config.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
@@ -125,7 +126,7 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
                 begin=begin,
                 starting=watch.enter,
                 origin=origin_of(config, store),
-                superseded=lambda attempt: store.get(attempt_key(attempt + 1)) is not None,
+                superseded=lambda attempt: store.get(attempt_key(PREFIX, attempt + 1)) is not None,
                 watch=partial(print_event, config.train.max_steps) if rank == 0 else None,
             ),
             stop,
@@ -180,13 +181,9 @@ def claim(store: LocalStore, out: Path, config: TrainerConfig, shards: dict[str,
 def take_attempt(store: LocalStore) -> int:
     """The next free attempt number, from 1. Creating its file reserves it."""
     attempt = 1
-    while not store.create(attempt_key(attempt), json.dumps({"time": time.time()}).encode()):
+    while not store.create(attempt_key(PREFIX, attempt), json.dumps({"time": time.time()}).encode()):
         attempt += 1
     return attempt
-
-
-def attempt_key(attempt: int) -> str:
-    return f"{PREFIX}/attempts/{attempt:04d}.json"
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import threading
 
 from pipelines.run.watch import Watch
 from pipelines.store.account import traffic_of
-from pipelines.store.ledger import HEARTBEAT_SECONDS, Meter
-from pipelines.store.records import Billing, Heartbeat, Progress
+from pipelines.store.layout import run_key
+from pipelines.store.meter import Meter
+from pipelines.store.records import HEARTBEAT_SECONDS, Billing, Heartbeat, Progress
 from pipelines.store.releases import RELEASE
 from pipelines.store.runs import Run, find_run
 from trainer.base.process import StopSignal, steady_time
@@ -101,7 +102,7 @@ class Budget(Watch):
         until_ask = self._arm(started, Progress())
         if until_ask > 0:
             return
-        if self.store.get(f"runs/{self.run}.json") is not None:
+        if self.store.get(run_key(self.run)) is not None:
             raise Stopped(f"{self._message(self.spent(started))}; the rest is too little to start and stop again")
         least = self.usd - until_ask * self.usd_per_hour / 3600
         raise UserError(f"--budget {self.usd:g}: too little to start: saving and stopping may cost ${least:.4g} here")

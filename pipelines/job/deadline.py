@@ -20,8 +20,7 @@ from pipelines.recipe.recipe import Recipe
 from pipelines.run.stage import Work
 from pipelines.run.watch import Watch
 from pipelines.store.account import AttemptAccount, StoredHeartbeat, account, training_seconds
-from pipelines.store.ledger import HEARTBEAT_SECONDS
-from pipelines.store.records import Heartbeat
+from pipelines.store.records import HEARTBEAT_SECONDS, Heartbeat
 from pipelines.store.runs import read_run
 from trainer.base.process import StopSignal
 from trainer.checkpoint.commits import committed_state

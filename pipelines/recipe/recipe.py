@@ -4,25 +4,18 @@ Five sections decide the result and enter the fingerprints of the stages' artifa
 descriptions of the fields are the source of docs/recipes.md; a unit stands in brackets at their end.
 """
 
-import difflib
-import os
 import re
 import sys
-from collections.abc import Iterable
-from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from pipelines.recipe.tokens_config import VOCAB_SIZES, TokensConfig
-from trainer.base.strict_yaml import NotPlain, load_yaml, read_yaml
 from trainer.config.amounts import sequences_per_step, tokens_before
 from trainer.config.config import RuntimeConfig, TrainConfig
-from trainer.config.config_errors import explain
-from trainer.config.errors import UserError, cut, shown
+from trainer.config.errors import UserError, shown
 from trainer.config.model_config import Section
+from trainer.config.source import Source
 from trainer.models.family import AnyModel
 
 HF: Literal["hf"] = "hf"  # the format of every export; the others are made beside it
@@ -30,11 +23,6 @@ CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")  # ChatML's, which tuning adds to t
 METHODS = ("sft", "dpo", "reward", "grpo", "rloo")  # of a step of tuning
 REWARDED = ("grpo", "rloo")
 REWARD = "reward"  # the method whose result gives rewards, and answers nothing
-SHIPPED = (
-    *("smoke", "laptop", "smoke-chat", "smoke-modern", "gpt2-124m", "gpt2-124m-chat", "llama-124m", "modern-124m"),
-    *("gpt3-125m", "gpt2-350m", "gpt2-774m", "llama-1b", "modern-d24", "gpt2-1558m", "llama-8b"),
-    *("gpt3-6.7b", "gpt3-13b", "gpt3-175b"),
-)
 FIELD_OF_REWARD = {"format": "pattern", "length": "characters", "model": "step", "function": "function"}  # by kind
 FIELDS_OF = {"beta": ("dpo", *REWARDED), "rewards": REWARDED, "held_out": ("sft", "dpo", *REWARDED)}  # by method
 # Arguments of TRL that a step of tuning may set, by method. The others are fields, or decide what resumes exactly.
@@ -108,8 +96,7 @@ class RewardConfig(Section):
     pattern: str | None = Field(default=None, max_length=1000)
     characters: int | None = Field(default=None, ge=1)
     step: str | None = None
-    function: str | None = Field(default=None, pattern=r"^[^:]+\.py:[A-Za-z_]\w*$")
-    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    function: str | None = Field(default=None, pattern=r"^[^:]+\.py:[A-Za-z_]\w*(@sha256:[0-9a-f]{64})?$")
 
     @property
     def reads_columns(self) -> bool:
@@ -142,13 +129,9 @@ class TuneConfig(Section):
     )
     data: str = Field(
         min_length=1,
-        max_length=1000,
-        description="hf://datasets/ORG/NAME, or a path, glob or s3:// URL of .parquet or .jsonl files; addition: sums "
-        "made on the fly",
-    )
-    revision: str | None = Field(default=None, description="As tokens.revision")
-    content: str | None = Field(
-        default=None, description="sha256 that identifies the data, which a run records; null: of the data as it is"
+        max_length=1100,
+        description="hf://datasets/ORG/NAME@COMMIT, or a path, glob or s3:// URL of .parquet or .jsonl files; "
+        "addition: sums made on the fly; its content is recorded as @sha256:…",
     )
     learning_rate: float = Field(default=1e-5, gt=0, le=1, description="Highest learning rate")
     epochs: int = Field(default=1, ge=1, le=10_000, description="Passes over the data")
@@ -180,8 +163,8 @@ class TuneConfig(Section):
         "the final answer, what follows the last ####, is that of the row's `answer`; format: the whole answer matches "
         "the regular expression `pattern`; length: it has at most `characters`, and falls to 0 at twice as many; "
         "model: the score, without bounds, of the reward model that the earlier step `step` made; function: what "
-        "`function`, FILE.py:NAME, returns in TRL's form (`sha256` of the file; null: as it is found); the name of a "
-        "package's reward: what that gives",
+        "`function`, FILE.py:NAME, returns in TRL's form, and whose file is recorded as @sha256:…; the name of "
+        "a package's reward: what that gives",
     )
     held_out: int = Field(
         default=0,
@@ -359,78 +342,14 @@ class Recipe(Section):
     @property
     def first_weights(self) -> str | None:
         """What the training begins with, for people; None for weights drawn from the seed."""
-        source = self.train.branch_from or self.train.init_from
-        if source is None:
+        begins = self.train.branch_from or self.train.init_from
+        if begins is None:
             return None
-        name, _, content = source.partition("@sha256:")
+        source = Source.of(begins, "train")
         what = "the whole state of" if self.train.branch_from else "the weights of"
-        return f"{what} {name}" + (f" (sha256 {content[:12]})" if content else "")
+        return f"{what} {source.unpinned}" + (f" (sha256 {source.sha256[:12]})" if source.sha256 else "")
 
     @property
     def train_flops(self) -> float:
         """FLOPs of the whole training."""
         return float(self.train_tokens * self.model.flops_per_token)
-
-
-def shipped() -> dict[str, Path]:
-    """The recipes that come with skytrain, by name, smallest first."""
-    return {name: Path(str(resources.files("pipelines"))) / "recipes" / f"{name}.yaml" for name in SHIPPED}
-
-
-def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
-    """A shipped recipe or a file, with `section.field=value` changes. UserError names the wrong field and file."""
-    path = shipped().get(name_or_path) or Path(name_or_path)
-    if not os.path.isfile(path):
-        beside = [f"{name_or_path}{end}" for end in (".yaml", ".yml") if os.path.isfile(f"{name_or_path}{end}")]
-        begun = [name for name in shipped() if name_or_path and name.startswith(name_or_path)]
-        near = beside or begun or difflib.get_close_matches(name_or_path, shipped(), 1)
-        hint = f"did you mean '{near[0]}'?" if near else f"shipped are {', '.join(shipped())}"
-        raise UserError(f"{cut(name_or_path)}: neither a shipped recipe nor a file; {hint}")
-    values = read_yaml(path)
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: a recipe has sections (name, tokens, model, train, …); none found")
-    return changed_recipe(values, changes, name_or_path)
-
-
-def changed_recipe(values: dict[str, Any], changes: Iterable[str], where: str) -> Recipe:
-    """The recipe with these values, after `section.field=value` changes, which change `values` too."""
-    changes = list(changes)
-    _forget_replaced(values, changes)
-    for change in changes:
-        _apply(values, change)
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError as error:
-        raise explain(error, Recipe, where) from error
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-
-
-def _forget_replaced(values: dict[str, Any], changes: Iterable[str]) -> None:
-    """Remove the fields that belong to the source or to the tokenizer that a change replaces."""
-    tokens = values.get("tokens")
-    for change in changes:
-        field, _, text = change.partition("=")
-        if field == "tokens.source" and isinstance(tokens, dict) and tokens.get("source") != text:
-            for name in ("sources", "subset", "revision"):
-                tokens.pop(name, None)
-        other = isinstance(tokens, dict) and text in VOCAB_SIZES and tokens.get("tokenizer", "gpt2") != text
-        if field == "tokens.tokenizer" and other and isinstance(values.get("model"), dict):
-            values["model"].pop("vocab_size", None)
-
-
-def _apply(values: dict[str, Any], change: str) -> None:
-    path, equals, text = change.partition("=")
-    sections = path.split(".")
-    if not equals or not 1 <= len(sections) <= 2 or not all(sections):
-        raise UserError(f"--set {cut(change)}: not of the form section.field=value, such as train.max_steps=50")
-    for section in sections[:-1]:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise UserError(f"--set {cut(change)}: {section} has no fields")
-    try:
-        values[sections[-1]] = load_yaml(text)
-    except (yaml.YAMLError, ValueError) as error:
-        remedy = "; quote text twice, as 'tokens.source=\"*.txt\"'"
-        why = f" of a recipe: {error.problem}" if isinstance(error, NotPlain) else remedy
-        raise UserError(f"--set {cut(change)}: {shown(text)} is not a YAML value{why}") from error

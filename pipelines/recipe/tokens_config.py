@@ -1,7 +1,6 @@
 """The section `tokens` of a recipe: text, tokenizer, packing and split. A mixture has several sources of text."""
 
 import difflib
-import re
 import sys
 from typing import Any, Literal, Self
 
@@ -10,54 +9,51 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from trainer.config.config_errors import explain
 from trainer.config.errors import UserError, shown
 from trainer.config.model_config import Section
+from trainer.config.source import HUB, Source, unpinned
 
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
 LLMC = "llmc://"  # before the place of shards that exist
-HUB_FILE = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[0-9a-f]{40})")  # of a tokenizer
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 
 
 class TokenizerFile(Section):
     """A tokenizer in a file."""
 
-    file: str = Field(max_length=1000, description="Path of a tokenizer.json, or hf://OWNER/NAME@COMMIT")
-    sha256: str | None = Field(
-        default=None,
-        pattern="^[0-9a-f]{64}$",
-        description="sha256 of the file, which decides the fingerprint; null: that of the file as it is found",
+    file: str = Field(
+        max_length=1100,
+        description="Path of a tokenizer.json, or hf://ORG/NAME@COMMIT; its content, which decides the fingerprint, is "
+        "recorded as @sha256:…",
     )
     end_of_text: str | None = Field(
         default=None, description="Token that begins each document; null: <|endoftext|>, <|end_of_text|> or </s>"
     )
 
-    @field_validator("file")
-    @classmethod
-    def _pinned(cls, file: str) -> str:
-        if file.startswith("hf://") and not HUB_FILE.fullmatch(file):
-            name = file.removeprefix("hf://").partition("@")[0]
-            raise ValueError(
-                f"write hf://{name}@ and the 40 hex digits that `git ls-remote https://huggingface.co/{name} main` "
-                f"prints (got {shown(file)})"
-            )
-        return file
+    @model_validator(mode="after")
+    def _is_named(self) -> Self:
+        assert self.named
+        return self
+
+    @property
+    def named(self) -> Source:
+        return Source.of(self.file, "tokens.tokenizer", ("model", "path"))
 
     @property
     def digest(self) -> str:
-        """The sha256, which every planned recipe has."""
-        assert self.sha256, "not pinned"
-        return self.sha256
+        """The sha256 of the file, which every planned recipe has."""
+        assert self.named.sha256, "not pinned"
+        return self.named.sha256
 
     def __str__(self) -> str:
-        return f"{self.file if HUB_FILE.fullmatch(self.file) else 'own'}, sha256 {(self.sha256 or '?')[:12]}"
+        own = self.named
+        return f"{own.unpinned if own.kind == 'model' else 'own'}, sha256 {(own.sha256 or '?')[:12]}"
 
 
 class SourceConfig(Section):
     """One source of a mixture."""
 
-    source: str = Field(min_length=1, max_length=1000, description="As tokens.source")
+    source: str = Field(min_length=1, max_length=1100, description="As tokens.source")
     weight: float = Field(gt=0, description="Share of the training's tokens, beside the others'")
     subset: str | None = Field(default=None, description="As tokens.subset")
-    revision: str | None = Field(default=None, description="As tokens.revision")
     text_column: str = Field(default="text", description="As tokens.text_column")
     max_tokens: int | None = Field(default=None, ge=1, description="As tokens.max_tokens, of this source [tokens]")
 
@@ -67,9 +63,9 @@ class TokensConfig(Section):
 
     source: str = Field(
         default="",
-        max_length=1000,
-        description="python-stdlib, hf://datasets/ORG/NAME, or a path, glob or s3:// URL of .parquet, .jsonl or .txt "
-        "files; llmc://FOLDER or llmc://s3://BUCKET/PREFIX adopts shards where they lie, with their own split",
+        max_length=1100,
+        description="python-stdlib, hf://datasets/ORG/NAME@COMMIT, or a path, glob or s3:// URL of .parquet, .jsonl or "
+        ".txt files; llmc://FOLDER or llmc://s3://BUCKET/PREFIX adopts shards where they lie, with their own split",
     )
     sources: list[SourceConfig] | None = Field(
         default=None,
@@ -79,14 +75,11 @@ class TokensConfig(Section):
         "as if it were alone; training draws from them by weight",
     )
     subset: str | None = Field(default=None, description="Configuration of a Hugging Face data set; null: its default")
-    revision: str | None = Field(
-        default=None, description="Version of a text on the Hub: the 40 hex digits of a commit; null for other text"
-    )
     text_column: str = Field(default="text", description="Column of parquet, or key of jsonl, that holds the text")
     tokenizer: Literal["gpt2", "bytes"] | TokenizerFile = Field(
         default="gpt2",
         description="gpt2: tiktoken's BPE, 50,257 ids; bytes: 257 ids; or a file of `skytrain tokenizer train` or of a "
-        "model of the Hub (byte-level BPE): a path or hf://OWNER/NAME@COMMIT, short for {file: …}",
+        "model of the Hub (byte-level BPE): a path or hf://ORG/NAME@COMMIT, short for {file: …}",
     )
     packing: Literal["stream", "documents"] = Field(
         default="stream",
@@ -116,13 +109,13 @@ class TokensConfig(Section):
                 return TokenizerFile.model_validate(value)
             except ValidationError as error:
                 raise ValueError("; ".join(str(explain(error, TokenizerFile, "")).splitlines())) from error
-        if isinstance(value, str) and (value.startswith("hf://") or value.endswith(".json")):
+        if isinstance(value, str) and (value.startswith(HUB) or value.partition("@sha256:")[0].endswith(".json")):
             return cls._name_or_file({"file": value})
         if not isinstance(value, TokenizerFile) and value not in [*VOCAB_SIZES]:
             near = difflib.get_close_matches(str(value).lower(), VOCAB_SIZES, 1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise ValueError(
-                f"must be 'gpt2', 'bytes', a tokenizer.json or hf://OWNER/NAME@COMMIT (got {shown(value)}){hint}"
+                f"must be 'gpt2', 'bytes', a tokenizer.json or hf://ORG/NAME@COMMIT (got {shown(value)}){hint}"
             )
         return value
 
@@ -140,7 +133,7 @@ class TokensConfig(Section):
             raise ValueError(
                 "source and sources are both given; remove one" if self.source else "source: missing; name the text"
             )
-        for field in ("subset", "revision", "max_tokens") if self.sources else ():
+        for field in ("subset", "max_tokens") if self.sources else ():
             if getattr(self, field) is not None:
                 raise ValueError(f"{field} belongs to one source: move it into sources")
         if self.val_tokens is not None and self.val_shards is not None:
@@ -149,7 +142,7 @@ class TokensConfig(Section):
 
     def each(self) -> list["TokensConfig"]:
         """The section for each source of a mixture alone; itself for a single text."""
-        fields = ("source", "subset", "revision", "text_column", "max_tokens")
+        fields = ("source", "subset", "text_column", "max_tokens")
         return [
             self.model_copy(update={"sources": None, **{field: getattr(one, field) for field in fields}})
             for one in self.sources or ()
@@ -159,7 +152,7 @@ class TokensConfig(Section):
     def named(self) -> str:
         """The text or the mixture, for people."""
         if not self.sources:
-            return " ".join(filter(None, (self.source, self.subset)))
+            return " ".join(filter(None, (unpinned(self.source), self.subset)))
         shares = (weight / sum(self.weights) for weight in self.weights)
         return " + ".join(f"{share:.0%} {one.named}" for share, one in zip(shares, self.each(), strict=True))
 

@@ -18,12 +18,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pipelines.run.weight_sources import RUN_SOURCE
+from pipelines.store.layout import (
+    FOLDERS,
+    RUNS,
+    artifact_of,
+    attempt_folder,
+    attempts_of,
+    manifest_key,
+    records_of,
+)
 from pipelines.store.ledger import (
     GC,
-    HEARTBEAT_SECONDS,
     Attempt,
-    Meter,
     agreed_clock,
     attempts,
     claim,
@@ -32,17 +38,18 @@ from pipelines.store.ledger import (
     latest_number,
     working_attempt,
 )
-from pipelines.store.manifest import FOLDERS, Manifest, key_of, read_manifest
-from pipelines.store.records import Billing
+from pipelines.store.manifest import Manifest, read_manifest
+from pipelines.store.meter import Meter
+from pipelines.store.records import HEARTBEAT_SECONDS, Billing
 from pipelines.store.runs import Run, read_run, read_runs, usable_runs
 from trainer.base.store import PARTIAL, Entry, LocalStore, Store, side_by_side
-from trainer.checkpoint.commits import CHECKPOINT_NAME, step_of
+from trainer.checkpoint.layout import CHECKPOINT_FOLDER, COMMIT_FILE, COMMIT_KEY, commit_key, metrics_of, step_of
 from trainer.config.errors import StaleAttempt, UserError
+from trainer.config.source import Source
 
 # A writer changes its file all the time: a file without changes for this long is left from a kill.
 PARTIAL_SECONDS = 3600.0
 RECORDS = re.compile(r".*/(?:COMMIT\.json|(?:parts|shards)/[^/]+\.json)")  # each names files
-COMMIT = re.compile(rf"(?P<artifact>.+)/checkpoints/{CHECKPOINT_NAME}(?<=/COMMIT\.json)")
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ def collect(
     `on_damage` gets the error. A dry run removes nothing.
     """
     keep, listed = commits_to_keep(store, on_damage), artifacts(store)
-    unfinished = any(key_of(prefix) not in {e.key for e in entries} for prefix, entries in listed.items())
+    unfinished = any(manifest_key(prefix) not in {e.key for e in entries} for prefix, entries in listed.items())
     now = agreed_clock(store) if unfinished else 0.0  # once, and early: no age is too large
 
     def look(prefix: str, own: int | None = None) -> tuple[list[Leftover], int | None]:
@@ -128,21 +135,18 @@ def remove_run(store: Store, name: str, dry_run: bool = False) -> Iterator[Lefto
     run = read_run(store, name).record
     runs = [one for one in read_runs(store) if one.name != run.run]
     for other in runs:
-        if (begins := _source_of(other)) and begins["run"] == run.run:
+        if (begins := _source_of(other)) and begins.name == run.run:
             raise UserError(f"{run.run}: {other.name} begins with it and has not trained yet; remove that run first")
     shared = {prefix for other in runs for stage in other.record.stages for prefix in other.record.all_prefixes(stage)}
     own = {prefix for stage in run.stages for prefix in run.all_prefixes(stage)} - shared
     if working := [prefix for prefix in sorted(own) if working_attempt(store, prefix, lambda: agreed_clock(store))]:
         raise UserError(f"{run.run}: an attempt works on {working[0]}; `skytrain stop {run.run}` stops it")
-    records = [f"{folder}/{run.run}" for folder in ("control", "launches", "summaries", "runs")]
-    for prefix in [*sorted(own), *records]:
-        number = latest_number(store, prefix) + 1
+    for prefix in [*sorted(own), *records_of(run.run)]:
+        number = latest_number(store, prefix) + 1 if prefix in own else 0
         with fence(store, prefix, number) if prefix in own and not dry_run else nullcontext():
-            end = "/" if prefix in own or prefix.startswith("control/") else ".json"
-            found = [e for e in store.entries(prefix + end) if not e.key.startswith(f"{prefix}/attempts/{number:04d}/")]
-            for entry in sorted(
-                found, key=lambda e: (not e.key.endswith("/MANIFEST.json"), not e.key.endswith(".json"))
-            ):
+            found = store.entries(f"{prefix}/" if prefix in own else prefix)
+            found = [entry for entry in found if not entry.key.startswith(attempt_folder(prefix, number))]
+            for entry in sorted(found, key=lambda e: (e.key != manifest_key(prefix), not e.key.endswith(".json"))):
                 leftover = Leftover(entry.key, entry.size, f"of {run.run}")
                 if not dry_run:
                     remove(store, leftover)
@@ -161,9 +165,8 @@ def artifacts(store: Store) -> dict[str, list[Entry]]:
     """The objects of all artifacts, finished or not, by their prefixes."""
     found: dict[str, list[Entry]] = {}
     for entry in (entry for folder in FOLDERS.values() for entry in store.entries(f"{folder}/")):
-        parts = entry.key.split("/")
-        if len(parts) > 2:
-            found.setdefault("/".join(parts[:2]), []).append(entry)
+        if entry.key.count("/") > 1:
+            found.setdefault(artifact_of(entry.key), []).append(entry)
     return found
 
 
@@ -179,11 +182,11 @@ def _leftovers(
     """The leftovers among the objects of an artifact, records before the files that they name, and the number of its
     next attempt; None for a finished one. `now`: by the store's clock. `own`: the attempt of the caller, which does
     not count."""
-    fence = f"{prefix}/attempts/{own or 0:04d}/"
+    fence = attempt_folder(prefix, own or 0)
     everything = [entry for entry in everything if not entry.key.startswith(fence)]
-    kept = tuple(entry.key.removesuffix("COMMIT.json") for entry in everything if keep(entry.key))
-    entries = [e for e in everything if not e.key.startswith((f"{prefix}/attempts/", *kept))]
-    manifest = read_manifest(store, prefix) if any(e.key == key_of(prefix) for e in entries) else None
+    kept = tuple(entry.key.removesuffix(COMMIT_FILE) for entry in everything if keep(entry.key))
+    entries = [e for e in everything if not e.key.startswith((attempts_of(prefix), *kept))]
+    manifest = read_manifest(store, prefix) if any(e.key == manifest_key(prefix) for e in entries) else None
     # In this order: of an attempt that commits meanwhile, either its heartbeat is alive or its manifest exists.
     beats = [beat for beat in attempts(store, prefix) if beat.attempt != own] if manifest is None else []
     manifest = manifest or read_manifest(store, prefix)
@@ -194,7 +197,7 @@ def _leftovers(
     elif beats and not is_over(beats[-1], max((e.modified for e in everything), default=0.0), lambda: now):
         found = iter(())
     else:
-        of_gc = tuple(f"{prefix}/attempts/{beat.attempt:04d}/" for beat in beats if beat.run == GC)
+        of_gc = tuple(attempt_folder(prefix, beat.attempt) for beat in beats if beat.run == GC)
         worked = max((e.modified for e in everything if not e.key.startswith(of_gc)), default=0.0)
         age_days = (now - worked) / 86_400
         finishing = any(beat.progress.finishing and is_alive(beat) is not False for beat in beats)
@@ -202,7 +205,7 @@ def _leftovers(
             found = _uncommitted(store, entries)
         else:
             why = f"unfinished, and no attempt has worked on it for {age_days:.1f} days"
-            found = (Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/"))
+            found = (Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(metrics_of(prefix)))
     return sorted(found, key=lambda leftover: not RECORDS.fullmatch(leftover.key)), number
 
 
@@ -215,8 +218,8 @@ def commits_to_keep(store: Store, on_damage: Callable[[str], None]) -> Callable[
     for message in damaged:
         on_damage(f"the commits of all runs stay: {message}")
     trainings = {run.name: run.record.prefixes.get("train") for run in runs}
-    sources = [source for run in runs if (source := _source_of(run)) and source["step"]]
-    starts = {(trainings.get(source["run"]), int(source["step"])) for source in sources}
+    sources = [source for run in runs if (source := _source_of(run)) and source.step is not None]
+    starts = {(trainings.get(source.name), source.step) for source in sources}
     every = [
         (prefix, steps)
         for run in runs
@@ -225,7 +228,7 @@ def commits_to_keep(store: Store, on_damage: Callable[[str], None]) -> Callable[
     ]
 
     def keep(key: str) -> bool:
-        if not (commit := COMMIT.fullmatch(key)):
+        if not (commit := COMMIT_KEY.fullmatch(key)):
             return False
         prefix, step = commit["artifact"], step_of(key)
         return bool(damaged) or (prefix, step) in starts or any(of == prefix and step % n == 0 for of, n in every)
@@ -241,33 +244,35 @@ def needed_by_runs(store: Store, on_damage: Callable[[str], None]) -> Callable[[
     def keep(runs: tuple[Entry, ...]) -> Callable[[str], bool]:
         return commits_to_keep(store, on_damage)
 
-    return lambda folder: keep(tuple(store.entries("runs/")))(f"{folder}/COMMIT.json")
+    return lambda folder: keep(tuple(store.entries(RUNS)))(commit_key(folder))
 
 
-def _source_of(run: Run) -> re.Match[str] | None:
+def _source_of(run: Run) -> Source | None:
     """The run and the step that a run begins with, as long as it has not trained. UserError if that cannot be read."""
     train, prefix = run.recipe.train, run.record.prefixes.get("train")
-    source = RUN_SOURCE.fullmatch(train.branch_from or train.init_from or "")
-    return source if source and prefix and read_manifest(run.store, prefix) is None else None
+    begins = train.branch_from or train.init_from
+    source = Source.of(begins, "train") if begins and prefix else None
+    if source is None or source.kind != "run" or read_manifest(run.store, str(prefix)) is not None:
+        return None
+    return source
 
 
 def _unnamed(manifest: Manifest, entries: list[Entry]) -> Iterator[Leftover]:
-    needed = {f"{manifest.prefix}/{file.key}" for file in manifest.files if file.at is None} | {
-        f"{manifest.prefix}/MANIFEST.json"
-    }
+    needed = {f"{manifest.prefix}/{file.key}" for file in manifest.files if file.at is None}
+    needed.add(manifest_key(manifest.prefix))
     if lost := min(needed - {entry.key for entry in entries}, default=None):
         raise UserError(f"{lost}: named by the manifest, and not in the store, so nothing of this artifact is removed")
     for entry in entries:
-        if entry.key not in needed and not entry.key.startswith(f"{manifest.prefix}/metrics/"):
+        if entry.key not in needed and not entry.key.startswith(metrics_of(manifest.prefix)):
             yield Leftover(entry.key, entry.size, "not in the manifest of its finished artifact")
 
 
 def _uncommitted(store: Store, entries: list[Entry]) -> Iterator[Leftover]:
-    folders = [re.match(r".*/checkpoints/[^/]+/", entry.key) for entry in entries]
-    commits = {f"{folder[0]}COMMIT.json" for folder in folders if folder}
+    folders = [CHECKPOINT_FOLDER.match(entry.key) for entry in entries]
+    commits = {commit_key(folder[0]) for folder in folders if folder}
     missing = {key for key in commits - {e.key for e in entries} if store.get(key) is None}  # a listing may be wrong
     for folder, entry in zip(folders, entries, strict=True):
-        if folder and f"{folder[0]}COMMIT.json" in missing:
+        if folder and commit_key(folder[0]) in missing:
             yield Leftover(entry.key, entry.size, "part of a checkpoint without a commit")
 
 

@@ -17,6 +17,7 @@ from pipelines.run.stage import Built, Work, artifacts, run_name, stage_named
 from pipelines.run.text.tokenizer import keep_tokenizer
 from pipelines.run.watch import Watch, watching
 from pipelines.store.crashes import UNFIT, after_crash
+from pipelines.store.layout import attempts_of
 from pipelines.store.ledger import SILENT_SECONDS, Attempt, claim, is_alive, newest_attempt
 from pipelines.store.manifest import ArtifactPlan, DamagedArtifact, Manifest, find
 from pipelines.store.provenance import provenance
@@ -118,7 +119,7 @@ class Pipeline:
                 refused.append(number)
                 if refused.count(number) > MOST_REFUSALS:
                     raise UserError(
-                        f"{self.store.uri}/{plan.prefix}/attempts/: the store refuses to create attempt {number}, "
+                        f"{self.store.uri}/{attempts_of(plan.prefix)}: the store refuses to create attempt {number}, "
                         "and lists none; remove what skytrain did not write there, or use another store"
                     )
                 time.sleep(1)

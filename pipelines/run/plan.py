@@ -8,10 +8,12 @@ from typing import Any
 from pipelines.recipe.recipe import Recipe
 from pipelines.run.stage import plans_of, run_name
 from pipelines.run.text.mixture import SourcePlan, sources_planned
+from pipelines.store.layout import artifact_of, manifest_key
 from pipelines.store.ledger import GC, attempts, newest_attempt, working_attempt
 from pipelines.store.manifest import ArtifactPlan, Manifest, differences, find, read_manifest
 from trainer.base.store import Entry, Store
-from trainer.checkpoint.commits import committed_folders, newest_commit, step_of
+from trainer.checkpoint.commits import committed_folders, newest_commit
+from trainer.checkpoint.layout import COMMIT_KEY, step_of
 from trainer.config.amounts import val_share, val_tokens, validations
 from trainer.optim.rates import peaks
 
@@ -115,10 +117,10 @@ def how_to_resume(store: Store, plan: ArtifactPlan, entries: list[Entry]) -> str
     if plan.stage != "train" or "branch_from" in plan.identity["train"]:
         return None
     ours = {e.key for e in entries if e.key.split("/")[1].rpartition("-")[0] == plan.label}
-    prefixes = {key.partition("/checkpoints/")[0] for key in ours if key.endswith("/COMMIT.json")}
+    prefixes = {found["artifact"] for key in ours if (found := COMMIT_KEY.fullmatch(key))}
     commits = {prefix: commit for prefix in prefixes if (commit := newest_commit(store, prefix))}
     prefix = max(commits, key=lambda prefix: commits[prefix].time, default="")
-    if not prefix or f"{prefix}/MANIFEST.json" in ours or working_attempt(store, prefix):
+    if not prefix or manifest_key(prefix) in ours or working_attempt(store, prefix):
         return None
     last, run = newest_attempt(store, prefix), prefix.partition("/")[2]
     if last and last.state == "failed":  # it diverged, for example
@@ -139,8 +141,8 @@ def how_to_continue(store: Store, plan: ArtifactPlan, sibling: Manifest | None) 
 
 def nearest_sibling(store: Store, plan: ArtifactPlan, entries: list[Entry]) -> tuple[Manifest | None, dict[str, Any]]:
     """The finished artifact of the same stage and label that differs in the fewest fields, and those fields."""
-    keys = (e.key for e in entries if e.key.endswith("/MANIFEST.json"))
-    found = (read_manifest(store, key.removesuffix("/MANIFEST.json")) for key in keys)
+    prefixes = (artifact_of(e.key) for e in entries if e.key == manifest_key(artifact_of(e.key)))
+    found = (read_manifest(store, prefix) for prefix in prefixes)
     compared = [(m, differences(plan.identity, m.identity)) for m in found if m and m.label == plan.label]
     return min(compared, key=lambda pair: len(pair[1]), default=(None, {}))
 

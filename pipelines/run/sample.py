@@ -14,7 +14,8 @@ from pipelines.store.manifest import fetch, fetch_folder, read_manifest
 from pipelines.store.runs import Run, read_run, tuned_model
 from trainer.base.record import DamagedRecord
 from trainer.base.store import Store
-from trainer.checkpoint.commits import committed_folders, read_commit, step_of
+from trainer.checkpoint.commits import committed_folders, read_commit
+from trainer.checkpoint.layout import commit_key, step_of
 from trainer.checkpoint.weights import open_weights
 from trainer.config.errors import NotAFile, UserError
 from trainer.config.model_config import ModelConfig
@@ -209,7 +210,7 @@ def load_commit(store: Store, folder: str, config: ModelConfig) -> "LanguageMode
         damage = load_files(store, folder, read_commit(store, folder).files, pieces, alone)
     except (DamagedRecord, NotAFile) as error:
         damage = str(error)
-    if store.get(f"{folder}/COMMIT.json") is None:
+    if store.get(commit_key(folder)) is None:
         raise UserError(f"{store.uri}/{folder}: was removed while it was read; run the same command again")
     if damage:
         raise UserError(f"{store.uri}/{folder}: is damaged: {damage}; choose another commit with --at")

@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run.nodes.ranks import RankTask
 from pipelines.run.screen import Screen
 from pipelines.run.text.tokenizer import check_tokenizer
 from pipelines.run.weight_sources import check_sources, pinned
+from pipelines.store.layout import CUSTOM, FOLDERS, STAGES, file_folder
 from pipelines.store.ledger import Attempt
 from pipelines.store.manifest import (
-    CUSTOM,
-    FOLDERS,
-    STAGES,
     ArtifactPlan,
     File,
     Manifest,
@@ -32,7 +31,6 @@ from pipelines.store.manifest import (
     upload,
 )
 from pipelines.store.records import Heartbeat
-from pipelines.store.run_record import RUN
 from pipelines.store.runs import Run, read_run
 from trainer.base.metrics import PhaseClock
 from trainer.base.process import StopSignal
@@ -40,6 +38,7 @@ from trainer.base.store import Store, side_by_side
 from trainer.config import extensions
 from trainer.config.errors import UserError, cut
 from trainer.config.extensions import extension
+from trainer.config.source import RUN
 
 TUNE = "tune"
 
@@ -74,7 +73,7 @@ class Work:
     @property
     def folder(self) -> Path:
         """Scratch folder of this attempt alone."""
-        path = scratch(self.home, self.store, self.attempt.prefix) / f"a{self.attempt.number:04d}"
+        path = scratch(self.home, self.store, self.attempt.prefix) / file_folder(self.attempt.number)
         path.mkdir(parents=True, exist_ok=True)
         return path
 

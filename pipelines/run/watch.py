@@ -4,8 +4,6 @@ Stop requests, budget, deadline, preemption notices, trackers and the summary ar
 overrides the moments it needs. A pipeline starts its watches in their order, and ends them in the reverse order.
 """
 
-import math
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -14,7 +12,7 @@ from pipelines.run.screen import Screen
 from pipelines.run.stage import Work
 from pipelines.store.manifest import Manifest
 from pipelines.store.records import Heartbeat
-from pipelines.store.runs import SUMMARY_SECONDS, Run, store_summary
+from pipelines.store.runs import Run, store_summary
 from pipelines.store.stop_request import read_stop_request
 from trainer.base.process import StopSignal
 from trainer.base.record import DamagedRecord, NewerRecord
@@ -75,20 +73,13 @@ class StopRequests(Watch):
 
 
 class Summary(Watch):
-    """Stores the summary of the run, which lists of runs read, every SUMMARY_SECONDS and at the end."""
+    """Stores the summary of a run that has ended, which lists of runs read."""
 
     def __init__(self) -> None:
         self._work: Work | None = None
-        self._stored = -math.inf  # by the monotonic clock
 
     def before_build(self, work: Work) -> None:
         self._work = work
-
-    def heartbeat(self, beat: Heartbeat) -> None:
-        work = self._work
-        if work and work.before and time.monotonic() - self._stored > SUMMARY_SECONDS:
-            self._stored = time.monotonic()
-            store_summary(work.before.with_attempt(work.plan.prefix, beat), beat.process)
 
     def end(self, error: BaseException | None) -> None:
         """A store that does not answer would only wait as long again; without a summary, lists read the records."""

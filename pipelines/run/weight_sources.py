@@ -1,14 +1,13 @@
 """Weights from elsewhere, for `train.init_from` and `train.branch_from`: found and checked before a machine is rented,
 brought to a node once.
 
-A source is a model of the Hugging Face Hub at a commit, a path of this machine, or a run of the same store
-(`run:NAME[@STEP]`). `pinned` gives a recipe in which every source names its content: the commit of a repository, or the
-sha256 of the bytes. So a recipe on record plans the same run on every machine, also once the source is gone.
+`pinned` gives a recipe in which every source (trainer/config/source.py) names its content: the commit of a repository,
+or the sha256 of the bytes. So a recipe on record plans the same run on every machine, also once the source is gone.
 """
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -16,14 +15,17 @@ from typing import Any
 
 from pipelines.recipe.recipe import Recipe
 from pipelines.recipe.tokens_config import TokenizerFile
+from pipelines.run.fetch import check_content, hub_file, named, path_of
 from pipelines.run.text.hub import asked
-from pipelines.run.text.tokenizer import TOKENIZER_FILE, ids_in, tokenizer_file_bytes, tokenizer_files, tokenizer_of
+from pipelines.run.text.tokenizer import ids_in, tokenizer_file_bytes, tokenizer_files, tokenizer_of
+from pipelines.store.layout import TOKENIZER
 from pipelines.store.manifest import ArtifactPlan, File, fetch, read_manifest
-from pipelines.store.run_record import RUN, full_names
+from pipelines.store.run_record import full_names
 from pipelines.store.runs import Run, find_run
 from trainer.base.record import decoded_at
 from trainer.base.store import Store, sha256_of
-from trainer.checkpoint.commits import committed_folders, step_of
+from trainer.checkpoint.commits import committed_folders
+from trainer.checkpoint.layout import commit_key, step_of
 from trainer.checkpoint.weights import (
     CONFIG_FILE,
     StoredTensor,
@@ -34,13 +36,9 @@ from trainer.checkpoint.weights import (
 )
 from trainer.config.errors import UserError
 from trainer.config.model_config import ModelConfig
+from trainer.config.source import HUB, RUN, WEIGHTS, Source
 
-RUN_SOURCE = re.compile(
-    r"run:(?P<run>[a-z0-9][a-z0-9._-]*)(?:@(?P<step>\d{1,12}))?(?:@sha256:(?P<sha256>[0-9a-f]{64}))?"
-)
-HUB_MODEL = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@]+))?")
-COMMIT = re.compile(r"[0-9a-f]{40}")
-PINNED_PATH = re.compile(r"(?P<path>.+)@sha256:(?P<sha256>[0-9a-f]{64})")
+INIT, BRANCH = "train.init_from", "train.branch_from"  # fields of a recipe
 
 # The fields that a branch can't change, with the reason.
 POSITION = "the state counts its text in batches of that size"
@@ -63,44 +61,19 @@ class ParentWeights:
     folder: str | None = None  # of the commit
     file: File | None = None  # of the final weights
 
-    @property
-    def pinned(self) -> str:
-        step = f"@{step_of(self.folder)}" if self.folder else ""
-        return f"{RUN}{self.run.name}{step}@sha256:{self.sha256}"
+    def pin(self) -> Source:
+        """This commit, or these weights, with the content in their name."""
+        step = step_of(self.folder) if self.folder else None
+        return Source("run", self.run.name, step=step, sha256=self.sha256)
 
 
-@dataclass(frozen=True)
-class Hub:
-    """A model of the Hugging Face Hub at a commit."""
-
-    name: str
-    revision: str
-
-
-@dataclass(frozen=True)
-class Local:
-    """Weights at a path, with their content if it is known."""
-
-    path: Path
-    sha256: str | None
-
-
-def source_of(text: str, field: str) -> Hub | Local:
-    """The source that a recipe names, if it is not a run. UserError for a model of the Hub without a commit."""
-    if pinned := PINNED_PATH.fullmatch(text):
-        return Local(Path(pinned["path"]), pinned["sha256"])
-    model = HUB_MODEL.fullmatch(text)
-    if model and model["revision"] and COMMIT.fullmatch(model["revision"]):
-        return Hub(model["name"], model["revision"])
-    path = Path(text).expanduser()
-    if path.exists() or not model:
-        return Local(path.absolute(), None)
-    moves = f"'{model['revision']}' can move"
-    given = moves if model["revision"] else "no such path, and as a model of the Hub it lacks its commit"
-    raise UserError(
-        f"{field}: {text}: {given}; write {model['name']}@ and the 40 hex digits that "
-        f"`git ls-remote https://huggingface.co/{model['name']} main` prints"
-    )
+def weights_named(text: str, field: str) -> Source:
+    """The source of weights that a recipe names. UserError for a path that does not exist and may be a model."""
+    source = Source.of(text, field, WEIGHTS)
+    unknown = source.kind == "path" and not source.sha256 and not path_of(source).exists()
+    if unknown and re.fullmatch(r"[\w.-]+/[\w.-]+", source.name):
+        Source.of(f"{HUB}{source.name}", f"{field}: no such path, and a model of the Hub")  # says how to name one
+    return source
 
 
 def pinned(recipe: Recipe, store: Store) -> Recipe:
@@ -110,42 +83,42 @@ def pinned(recipe: Recipe, store: Store) -> Recipe:
     """
     train, own = recipe.train, recipe.tokens.tokenizer
     changes: dict[str, Any] = {}
-    for source in filter(None, (train.init_from, train.branch_from)):
-        if (named := RUN_SOURCE.fullmatch(source)) and named["run"] == recipe.name:
+    init = weights_named(train.init_from, INIT) if train.init_from else None
+    branch = weights_named(train.branch_from, BRANCH) if train.branch_from else None
+    for source in filter(None, (init, branch)):
+        if (source.kind, source.name) == ("run", recipe.name):
             (run,) = full_names(store, [recipe.name])
             raise UserError(f"train: {source}: once begun, this run is the newest '{recipe.name}'; write {RUN}{run}")
-    if isinstance(own, TokenizerFile) and own.sha256 is None:
-        own = own.model_copy(update={"sha256": sha256(tokenizer_file_bytes(own)).hexdigest()})
+    if isinstance(own, TokenizerFile) and own.named.sha256 is None:
+        found = sha256(tokenizer_file_bytes(own)).hexdigest()
+        own = own.model_copy(update={"file": str(own.named.pinned(found))})
         changes["tokens"] = recipe.tokens.model_copy(update={"tokenizer": own})
-    if train.init_from:
-        changes["train"] = train.model_copy(update={"init_from": pinned_source(train.init_from, store, recipe.model)})
-    if train.branch_from:
-        where = f"train.branch_from: {train.branch_from.partition('@sha256:')[0]}"
-        parent = find_parent(store, train.branch_from, "train.branch_from")
-        check_branch(parent.run.recipe, recipe, where)
-        changes["train"] = train.model_copy(update={"branch_from": parent.pinned})
+    if init:
+        changes["train"] = train.model_copy(update={"init_from": str(pinned_weights(init, store, recipe.model))})
+    if branch:
+        parent = find_parent(store, branch, BRANCH)
+        check_branch(parent.run.recipe, recipe, f"{BRANCH}: {branch.unpinned}")
+        changes["train"] = train.model_copy(update={"branch_from": str(parent.pin())})
     return recipe.model_copy(update=changes) if changes else recipe
 
 
-def pinned_source(text: str, store: Store, model: ModelConfig, field: str = "train.init_from") -> str:
-    """`train.init_from` with the content in its name, and with the shapes of local weights checked."""
-    if text.startswith(RUN):
-        parent = find_parent(store, text, field)
-        check_model(parent.run.recipe.model, model, f"{field}: {text.partition('@sha256:')[0]}")
-        return parent.pinned
-    source = source_of(text, field)
-    if isinstance(source, Hub):
-        return text
-    open_weights(source.path, f"{field}: {source.path}").check(model)
-    return pinned_path(source, field)
+def pinned_weights(source: Source, store: Store, model: ModelConfig, field: str = INIT) -> Source:
+    """The source of weights with its content, and with the shapes of local weights checked."""
+    if source.kind == "run":
+        parent = find_parent(store, source, field)
+        check_model(parent.run.recipe.model, model, f"{field}: {source.unpinned}")
+        return parent.pin()
+    if source.kind == "model":
+        return source
+    path = path_of(source)
+    open_weights(path, f"{field}: {path}").check(model)
+    return checked_path(source, field)
 
 
-def pinned_path(source: Local, field: str) -> str:
-    """A path with the sha256 of its weights. UserError if these are others than pinned."""
-    found = content_of(source.path, f"{field}: {source.path}")
-    if source.sha256 not in (None, found):
-        raise UserError(f"{field}: {source.path}: its weights have the sha256 {found}, the recipe has {source.sha256}")
-    return f"{source.path}@sha256:{found}"
+def checked_path(source: Source, field: str) -> Source:
+    """Weights at a path, with their content. UserError if these are others than pinned."""
+    path = path_of(source)
+    return check_content(replace(source, name=str(path)), content_of(path, f"{field}: {path}"), field)
 
 
 def content_of(path: Path, where: str) -> str:
@@ -160,13 +133,11 @@ def content_of(path: Path, where: str) -> str:
 
 
 def content_identity(text: str) -> dict[str, Any]:
-    """The content of a pinned source, for a fingerprint."""
-    if content := text.partition("@sha256:")[2]:
-        return {"sha256": content}
-    source = source_of(text, "train.init_from")
-    if isinstance(source, Hub):
-        return {"hub": source.name, "revision": source.revision}
-    return {"sha256": content_of(source.path, f"train.init_from: {source.path}")}
+    """The content of a source of weights, for a fingerprint."""
+    source = weights_named(text, INIT)
+    if source.kind == "model":
+        return {"hub": source.name, "revision": source.commit}
+    return {"sha256": source.sha256 or checked_path(source, INIT).sha256}
 
 
 def check_sources(recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store) -> None:
@@ -175,73 +146,61 @@ def check_sources(recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store) 
     init, prefix = recipe.train.init_from, plans["train"].prefix
     if not init or read_manifest(store, prefix) is not None or committed_folders(store, prefix):
         return
-    if isinstance(source := first_source(recipe), Hub):
-        hub_weights(source, "train.init_from").check(recipe.model)
-    where = f"train.init_from: {init.partition('@sha256:')[0]}"
-    if (theirs := tokenizer_beside(init, store, where)) is None:
+    source = weights_named(init, INIT)
+    if source.kind == "model":
+        hub_weights(source, INIT).check(recipe.model)
+    where = f"{INIT}: {source.unpinned}"
+    if (theirs := tokenizer_beside(source, store, where)) is None:
         return
-    ours = tokenizer_files(tokenizer_of(recipe.tokens, store, plans["tokenize"].prefix), 0)[TOKENIZER_FILE]
-    if not ids_in(ours, where).items() <= ids_in(theirs, f"{where}/{TOKENIZER_FILE}").items():
+    ours = tokenizer_files(tokenizer_of(recipe.tokens, store, plans["tokenize"].prefix), 0)[TOKENIZER]
+    if not ids_in(ours, where).items() <= ids_in(theirs, f"{where}/{TOKENIZER}").items():
         raise UserError(
-            f"{where}: its {TOKENIZER_FILE} has other ids than tokens.tokenizer '{recipe.tokens.tokenizer}'; set "
+            f"{where}: its {TOKENIZER} has other ids than tokens.tokenizer '{recipe.tokens.tokenizer}'; set "
             "tokens.tokenizer to that file, or to the tokenizer of that run"
         )
 
 
-def tokenizer_beside(init: str, store: Store, where: str) -> bytes | None:
+def tokenizer_beside(source: Source, store: Store, where: str) -> bytes | None:
     """The tokenizer.json of the run, the folder or the model of the Hub that has the weights; None without one."""
-    if init.startswith(RUN):
-        run = find_parent(store, init, "train.init_from").run
+    if source.kind == "run":
+        run = find_parent(store, source, INIT).run
         encoding = tokenizer_of(run.recipe.tokens, store, run.record.prefixes["tokenize"])
-        return tokenizer_files(encoding, 0)[TOKENIZER_FILE]
-    source = source_of(init, "train.init_from")
-    if isinstance(source, Local):
-        path = source.path / TOKENIZER_FILE
+        return tokenizer_files(encoding, 0)[TOKENIZER]
+    if source.kind == "path":
+        path = path_of(source) / TOKENIZER
         return path.read_bytes() if path.is_file() else None
     import huggingface_hub
 
-    exists = partial(huggingface_hub.file_exists, source.name, TOKENIZER_FILE, revision=source.revision)
-    if not asked(where, exists):
-        return None
-    return tokenizer_file_bytes(TokenizerFile(file=f"hf://{source.name}@{source.revision}"))
-
-
-def first_source(recipe: Recipe) -> Hub | Local | None:
-    """The source of train.init_from; None if it is a run, or not set."""
-    init = recipe.train.init_from
-    return source_of(init, "train.init_from") if init and not init.startswith(RUN) else None
+    exists = partial(huggingface_hub.file_exists, source.name, TOKENIZER, revision=source.commit)
+    return tokenizer_file_bytes(TokenizerFile(file=str(source))) if asked(where, exists) else None
 
 
 def bring(text: str, store: Store, cache: Path, field: str) -> Path:
     """The weights of a pinned source as a path of this machine, verified. Not for a commit of a run."""
-    if text.startswith(RUN):
-        parent = find_parent(store, text, field)
+    source = Source.of(text, field, WEIGHTS)
+    if source.kind == "run":
+        parent = find_parent(store, source, field)
         assert parent.file, text
         return fetch(store, parent.prefix, parent.file, cache)
-    source = source_of(text, field)
-    if isinstance(source, Hub):
-        return fetched_from_hub(source, field)
-    pinned_path(source, field)
-    return source.path
+    return fetched_from_hub(source, field) if source.kind == "model" else Path(checked_path(source, field).name)
 
 
 # --- other runs
 
 
-def find_parent(store: Store, source: str, field: str) -> ParentWeights:
+def find_parent(store: Store, source: Source, field: str) -> ParentWeights:
     """The commit or final weights that `run:NAME[@STEP]` names. UserError if there are none, or others than pinned."""
-    where, named = f"{field}: {source.partition('@sha256:')[0]}", RUN_SOURCE.fullmatch(source)
-    if named is None:
-        raise UserError(f"{field}: {source}: is not a run; write run:NAME or run:NAME@STEP")
+    where = f"{field}: {source.unpinned}"
     try:
-        run = find_run(store, *full_names(store, [named["run"]]))
+        (name,) = full_names(store, [source.name])
+        run = find_run(store, name)
     except UserError as error:
         raise UserError(f"{field}: {error}") from error
     prefix = run.record.prefixes.get("train") if run else None
     if run is None or prefix is None:
         raise UserError(f"{where}: that run has not trained yet; start it with skytrain run")
-    found = _final(store, run, prefix, where) if named["step"] is None else _commit(store, run, prefix, named, where)
-    if named["sha256"] not in (None, found.sha256):
+    found = _final(store, run, prefix, where) if source.step is None else _commit(store, run, prefix, source, where)
+    if source.sha256 not in (None, found.sha256):
         raise UserError(f"{where}: it changed after this run was planned; plan it again")
     return found
 
@@ -255,17 +214,17 @@ def _final(store: Store, run: Run, prefix: str, where: str) -> ParentWeights:
     return ParentWeights(run, prefix, file.sha256, file=file)
 
 
-def _commit(store: Store, run: Run, prefix: str, named: re.Match[str], where: str) -> ParentWeights:
+def _commit(store: Store, run: Run, prefix: str, source: Source, where: str) -> ParentWeights:
     folders = committed_folders(store, prefix)
     found = [
         ParentWeights(run, prefix, digest, folder=folder)
         for folder in folders
-        if step_of(folder) == int(named["step"])
-        and (digest := decoded_at(store, f"{folder}/COMMIT.json", lambda body, _: sha256(body).hexdigest()))
+        if step_of(folder) == source.step
+        and (digest := decoded_at(store, commit_key(folder), lambda body, _: sha256(body).hexdigest()))
     ]
     if not found:
-        raise UserError(f"{where}: step {named['step']} is not a commit of {run.name}; {steps_text(folders)}")
-    return next((one for one in found if one.sha256 == named["sha256"]), found[0])
+        raise UserError(f"{where}: step {source.step} is not a commit of {run.name}; {steps_text(folders)}")
+    return next((one for one in found if one.sha256 == source.sha256), found[0])
 
 
 def steps_text(folders: Iterable[str]) -> str:
@@ -301,20 +260,20 @@ def check_branch(parent: Recipe, recipe: Recipe, where: str) -> None:
 # --- the Hub
 
 
-def hub_weights(source: Hub, field: str) -> WeightsFile:
+def hub_weights(source: Source, field: str) -> WeightsFile:
     """The weights of a model of the Hub, by its headers and its config: some KB. UserError if they can't be had."""
     import huggingface_hub
 
-    where, api = f"{field}: {source.name}@{source.revision[:12]}", huggingface_hub.HfApi()
-    names = asked(where, lambda: api.list_repo_files(source.name, revision=source.revision))
+    where, api = named(source, field), huggingface_hub.HfApi()
+    names = asked(where, lambda: api.list_repo_files(source.name, revision=source.commit))
     tensors: dict[str, StoredTensor] = {}
     for file in weight_files(names, where):
         header = asked(
-            where, lambda file=file: api.parse_safetensors_file_metadata(source.name, file, revision=source.revision)
+            where, lambda file=file: api.parse_safetensors_file_metadata(source.name, file, revision=source.commit)
         )
         for name, one in header.tensors.items():
             tensors[name] = StoredTensor(f"{where}/{file}", tuple(one.shape), unread)
-    path = asked(where, lambda: api.hf_hub_download(source.name, CONFIG_FILE, revision=source.revision))
+    path = asked(where, lambda: api.hf_hub_download(source.name, CONFIG_FILE, revision=source.commit))
     return from_hub_layout(where, Path(path).read_text(encoding="utf8"), tensors)
 
 
@@ -322,19 +281,10 @@ def unread() -> Any:
     raise AssertionError("only the header of these weights is here")
 
 
-def fetched_from_hub(source: Hub, field: str) -> Path:
-    """The folder of a model of the Hub in the cache of its library, each file with the sha256 that the Hub names."""
+def fetched_from_hub(source: Source, field: str) -> Path:
+    """The folder of a model of the Hub in the cache of its library, verified."""
     import huggingface_hub
 
-    where, api = f"{field}: {source.name}@{source.revision[:12]}", huggingface_hub.HfApi()
-    names = weight_files(asked(where, lambda: api.list_repo_files(source.name, revision=source.revision)), where)
-    folder = Path()
-    for name in (CONFIG_FILE, *names):
-        path = Path(asked(where, partial(api.hf_hub_download, source.name, name, revision=source.revision)))
-        url = huggingface_hub.hf_hub_url(source.name, name, revision=source.revision)
-        etag = asked(where, partial(api.get_hf_file_metadata, url=url)).etag or ""
-        if re.fullmatch("[0-9a-f]{64}", etag) and sha256_of(path) != etag:  # of large files
-            path.resolve().unlink()
-            raise UserError(f"{where}/{name}: damaged on its way (sha256 differs); run again to fetch it again")
-        folder = path.parent
-    return folder
+    where, api = named(source, field), huggingface_hub.HfApi()
+    names = asked(where, lambda: api.list_repo_files(source.name, revision=source.commit))
+    return [hub_file(source, name, field) for name in (CONFIG_FILE, *weight_files(names, where))][-1].parent

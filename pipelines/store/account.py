@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from pipelines.store.ledger import HEARTBEAT_SECONDS
-from pipelines.store.records import Heartbeat, Machine
+from pipelines.store.records import HEARTBEAT_SECONDS, Heartbeat, Machine
 from pipelines.store.traffic import GB
 
 # The phases that an attempt repeats or waits for because its predecessor was interrupted.
@@ -223,6 +222,14 @@ def traffic_of(beat: Heartbeat) -> TrafficCost:
     usd = math.fsum(count / GB * price for count, price in priced if price is not None)
     usd += writes / 1000 * (machine.usd_per_1000_writes or 0.0) + reads / 1000 * (machine.usd_per_1000_reads or 0.0)
     return TrafficCost(sent, received, usd, sum(count for count, price in priced if price is None), writes + reads)
+
+
+def traffic_seconds(size: int, beat: Heartbeat) -> float:
+    """The seconds for which an attempt's machines cost as much as `size` bytes to the store; 0 while a price is
+    unknown."""
+    usd_per_second = (beat.price_per_hour or 0.0) * beat.nodes / 3600
+    usd = size / GB * (beat.machine.usd_per_gb_sent or 0.0)
+    return usd / usd_per_second if usd_per_second else 0.0
 
 
 def _sums(named: Iterable[tuple[str, Cost]]) -> dict[str, Cost]:

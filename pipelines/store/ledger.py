@@ -8,104 +8,30 @@ time and money; MLflow only mirrors it.
 
 import logging
 import math
-import os
-import platform
-import re
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from pipelines.store.records import Billing, Heartbeat, Machine, ProcessId
-from pipelines.store.traffic import GB, Traffic, traffic_here
+from pipelines.store.layout import ATTEMPT_KEY, attempts_of, claim_key, heartbeat_key, momentary_key
+from pipelines.store.meter import Meter
+from pipelines.store.process_id import process_exists, this_process
+from pipelines.store.records import HEARTBEAT_SECONDS, Billing, Heartbeat, sum_by_key
+from pipelines.store.traffic import Traffic, traffic_here
 from trainer.base.process import Background, log_crash, since_boot, steady_time
 from trainer.base.record import DamagedRecord, decoded_at
 from trainer.base.store import Entry, Store, side_by_side
-from trainer.config.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.config.errors import StaleAttempt, UserError
 
 log = logging.getLogger(__name__)
-ATTEMPT_KEY = re.compile(r".*/attempts/([0-9]{4,9})/(?:claim|heartbeat)\.json")
 GC = "gc"  # in place of the run, in the attempts of `skytrain gc`: no run pays for them
-HEARTBEAT_SECONDS = 5.0
 # Three heartbeats and a slow upload: after a longer silence, an attempt counts as dead and is replaced.
 SILENT_SECONDS = 20.0
 # By the store's clock. An attempt may write no heartbeat while the store is away, and still go on.
 LONG_AGO_SECONDS = 3600.0
 CLOCK_SECONDS = 60.0  # of difference between clocks: more than a slow request, less than any age that decides
 JUMP_SECONDS = 60.0  # of the wall clock, from which on the bill names it
-# Own and on-demand machines: Llama 3's 16,384 GPUs had 419 unplanned interruptions in 54 days (Dubey et al. 2024),
-# so eight GPUs fail once in about 260 days. A new rented machine is less reliable than that.
-STEADY_SECONDS_BETWEEN_FAILURES = 30 * 86_400.0
-
-
-class Meter:
-    """The time up to which attempts have billed this machine, and the phase that follows.
-
-    A file of the machine, named by SKYTRAIN_METER: unix seconds, the phase after them, and the same time in seconds
-    since boot. The set-up of the machine creates it: the next attempt's bill begins there, with "provision".
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-
-    @classmethod
-    def here(cls) -> "Meter":
-        """The meter of this machine. UserError if the folder in SKYTRAIN_METER does not exist."""
-        named = os.environ.get("SKYTRAIN_METER")
-        if named and not Path(named).parent.is_dir():
-            raise UserError(f"SKYTRAIN_METER: {named}: its folder does not exist; make it, or name another file")
-        return cls(Path(named) if named else None)
-
-    def read(self) -> tuple[float, str] | None:
-        """The end of the last bill, and the phase that began then. UserError for a damaged file."""
-        if self.path is None or not self.path.exists():
-            return None
-        if self.path.is_dir():
-            raise UserError(f"SKYTRAIN_METER: {self.path}: is a folder; name a file")
-        try:
-            fields = self.path.read_text().split()
-            since = float(fields[0])
-            if not 0.0 <= since < math.inf:  # nor NaN, with which every sum of the bill would be NaN
-                raise ValueError(fields[0])
-            if len(fields) > 2:
-                since = steady_time() - (since_boot() - float(fields[2]))
-            return since, fields[1] if len(fields) > 1 else "provision"
-        except (ValueError, IndexError) as error:
-            raise UserError(f"SKYTRAIN_METER: {self.path}: holds no unix seconds; remove it") from error
-
-    def forward(self, time: float, phase: str) -> None:
-        """Record that the machine is billed up to `time` (unix seconds), and the phase after it."""
-        if self.path is not None:
-            fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            fresh.write_text(f"{time} {phase} {since_boot() - steady_time() + time}\n")
-            fresh.replace(self.path)
-
-    def unbilled(
-        self, now: float, idle: float = 0.0, billed: float = 0.0, since: float | None = None
-    ) -> dict[str, float]:
-        """Seconds by phase that no attempt has billed yet. This process spent `idle` seconds of them waiting.
-
-        Without a meter they begin at `since`, and there are none without that.
-        An attempt has billed the time up to `billed`, even if the file lags behind: a kill may come between a
-        heartbeat and the meter.
-        """
-        reading = self.read() or (None if since is None else (since, "start"))
-        if reading is None or max(reading[0], billed) >= now:
-            return {}
-        unbilled_since, phase = reading if reading[0] >= billed else (billed, "lost")
-        began = min(now, max(unbilled_since, process_began()))
-        phases = {phase: began - unbilled_since}
-        if phase == "lost":  # the attempt may have worked until just before its next heartbeat; then nothing ran
-            lost = min(began - unbilled_since, HEARTBEAT_SECONDS)
-            phases = {"lost": lost, "idle": began - unbilled_since - lost}
-        waited = min(idle, now - began)
-        phases["idle"] = phases.get("idle", 0.0) + waited
-        phases["start"] = phases.get("start", 0.0) + now - began - waited
-        return {phase: seconds for phase, seconds in phases.items() if seconds > 0}
 
 
 class Attempt:
@@ -214,7 +140,7 @@ class Attempt:
         self.lost = self.superseded()
 
     def _report(self) -> None:
-        key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
+        key = heartbeat_key(self.prefix, self.number)
         with self._reporting:
             now, traffic = steady_time(), self.traffic() - self._traffic_before
             if traffic != Traffic():
@@ -274,9 +200,7 @@ def claim(
         machine=billing.machine,
     )
     # The claim bills nothing: if a kill comes before the first heartbeat, the next attempt bills all of it.
-    if not store.create(
-        f"{prefix}/attempts/{number:04d}/claim.json", replace(heartbeat, started=now, phases={}).to_json()
-    ):
+    if not store.create(claim_key(prefix, number), replace(heartbeat, started=now, phases={}).to_json()):
         return None
     return Attempt(store, prefix, heartbeat, watch, meter, crashed)
 
@@ -289,7 +213,7 @@ def close_attempt(store: Store, prefix: str, beat: Heartbeat, state: str, cause:
     phases = sum_by_key([beat.phases, {"lost": lost, "idle": silent - lost}])
     progress = beat.progress.updated(killed=cause)
     last = replace(beat, state=state, time=now, phases=phases, progress=progress)
-    store.put(f"{prefix}/attempts/{beat.attempt:04d}/heartbeat.json", last.to_json())
+    store.put(heartbeat_key(prefix, beat.attempt), last.to_json())
     Meter.here().forward(steady_time(), "idle")
 
 
@@ -340,7 +264,7 @@ def latest_number(store: Store, prefix: str) -> int:
 
 def attempt_entries(store: Store, prefix: str) -> list[tuple[int, Entry]]:
     """The claims and heartbeats of an artifact, each with its attempt's number, by key. Other names are not ours."""
-    found = ((ATTEMPT_KEY.fullmatch(entry.key), entry) for entry in store.entries(f"{prefix}/attempts/"))
+    found = ((ATTEMPT_KEY.fullmatch(entry.key), entry) for entry in store.entries(attempts_of(prefix)))
     return [(int(match[1]), entry) for match, entry in found if match]
 
 
@@ -366,7 +290,7 @@ def working_attempt(store: Store, prefix: str, clock: Callable[[], float] | None
 def agreed_clock(store: Store) -> float:
     """The time that the store puts on an object that is written now, for what an age decides. UserError if the dates of
     its answers, or this machine, differ by more than CLOCK_SECONDS: no single answer decides."""
-    store.put(key := f"control/clock/{uuid.uuid4().hex}", b"")
+    store.put(key := momentary_key("clock"), b"")
     now = max((entry.modified for entry in store.entries(key)), default=0.0)
     store.delete(key)
     for whose, seconds in (("its answers", store.clock()), ("this machine", time.time())):
@@ -376,82 +300,3 @@ def agreed_clock(store: Store) -> float:
                 "puts on a new object; set it right, because ages decide here"
             )
     return now
-
-
-def process_exists(process: ProcessId) -> bool | None:
-    """Whether the process of an attempt, or one that it started, still exists; None if this machine cannot know."""
-    here = this_process()
-    if here.machine == process.machine:
-        starts = ((one.pid, one.started) for one in (process, *process.children))
-        return any(pid is not None and process_started(pid) == started for pid, started in starts)
-    return None  # no comparison with its clock, which may differ by hours
-
-
-def this_process() -> ProcessId:
-    """The identity of this process: machine (boot and container), pid and start time."""
-    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    # Containers of one host share its boot and may share its name; a pid is valid in one of them only.
-    parts = [boot.read_text().strip() if boot.exists() else "", os.readlink(pids) if pids.is_symlink() else ""]
-    machine = "/".join([platform.node(), *filter(None, parts)])
-    return ProcessId(machine, os.getpid(), process_started(os.getpid()))
-
-
-def process_started(pid: int) -> str | None:
-    """The start time of a process in clock ticks since boot, None if there is no such process (any more)."""
-    try:
-        # The name in field 2 may hold spaces and brackets; the start time is the 20th field after it.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # A zombie is dead: it stays forever in a container whose first process reaps no children.
-        return None if fields[0] in "ZX" else fields[19]
-    except (FileNotFoundError, ProcessLookupError):
-        if Path("/proc").exists():
-            return None
-    import psutil
-
-    return "unknown" if psutil.pid_exists(pid) else None
-
-
-def process_began() -> float:
-    """The start of this process, in unix seconds."""
-    ticks, uptime = process_started(os.getpid()), Path("/proc/uptime")
-    if ticks is None or not ticks.isdigit() or not uptime.exists():
-        return steady_time()
-    return steady_time() - float(uptime.read_text().split()[0]) + int(ticks) / os.sysconf("SC_CLK_TCK")
-
-
-def sum_by_key(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sums by key."""
-    sums: dict[str, float] = {}
-    for one in several:
-        for key, value in one.items():
-            sums[key] = sums.get(key, 0.0) + value
-    return sums
-
-
-def prior_seconds_between_failures(machine: Machine, nodes: int = 1) -> float:
-    """The expected time until the first of so many nodes is lost, before a run has attempts of its own.
-
-    Own and on-demand machines are steady; a machine of unknown market may be spot.
-    """
-    steady = not machine.cloud or machine.spot is False
-    return (STEADY_SECONDS_BETWEEN_FAILURES if steady else PRIOR_SECONDS_BETWEEN_FAILURES) / nodes
-
-
-def traffic_seconds(size: int, beat: Heartbeat) -> float:
-    """The seconds for which an attempt's machines cost as much as `size` bytes to the store; 0 while a price is
-    unknown."""
-    usd_per_second = (beat.price_per_hour or 0.0) * beat.nodes / 3600
-    usd = size / GB * (beat.machine.usd_per_gb_sent or 0.0)
-    return usd / usd_per_second if usd_per_second else 0.0
-
-
-def seconds_between_failures(heartbeats: Iterable[Heartbeat], prior_seconds: float) -> float:
-    """Mean time between crashes, by a signal or without a last heartbeat. The prior counts as one.
-
-    The posterior mean of a Poisson rate with a Gamma(1, prior) prior. An attempt that committed before it left lost
-    nothing, and does not count.
-    """
-    beats = list(heartbeats)
-    seconds = sum(3600 * beat.billed_hours for beat in beats)
-    crashes = sum(beat.state == "running" or beat.progress.killed is not None for beat in beats)
-    return (prior_seconds + seconds) / (1 + crashes)

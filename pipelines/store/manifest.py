@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
+from pipelines.store.layout import FOLDERS, SHORT, artifact_of, artifact_prefix, file_folder, manifest_key
 from pipelines.store.s3_store import open_store
 from trainer.base.record import (
     LARGE_BYTES,
@@ -49,11 +50,7 @@ from trainer.base.store import (
 from trainer.config.errors import StoreUnavailable, UserError, shown
 
 FORMAT = 1
-STAGES = ("tokenize", "train", "evaluate", "export")  # of every run; tune.NAME, an evaluate.NAME and custom.NAME follow
-CUSTOM = "custom"  # stages of other packages
-FOLDERS = {**dict(zip(STAGES, ("tokens", *STAGES[1:]), strict=True)), "tune": "tune", CUSTOM: CUSTOM}
 HERE = "."  # the place of a file that belongs to another artifact of the same store
-SHORT = 8  # hex digits of a fingerprint in names; the manifest holds all 64
 SMALL = 16 << 20  # bytes of a cached file that is hashed at every start: 10 ms
 
 
@@ -100,7 +97,7 @@ class ArtifactPlan:
 
     @property
     def prefix(self) -> str:
-        return prefix_of(self.stage, self.label, self.fingerprint)
+        return artifact_prefix(self.stage, self.label, self.fingerprint)
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ class Manifest(StoredRecord):
 
     @property
     def prefix(self) -> str:
-        return prefix_of(self.stage, self.label, self.fingerprint)
+        return artifact_prefix(self.stage, self.label, self.fingerprint)
 
     @property
     def versions(self) -> str:
@@ -135,13 +132,13 @@ class Manifest(StoredRecord):
         for file in self.files:
             if file.name == name:
                 return file
-        raise DamagedArtifact(key_of(self.prefix), f"damaged: it names no {name}")
+        raise DamagedArtifact(manifest_key(self.prefix), f"damaged: it names no {name}")
 
     def fact(self, name: str) -> Any:
         """A fact that every artifact of the stage has."""
         if name in self.facts:
             return self.facts[name]
-        raise DamagedArtifact(key_of(self.prefix), f"damaged: its facts lack {name}")
+        raise DamagedArtifact(manifest_key(self.prefix), f"damaged: its facts lack {name}")
 
     def to_json(self) -> bytes:
         values = asdict(self) | {"files": [file.to_json() for file in self.files]}
@@ -177,16 +174,6 @@ class TrainFacts(StoredRecord):
 FACTS: dict[str, type[Any]] = {"tokenize": TokensFacts, "train": TrainFacts}
 
 
-def prefix_of(stage: str, label: str, fingerprint: str) -> str:
-    """The prefix of an artifact in the store, such as train/gpt2-124m-0f3a9c21."""
-    return f"{FOLDERS[stage]}/{label}-{fingerprint[:SHORT]}"
-
-
-def key_of(prefix: str) -> str:
-    """The key of the manifest of the artifact under `prefix`."""
-    return f"{prefix}/MANIFEST.json"
-
-
 def fingerprint_of(identity: Mapping[str, Any]) -> str:
     """sha256 of the identity as canonical JSON: sorted keys, no spaces, no NaN."""
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
@@ -205,9 +192,9 @@ def read_manifest(store: Store, prefix: str) -> Manifest | None:
         return manifest
 
     try:
-        return decoded_at(store, key_of(prefix), decode)
+        return decoded_at(store, manifest_key(prefix), decode)
     except DamagedRecord as error:
-        where = f"{store.uri}/{key_of(prefix)}"
+        where = f"{store.uri}/{manifest_key(prefix)}"
         raise DamagedArtifact(where, str(error).removeprefix(f"{where}: ")) from error
 
 
@@ -234,15 +221,15 @@ def commit(store: Store, manifest: Manifest, scratch: Iterable[str] = ()) -> Man
     stored = {entry.key: entry.size for entry in store.entries(f"{manifest.prefix}/")}
     own = [file for file in manifest.files if file.at is None]
     lost = [key for file in own if stored.get(key := f"{manifest.prefix}/{file.key}") != file.size]
-    if not lost and store.create(key_of(manifest.prefix), manifest.to_json()):
+    if not lost and store.create(manifest_key(manifest.prefix), manifest.to_json()):
         with suppress(StoreUnavailable):  # then gc deletes them
             side_by_side(lambda key: store.delete(f"{manifest.prefix}/{key}"), scratch)
         return manifest
-    winner, where = read_manifest(store, manifest.prefix), f"{store.uri}/{key_of(manifest.prefix)}"
+    winner, where = read_manifest(store, manifest.prefix), f"{store.uri}/{manifest_key(manifest.prefix)}"
     if winner is None:
         if not lost:
             raise DamagedArtifact(where, "exists but is not a manifest", "delete it and run again")
-        raise StoreUnavailable(f"{store.uri}/{lost[0]}: removed before {key_of(manifest.prefix)} was written")
+        raise StoreUnavailable(f"{store.uri}/{lost[0]}: removed before {manifest_key(manifest.prefix)} was written")
     return winner
 
 
@@ -257,7 +244,7 @@ def upload(
     """Store a local file as part of an artifact, in the folder of this attempt. An exception of `check` ends
     the work."""
     name = name or path.name
-    key, size = f"a{attempt:04d}/{name}", path.stat().st_size
+    key, size = f"{file_folder(attempt)}/{name}", path.stat().st_size
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as beside:
         digest = beside.submit(sha256_of, path, check)
         store.upload(path, f"{prefix}/{key}", check)
@@ -278,7 +265,7 @@ def place_of(store: Store, prefix: str, file: File, places: Collection[str] = ()
         return store, f"{prefix}/{file.key}"
     if file.at != HERE and file.at not in places:
         what = f"names {shown(file.name)} in {shown(file.at)}, which tokens.source does not name"
-        raise DamagedArtifact(f"{store.uri}/{key_of(prefix)}", what)
+        raise DamagedArtifact(f"{store.uri}/{manifest_key(prefix)}", what)
     return (store if file.at == HERE else _other_store(file.at)), file.key
 
 
@@ -385,7 +372,7 @@ def verify(store: Store, key: str, file: File, path: Path, digest: str | None = 
         what = f"changed after it was adopted: it is {damage}"
         raise DamagedArtifact(f"{store.uri}/{key}", what, "run again to adopt it anew")
     if damage:
-        manifests = key_of("/".join(key.split("/")[:2])) + " and that of the mixture" * (file.at == HERE)
+        manifests = manifest_key(artifact_of(key)) + " and that of the mixture" * (file.at == HERE)
         raise DamagedArtifact(f"{store.uri}/{key}", f"damaged: it is {damage}", f"remove {manifests} to build it again")
 
 

@@ -5,11 +5,13 @@ Each record has one writer (`to_json`) and one reader (`from_json`). The JSON le
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from trainer.base.record import Count, Number, StoredRecord, UnixSeconds, decoded, typed
+
+HEARTBEAT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -181,3 +183,12 @@ class Heartbeat(StoredRecord):
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
+
+
+def sum_by_key(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sums by key."""
+    sums: dict[str, float] = {}
+    for one in several:
+        for key, value in one.items():
+            sums[key] = sums.get(key, 0.0) + value
+    return sums

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from pipelines.store.account import StoredHeartbeat
-from pipelines.store.ledger import sum_by_key
-from pipelines.store.records import Heartbeat
+from pipelines.store.layout import releases_key
+from pipelines.store.records import Heartbeat, sum_by_key
 from trainer.base.record import StoredRecord, UnixSeconds, record_at
 from trainer.base.store import Store
 
@@ -29,15 +29,11 @@ class Release(StoredRecord):
 
 def read_releases(store: Store, run: str) -> list[Release]:
     """The releases on record of a run's clusters. DamagedRecord, or NewerRecord."""
-    return record_at(list[Release], store, key_of(run)) or []
+    return record_at(list[Release], store, releases_key(run)) or []
 
 
 def write_releases(store: Store, run: str, releases: Iterable[Release]) -> None:
-    store.put(key_of(run), json.dumps([asdict(one) for one in releases], indent=1).encode())
-
-
-def key_of(run: str) -> str:
-    return f"control/{run}/releases.json"
+    store.put(releases_key(run), json.dumps([asdict(one) for one in releases], indent=1).encode())
 
 
 def until_release(

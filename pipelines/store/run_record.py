@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from pipelines.recipe.recipe import Recipe
-from pipelines.store.manifest import FOLDERS, STAGES, ArtifactPlan
+from pipelines.store.layout import FOLDERS, RUNS, STAGES, run_key, run_of
+from pipelines.store.manifest import ArtifactPlan
 from pipelines.store.store_id import StoreIdText, settled_store_id
 from trainer.base.record import (
     DamagedRecord,
@@ -28,7 +29,6 @@ from trainer.base.store import Store, side_by_side
 from trainer.config.errors import UserError, shown
 
 MOST_NAMES = 20  # in a message
-RUN = "run:"  # before the name of a run, in place of a recipe or of weights
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
     about = recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier
     experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "skytrain"  # MLflow's own setting
     made = RunRecord(run, *about, experiment, settled_store_id(store))
-    store.put(key_of(run), made.to_json())
+    store.put(run_key(run), made.to_json())
     return made
 
 
@@ -110,11 +110,7 @@ def read_record(store: Store, run: str) -> RunRecord | None:
             raise DamagedRecord(where, f"it is that of {shown(found.run)}")
         return found
 
-    return decoded_at(store, key_of(run), decode, remedy="run its recipe to write it again")
-
-
-def key_of(run: str) -> str:
-    return f"runs/{run}.json"
+    return decoded_at(store, run_key(run), decode, remedy="run its recipe to write it again")
 
 
 def read_records(store: Store, names: Iterable[str] = ()) -> list[RunRecord]:
@@ -129,8 +125,8 @@ def full_names(store: Store, names: Iterable[str] = ()) -> list[str]:
     The name of a recipe is that of its newest run, by the records: a copy of a store has other dates. UserError if a
     name fits no run, or several.
     """
-    entries = sorted(store.entries("runs/"), key=lambda entry: entry.modified)
-    runs = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in entries]
+    entries = sorted(store.entries(RUNS), key=lambda entry: entry.modified)
+    runs = list(map(run_of, entries))
     return [_full_name(store, runs, name) for name in names] or runs
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
+from pipelines.store.layout import manifest_key
 from pipelines.store.manifest import (
     DamagedArtifact,
     File,
@@ -24,7 +25,6 @@ from pipelines.store.manifest import (
     download_verified,
     fetch,
     is_intact,
-    key_of,
     place_of,
     seal,
 )
@@ -51,7 +51,7 @@ def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
     for name, count in counts.items() if isinstance(counts, dict) else [("shards", counts)]:
         if not isinstance(count, int) or (form := form_of(sizes.get(name, 0), count)) is None:
             what = f"{name} has {count!r} tokens in its facts and {sizes.get(name, 'no')} bytes in its files"
-            raise DamagedArtifact(key_of(tokens.prefix), f"damaged: {what}")
+            raise DamagedArtifact(manifest_key(tokens.prefix), f"damaged: {what}")
         if name.startswith(split):
             (token_bytes, header), source = form, SOURCE.search(name) if "sources" in tokens.facts else None
             number = int(source[1]) if source else 0

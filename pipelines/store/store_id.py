@@ -12,11 +12,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from pipelines.store.layout import STORE_ID
 from trainer.base.record import StoredRecord, UnixSeconds, record_at
 from trainer.base.store import Store
 from trainer.config.errors import UserError
 
-KEY = "store.json"
 OBEY = "this server ignores If-None-Match: *; commits need a server that obeys it (S3, R2, MinIO, Ceph 17, …)"
 StoreIdText = Annotated[str, Field(pattern="^([0-9a-f]{8})?$")]  # it becomes part of the names of jobs
 
@@ -36,7 +36,7 @@ def new_store_id() -> str:
 
 def read_store_id(store: Store) -> str | None:
     """The id of a store; None before its first run. DamagedRecord, or NewerRecord."""
-    found = record_at(StoreId, store, KEY)
+    found = record_at(StoreId, store, STORE_ID)
     return found.id if found else None
 
 
@@ -46,10 +46,10 @@ def settled_store_id(store: Store, proposed: str | None = None) -> str:
     if known := read_store_id(store):
         return known
     ids = (proposed or new_store_id(), new_store_id())
-    created = [store.create(KEY, json.dumps(asdict(StoreId(one, time.time()))).encode()) for one in ids]
+    created = [store.create(STORE_ID, json.dumps(asdict(StoreId(one, time.time()))).encode()) for one in ids]
     if created[1]:
-        store.delete(KEY)
+        store.delete(STORE_ID)
         raise UserError(f"{store.uri}: a second create replaced the first; {OBEY}")
     known = ids[0] if created[0] else read_store_id(store)
-    assert known, f"{store.uri}/{KEY} was removed"
+    assert known, f"{store.uri}/{STORE_ID} was removed"
     return known

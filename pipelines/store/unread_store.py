@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
-from pipelines.store.run_record import RUN
-from pipelines.store.store_id import KEY as ID_KEY
+from pipelines.store.layout import STORE_ID
 from trainer.base.answers import answered_within
 from trainer.base.store import LocalStore, Store
 from trainer.config.errors import UserError
+from trainer.config.source import RUN
 
 ANSWER_SECONDS = 10.0
 
@@ -28,9 +28,9 @@ def readable(store: Store, recipe: str) -> Store:
     """The store if it can be read within ANSWER_SECONDS, else an empty one. UserError or OSError for a recipe that only
     the store has."""
     try:
-        answered_within(ANSWER_SECONDS, lambda: (store.get(ID_KEY), store.entries(ID_KEY)))
+        answered_within(ANSWER_SECONDS, lambda: (store.get(STORE_ID), store.entries(STORE_ID)))
     except (UserError, OSError) as error:
         if recipe.startswith(RUN):
             raise
-        return UnreadStore(store.uri, str(error).replace(f"/{ID_KEY}", ""))
+        return UnreadStore(store.uri, str(error).replace(f"/{STORE_ID}", ""))
     return store

@@ -15,7 +15,8 @@ from pathlib import Path, PurePosixPath
 
 from pipelines.recipe.recipe import HF
 from pipelines.run.formats.hf import COMPONENTS
-from pipelines.store.manifest import DamagedArtifact, File, Manifest, download_verified, key_of, read_manifest
+from pipelines.store.layout import manifest_key
+from pipelines.store.manifest import DamagedArtifact, File, Manifest, download_verified, read_manifest
 from pipelines.store.run_record import read_records
 from pipelines.store.runs import tuned_model
 from trainer.base.store import PARTIAL, Store, sha256_of
@@ -85,13 +86,15 @@ def check_names_and_sizes(store: Store, manifest: Manifest) -> None:
     names = Counter(file.name for file in manifest.files)
     folders = {str(folder) for name in names for folder in PurePosixPath(name).parents}
     if twice := next((name for name, count in names.items() if count > 1 or name in folders), None):
-        raise DamagedArtifact(f"{store.uri}/{key_of(manifest.prefix)}", f"damaged: it names {shown(twice)} twice")
+        raise DamagedArtifact(f"{store.uri}/{manifest_key(manifest.prefix)}", f"damaged: it names {shown(twice)} twice")
     stored = {entry.key: entry.size for entry in store.entries(f"{manifest.prefix}/")}
     for file in manifest.files:
         key = f"{manifest.prefix}/{file.key}"
         if (size := stored.get(key)) != file.size:
             found = "missing" if size is None else f"{size:,} bytes long, but {file.size:,} bytes in its manifest"
-            raise DamagedArtifact(f"{store.uri}/{key}", f"damaged: it is {found}", f"remove {key_of(manifest.prefix)}")
+            raise DamagedArtifact(
+                f"{store.uri}/{key}", f"damaged: it is {found}", f"remove {manifest_key(manifest.prefix)}"
+            )
 
 
 def is_present(folder: Path, file: File) -> bool:

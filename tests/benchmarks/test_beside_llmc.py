@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.beside_llmc import prepare
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from trainer.config.errors import UserError
 
 # The options that llm.c's parser knows (train_gpt2.cu at f1e2ace), of those that the command uses. It exits on another.

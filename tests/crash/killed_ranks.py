@@ -18,7 +18,7 @@ import psutil
 from pydantic import BaseModel
 from trainer_command import SERIES, Command
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from trainer.__main__ import TrainerConfig
 
 WAYS = ("rank", "torchrun", "SIGTERM")

@@ -38,11 +38,12 @@ from servers import FOREIGN_AWS_VARIABLES, MotoServer, Radosgw, S3Account
 from small_disk import Disk, small_disk
 
 from pipelines.run.stage import STAGES
+from pipelines.store.layout import manifest_key
 from pipelines.store.ledger import GC, attempts, latest_number
-from pipelines.store.manifest import key_of, read_manifest
+from pipelines.store.manifest import read_manifest
 from pipelines.store.runs import read_runs
 from pipelines.store.s3_store import S3Store
-from trainer.checkpoint.commits import attempt_of, step_of
+from trainer.checkpoint.layout import attempt_of, step_of
 from trainer.config.errors import FULL
 
 STEPS = 600
@@ -249,7 +250,7 @@ class DisturbedRun:
         of_commits = re.compile(rf"({re.escape(self.prefix)}/checkpoints/[^/]+)/COMMIT\.json")
         present = {found[1] for key in keys if (found := of_commits.fullmatch(key))}
         records = sum(key.endswith("/MANIFEST.json") or "/shards/" in key for key in keys)
-        self.trained = self.trained or self.store.get(key_of(self.prefix)) is not None  # then commits may go
+        self.trained = self.trained or self.store.get(manifest_key(self.prefix)) is not None  # then commits may go
         top = max(map(step_of, self.commits), default=0)
         self.commits |= {commit: attempt for commit in present - self.commits.keys()}
         if records > self.records or max(map(step_of, self.commits), default=0) > top:

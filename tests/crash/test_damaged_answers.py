@@ -19,16 +19,16 @@ from servers import S3Account
 from trainer_runs import ALONE
 
 from pipelines.run.gc import collect, needed_by_runs
+from pipelines.store.layout import manifest_key, run_key
 from pipelines.store.ledger import attempts
-from pipelines.store.manifest import key_of
-from pipelines.store.run_record import key_of as run_key
 from pipelines.store.run_record import read_record
 from pipelines.store.s3_store import S3Store
 from trainer.base.events import EventLog, Warned
 from trainer.base.metrics import PhaseClock
 from trainer.base.store import LocalStore, Store
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commits import TrainState, committed_folders, committed_state, series, step_of
+from trainer.checkpoint.commits import TrainState, committed_folders, committed_state, series
+from trainer.checkpoint.layout import step_of
 from trainer.checkpoint.pieces import Piece
 from trainer.config.errors import StoreUnavailable, UserError
 
@@ -158,7 +158,7 @@ def test_gc_deletes_nothing_of_an_artifact_whose_records_do_not_arrive(
     gone = {one.key for one in collect(behind, 0.0, notes.append)}
     assert keys[-1] in gone and not any("/checkpoints/" in key for key in gone)
     assert notes[0].startswith("the commits of all runs stay")
-    assert direct.get(key_of(TRAIN))
+    assert direct.get(manifest_key(TRAIN))
 
 
 @pytest.mark.parametrize(("seconds", "whose"), [(9 * 86_400, "its answers"), (-90, "its answers"), (30, None)])

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from simulated import DAY, Process, World, final_weights, simulate
 
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run import stage
 from pipelines.store import ledger
-from pipelines.store.manifest import key_of, read_manifest
+from pipelines.store.layout import manifest_key
+from pipelines.store.manifest import read_manifest
 from trainer.base.store import LocalStore
 from trainer.checkpoint.checkpointer import Checkpointer
 
@@ -220,7 +222,9 @@ def a_commit_without_a_look_at_the_attempts(patch: pytest.MonkeyPatch) -> None:
 
 def a_manifest_without_any_look(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ledger.Attempt, "begin_to_finish", lambda attempt: None)
-    patch.setattr(stage, "commit", lambda store, made, _: store.create(key_of(made.prefix), made.to_json()) and made)
+    patch.setattr(
+        stage, "commit", lambda store, made, _: store.create(manifest_key(made.prefix), made.to_json()) and made
+    )
 
 
 def a_create_that_replaces(patch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,12 @@ from pipeline_runs import SHIPPED_CLI, TINY, Project
 from safetensors.torch import load_file
 
 from pipelines.extras.tune.rewards import score_of
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run.stage import plans_of, stage_named
 from pipelines.run.trackers import Guarded, Tracker
-from pipelines.store.manifest import STAGES, ArtifactPlan
+from pipelines.store.layout import STAGES
+from pipelines.store.manifest import ArtifactPlan
 from trainer.config import extensions
 from trainer.config.errors import UserError
 

@@ -20,7 +20,7 @@ from pipelines.job.budget import (
     seconds_until_ask,
     stopping_seconds,
 )
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import plans_of, run_name
 from pipelines.store.ledger import claim
 from pipelines.store.records import Billing, Machine, Progress

@@ -18,7 +18,7 @@ from pipelines.job.deadline import (
     seconds_left,
     seconds_per_token,
 )
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import Work
 from pipelines.store.account import StoredHeartbeat, account
 from pipelines.store.manifest import ArtifactPlan

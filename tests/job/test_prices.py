@@ -13,8 +13,7 @@ from metadata_servers import Cloud, Ec2Cloud, GceCloud
 from pipelines.extras.bench.gpus import peak_of
 from pipelines.job import prices
 from pipelines.job.prices import billing_here, prices_json
-from pipelines.store.account import StoredHeartbeat, account
-from pipelines.store.ledger import traffic_seconds
+from pipelines.store.account import StoredHeartbeat, account, traffic_seconds
 from pipelines.store.records import Heartbeat, Machine, Progress
 from pipelines.store.traffic import GB
 from pipelines.user.cloud.catalog import CloudRegion, usd_per_gb, with_traffic

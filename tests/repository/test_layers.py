@@ -1,6 +1,7 @@
 """The rooms form layers: an import leads to a lower layer, no circle exists, and nothing below the verbs prints."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -182,3 +183,14 @@ def test_an_import_is_seen_wherever_it_is(code: str, expected: list[str]) -> Non
 def test_a_circle_is_seen() -> None:
     assert in_circles(frozenset({("a", "b"), ("b", "c")})) == set()
     assert in_circles(frozenset({("a", "b"), ("b", "c"), ("c", "b")})) == {("b", "c"), ("c", "b")}
+
+
+def test_a_key_of_the_store_is_spelled_in_the_two_files_of_its_layout() -> None:
+    names = r"/?(?:attempts|checkpoints|metrics|runs|launches|summaries|control)/.*|(?:.*/)?[A-Z]{6,8}\.json"
+    spelled = {
+        name
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(names, node.value)
+    }
+    assert spelled == {"pipelines.store.layout", "trainer.checkpoint.layout"}

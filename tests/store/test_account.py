@@ -18,8 +18,7 @@ from pipelines.store.account import (
     market_of,
     settled_phases,
 )
-from pipelines.store.ledger import HEARTBEAT_SECONDS
-from pipelines.store.records import Heartbeat, Machine, ProcessId, Progress
+from pipelines.store.records import HEARTBEAT_SECONDS, Heartbeat, Machine, ProcessId, Progress
 
 HOUR = 3600.0
 PREFIX = "train/tiny-1a2b3c4d"

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from run_records import committed
 
-from pipelines.store.crashes import MOST_CRASHES, UNFIT, after_crash
-from pipelines.store.ledger import attempts, claim, close_attempt, is_alive, seconds_between_failures
+from pipelines.store.crashes import MOST_CRASHES, UNFIT, after_crash, seconds_between_failures
+from pipelines.store.ledger import attempts, claim, close_attempt, is_alive
 from pipelines.store.records import Billing
 from trainer.base.store import LocalStore
 from trainer.config.errors import EXIT_FAILED, EXIT_INTERRUPTED, ending_of

@@ -15,18 +15,9 @@ from waiting import until
 
 from pipelines.store import ledger
 from pipelines.store.account import StoredHeartbeat, account
-from pipelines.store.ledger import (
-    Attempt,
-    attempts,
-    claim,
-    close_attempt,
-    is_alive,
-    is_over,
-    process_began,
-    process_exists,
-    this_process,
-)
-from pipelines.store.records import Billing, Heartbeat, Machine
+from pipelines.store.ledger import Attempt, attempts, claim, close_attempt, is_alive, is_over
+from pipelines.store.process_id import process_began, process_exists, this_process
+from pipelines.store.records import HEARTBEAT_SECONDS, Billing, Heartbeat, Machine
 from trainer.base import process
 from trainer.base.store import LocalStore
 from trainer.config.errors import StoreUnavailable, UserError
@@ -123,7 +114,7 @@ from pathlib import Path
 from pipelines.store import ledger
 from pipelines.store.account import StoredHeartbeat, account
 from trainer.base.store import LocalStore
-ledger.HEARTBEAT_SECONDS = 0.05
+HEARTBEAT_SECONDS = 0.05
 store, billing = LocalStore(Path(sys.argv[1])), ledger.Billing(3600.0)
 with ledger.claim(store, sys.argv[2], "tiny-1a2b3c4d", "train", 1, billing) as attempt:
     attempt.clock = lambda now: {"train": now - attempt.latest.started}
@@ -200,7 +191,7 @@ def test_the_first_attempt_pays_for_setting_up_the_machine_and_the_next_for_the_
     tmp_path: Path, meter: Path
 ) -> None:
     store = LocalStore(tmp_path / "store")
-    up = ledger.process_began() - 1000
+    up = process_began() - 1000
     meter.write_text(f"{up:.0f}\n")  # as `date +%s` does
     with claimed(store, 1, price=3600.0) as first:
         pass
@@ -220,13 +211,13 @@ def test_the_first_attempt_pays_for_setting_up_the_machine_and_the_next_for_the_
 def test_time_after_a_killed_attempts_last_heartbeat_is_lost_and_later_time_is_idle(
     tmp_path: Path, meter: Path
 ) -> None:
-    store, began = LocalStore(tmp_path / "store"), ledger.process_began()
+    store, began = LocalStore(tmp_path / "store"), process_began()
     with claimed(store, 1):
         assert meter.read_text().split()[1] == "lost"
         meter.write_text(f"{began - 60} lost\n")  # its last heartbeat, a minute before this process began
         second = claimed(store, 2)
-    assert second.latest.phases["lost"] == ledger.HEARTBEAT_SECONDS
-    assert second.latest.phases["idle"] == pytest.approx(60 - ledger.HEARTBEAT_SECONDS, abs=0.1)
+    assert second.latest.phases["lost"] == HEARTBEAT_SECONDS
+    assert second.latest.phases["idle"] == pytest.approx(60 - HEARTBEAT_SECONDS, abs=0.1)
     assert second.latest.time - second.latest.started == pytest.approx(sum(second.latest.phases.values()))
 
 

@@ -4,9 +4,9 @@ import pytest
 from stage_work import NoSignals
 
 from pipelines.run.watch import StopRequests
+from pipelines.store.layout import stop_key
 from pipelines.store.records import Heartbeat
 from pipelines.store.stop_request import (
-    key_of,
     read_stop_request,
     request_stop,
     stop_requests,
@@ -29,8 +29,8 @@ def asked(store: LocalStore) -> str | None:
 )
 def test_an_unreadable_request_stops_the_run_and_names_its_object(store: LocalStore, body: bytes) -> None:
     assert asked(store) is None
-    store.put(key_of("a-1"), body)
-    assert f"{store.uri}/{key_of('a-1')}" in (asked(store) or "")
+    store.put(stop_key("a-1"), body)
+    assert f"{store.uri}/{stop_key('a-1')}" in (asked(store) or "")
     with pytest.raises(UserError, match="damaged|newer skytrain"):
         read_stop_request(store, "a-1")
 
@@ -46,6 +46,6 @@ def test_a_request_stands_until_a_later_command_withdraws_it_and_one_that_came_a
     for listed in (known, []):
         with pytest.raises(Stopped, match="too dear"):
             withdraw_stop(store, "a-1", listed)
-    store.put(key_of("a-1"), b"{")
+    store.put(stop_key("a-1"), b"{")
     withdraw_stop(store, "a-1", stop_requests(store))
     assert (read_stop_request(store, "a-1"), asked(store)) == (None, None)

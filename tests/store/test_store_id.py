@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.store.store_id import KEY, new_store_id, read_store_id, settled_store_id
+from pipelines.store.layout import STORE_ID
+from pipelines.store.store_id import new_store_id, read_store_id, settled_store_id
 from trainer.base.record import DamagedRecord
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
@@ -22,8 +23,8 @@ def test_a_store_has_one_id_whoever_is_first(store: LocalStore) -> None:
 
 @pytest.mark.parametrize("body", [b"", b'{"id": "$(x)", "created": 1e9}', b'{"id": "12345678"}'])
 def test_an_id_that_is_none_is_refused(store: LocalStore, body: bytes) -> None:
-    store.put(KEY, body)
-    with pytest.raises(DamagedRecord, match=KEY):
+    store.put(STORE_ID, body)
+    with pytest.raises(DamagedRecord, match=STORE_ID):
         settled_store_id(store)
 
 

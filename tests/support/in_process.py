@@ -101,7 +101,7 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
     from pipelines import cli
     from pipelines.run.nodes import launcher_process
     from pipelines.run.stages import follow, train
-    from pipelines.store import ledger
+    from pipelines.store import meter, process_id
 
     began, out, err, code = time.time(), Output(), StringIO(), 0
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
@@ -117,7 +117,8 @@ def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "
         for stage in (train, follow):
             patch.setattr(stage, "start_ranks", start_ranks_here)
         patch.setattr(launcher_process, "prepare_launcher", lambda: None)
-        patch.setattr(ledger, "process_began", lambda: began)
+        for module in (meter, process_id):
+            patch.setattr(module, "process_began", lambda: began)
         torch.set_num_threads(1)  # as in a process of its own: the order of sums depends on it
         try:
             cli.main()

@@ -6,19 +6,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run.stage import STAGES, plans_of, run_name
-from pipelines.store.ledger import claim, this_process
-from pipelines.store.manifest import File, Manifest, key_of
+from pipelines.store.layout import manifest_key
+from pipelines.store.ledger import claim
+from pipelines.store.manifest import File, Manifest
+from pipelines.store.process_id import this_process
 from pipelines.store.records import Billing, Heartbeat, ProcessId
 from pipelines.store.run_record import RunRecord, record
 from trainer.base.store import Store
 from trainer.checkpoint.commits import Commit, TrainState
 
+SOURCE = f"tokens.source=hf://datasets/a/b@{'a' * 40}"
 SMALLER = ["train.max_steps=200", "train.batch_tokens=8192"]
 
 
-RECIPE = load_recipe("smoke", ["tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}", *SMALLER])
+RECIPE = load_recipe("smoke", [SOURCE, *SMALLER])
 
 
 PLANS = plans_of(RECIPE)
@@ -51,8 +55,7 @@ FACTS: dict[str, dict[str, Any]] = {
 
 
 def recipe_with(*changes: str) -> Recipe:
-    source = ["tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}"]
-    return load_recipe("smoke", [*source, *SMALLER, *changes])
+    return load_recipe("smoke", [SOURCE, *SMALLER, *changes])
 
 
 def put_heartbeat(store: Store, prefix: str, beat: Heartbeat) -> None:
@@ -65,7 +68,7 @@ def finished(store: Store, stage: str, files: tuple[File, ...] = (), **facts: An
     manifest = Manifest(
         plan.stage, plan.label, plan.fingerprint, plan.identity, {}, files, {}, FACTS[stage] | facts, RUN, 1, 1.0
     )
-    store.create(key_of(plan.prefix), manifest.to_json())  # commit() would look up the files
+    store.create(manifest_key(plan.prefix), manifest.to_json())  # commit() would look up the files
     return manifest
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import save_file
 
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run.stage import Work
 from pipelines.run.stages import tokenize
 from pipelines.store.ledger import claim

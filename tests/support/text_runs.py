@@ -5,9 +5,10 @@ from pathlib import Path
 from safetensors.torch import save_file
 from trainer_runs import ALONE
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import plans_of, run_name
-from pipelines.store.manifest import Manifest, key_of, upload
+from pipelines.store.layout import manifest_key
+from pipelines.store.manifest import Manifest, upload
 from pipelines.store.run_record import record
 from trainer.base.events import EventLog
 from trainer.base.metrics import PhaseClock
@@ -21,7 +22,7 @@ CONTEXT = 64
 RECIPE = load_recipe(
     "smoke",
     [
-        *("name=speaker", "tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}", "tokens.tokenizer=bytes"),
+        *("name=speaker", f"tokens.source=hf://datasets/a/b@{'a' * 40}", "tokens.tokenizer=bytes"),
         *("model.n_layer=2", "model.n_head=2", "model.n_embd=32", f"model.block_size={CONTEXT}"),
         *("model.vocab_size=300", f"train.batch_tokens={CONTEXT}", "train.max_steps=20", "train.warmup_steps=1"),
     ],
@@ -37,7 +38,7 @@ def finish(store: Store, folder: Path, model: GPT) -> None:
     save_file(model.state_dict(), folder / "model.safetensors")
     file, plan = upload(store, TRAIN, 1, folder / "model.safetensors"), PLANS["train"]
     about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
-    store.create(key_of(TRAIN), Manifest(*about, {}, (file,), {}, {}, RUN, 1, 1.0).to_json())
+    store.create(manifest_key(TRAIN), Manifest(*about, {}, (file,), {}, {}, RUN, 1, 1.0).to_json())
 
 
 def commit(store: Store, folder: Path, model: GPT, step: int) -> None:

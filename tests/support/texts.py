@@ -76,7 +76,7 @@ class FourFiles:
             (folder / f"{name}.txt").write_text(f"{name} " * 2000)
         standard = {"tokenizer": "bytes", "shard_tokens": 1500, "max_tokens": 13_001, "val_shards": 2}
         self.config = TokensConfig(source=f"{folder}/{pattern or '*.txt'}", **(fields if pattern else standard))
-        text = open_source(self.config.source, None, None, "text").identity()
+        text = open_source(self.config.source, None, "text").identity()
         self.plan = ArtifactPlan("tokenize", "files", {"stage": "tokenize", "text": text})
 
     def job(self, store: Path, attempt: int = 1, processes: int = 1, **fields: Any) -> ShardsJob:

@@ -21,7 +21,8 @@ from trainer.base.parallel import World
 from trainer.base.process import StopSignal
 from trainer.base.store import LocalStore, Store
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commits import TrainState, committed_folders, series, step_of
+from trainer.checkpoint.commits import TrainState, committed_folders, series
+from trainer.checkpoint.layout import step_of
 from trainer.checkpoint.save_clock import SaveClock
 from trainer.checkpoint.weights import Origin
 from trainer.config.config import RuntimeConfig, TrainConfig

@@ -7,7 +7,8 @@ import pytest
 import trainer_runs
 from trainer_runs import EVERY_STEP, Runner, Runners
 
-from trainer.checkpoint.commits import committed_folders, step_of
+from trainer.checkpoint.commits import committed_folders
+from trainer.checkpoint.layout import step_of
 from trainer.checkpoint.weights import Origin
 from trainer.config.errors import UserError
 

@@ -14,6 +14,7 @@ from trainer.config.config import RuntimeConfig, TrainConfig
 from trainer.config.config_errors import explain
 from trainer.config.errors import UserError
 from trainer.config.model_config import ModelConfig
+from trainer.config.source import Source
 from trainer.models.gpt2 import Gpt2Config
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -145,3 +146,41 @@ def test_validations_take_at_most_two_percent_of_the_training() -> None:
     assert val_tokens(model, configured) == 10_485_760 and 0.2 < val_share(model, configured) < 0.3
     assert [validations(train(batch_tokens=1024, max_steps=n, val_every=10)) for n in (5, 10, 19, 20)] == [2, 2, 3, 3]
     assert validations(train(batch_tokens=1024, max_steps=9, val_every=None)) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"hf://org/name@{'a' * 40}",
+        f"hf://org/name@{'a' * 40}@sha256:{'b' * 64}",
+        f"hf://datasets/org/name/part-*.parquet@{'a' * 40}",
+        "s3://bucket/texts/*.jsonl",
+        "run:smoke-1a2b3c4d",
+        f"run:smoke-1a2b3c4d@200@sha256:{'b' * 64}",
+        "texts/a b@c.txt",
+        f"mine.py:score@sha256:{'b' * 64}",
+    ],
+)
+def test_a_source_is_written_as_it_was_read(text: str) -> None:
+    found = Source.of(text, "field")
+    assert str(found) == text and str(Source.of(found.unpinned, "field")) == text.partition("@sha256:")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("hf://org", "not a place on the Hub"),
+        (f"hf://org/name/file@{'a' * 40}", "not a place on the Hub"),
+        (f"hf://datasets/org/../x@{'a' * 40}", "not a place on the Hub"),
+        ("hf://org/name", "lacks its commit; write hf://org/name@ and the 40 hex digits that `git ls-remote "),
+        ("hf://org/name@main", "'main' can move; "),
+        (f"org/name@{'a' * 40}", f"write hf://org/name@{'a' * 40}"),
+        ("run:A@1", "not a run; write run:NAME or run:NAME@STEP"),
+        ("ftp://me:secret@host/a", "unknown scheme 'ftp'; use hf://ORG/NAME@COMMIT, "),
+    ],
+)
+def test_a_text_that_names_no_source_is_refused_in_a_line_that_says_what_would(text: str, reason: str) -> None:
+    with pytest.raises(UserError) as mistake:
+        Source.of(text, "field")
+    line = str(mistake.value)
+    assert line.startswith("field: ") and reason in line and "\n" not in line and "secret" not in line

@@ -31,14 +31,13 @@ from trainer.checkpoint.commits import (
     FileReceipt,
     Segment,
     TrainState,
-    attempt_of,
     checkpoint_folders,
     committed_folders,
     deletable_checkpoints,
     delete_checkpoint,
     read_commit,
-    step_of,
 )
+from trainer.checkpoint.layout import attempt_of, checkpoint_folder, commit_key, file_name, receipt_key, step_of
 from trainer.checkpoint.loading import agreed, load_files
 from trainer.checkpoint.pieces import HostCopy, Piece
 from trainer.config.errors import Interrupted, NoSoundCommit, StaleAttempt, StoreUnavailable
@@ -134,7 +133,7 @@ class Checkpointer:
             self.prepare(pieces)
         assert self._copy
         self._copy.take()
-        folder = f"{self.prefix}/checkpoints/step-{state.step:08d}-a{self.attempt:04d}"
+        folder = checkpoint_folder(self.prefix, state.step, self.attempt)
         self._save = self._last = Save(folder, replace(state), list(log.uncommitted), started)
         if proven:
             self.prove()
@@ -161,7 +160,7 @@ class Checkpointer:
             self._segment = Segment.of(self.prefix, state.step, self.attempt, rows, self._segment.body)
             self.store.put(self._segment.key, self._segment.body)
             commit = self._commit_of(state, self._segment, self._last.files)
-            self.store.put(f"{self._last.folder}/COMMIT.json", commit.encode())
+            self.store.put(commit_key(self._last.folder), commit.encode())
         log.uncommitted.clear()
 
     def prove(self) -> None:
@@ -249,10 +248,10 @@ class Checkpointer:
             self.store.put(self._receipt_key(save), json.dumps({"fault": repr(thread.error)}).encode())
 
     def _file_name(self) -> str:
-        return f"rank-{self.world.rank:05d}-of-{self.world.world_size:05d}.safetensors"
+        return file_name(self.world.rank, self.world.world_size)
 
     def _receipt_key(self, save: Save) -> str:
-        return f"{save.folder}/receipt-{self.world.rank:05d}.json"
+        return receipt_key(save.folder, self.world.rank)
 
     def _receipts(self, save: Save, size: int) -> list[FileReceipt]:
         """Wait for the receipts of all ranks, after the upload of this rank's file of `size` bytes. OSError if a rank
@@ -262,7 +261,7 @@ class Checkpointer:
         receipts: list[FileReceipt] = []
         while len(receipts) < self.world.world_size:
             rank = len(receipts)
-            key = f"{save.folder}/receipt-{rank:05d}.json"
+            key = receipt_key(save.folder, rank)
             receipt = decoded_at(self.store, key, decoded, polled=True)
             if receipt is not None:
                 if isinstance(receipt, dict) and "fault" in receipt:
@@ -288,11 +287,11 @@ class Checkpointer:
         for file in files:
             if stored.get(key := f"{save.folder}/{file.name}") != file.size:
                 raise StoreUnavailable(f"{self.store.uri}/{key}: removed before its commit")
-        if not self.store.create(f"{save.folder}/COMMIT.json", commit.encode()):
+        if not self.store.create(commit_key(save.folder), commit.encode()):
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} runs twice: step {step} is already committed")
         # Frozen before the commit, it may have been superseded meanwhile, and the files removed.
         if self.superseded():
-            self.store.delete(f"{save.folder}/COMMIT.json")
+            self.store.delete(commit_key(save.folder))
             self._check_current(step)
         self._segment, save.files = segment, tuple(files)
         failpoint("committed")
@@ -330,7 +329,7 @@ class Checkpointer:
         folders = checkpoint_folders(self.store, self.prefix)
         for folder in self._not_newer(folder for folder, committed in folders.items() if not committed):
             over = attempt_of(folder) < self.attempt or step_of(folder) <= step
-            if over and self.store.get(f"{folder}/COMMIT.json") is None:  # a listing alone may be wrong
+            if over and self.store.get(commit_key(folder)) is None:  # a listing alone may be wrong
                 delete_checkpoint(self.store, folder)
 
     def _not_newer(self, keys: Iterable[str]) -> list[str]:

@@ -29,14 +29,21 @@ from trainer.base.record import (
 )
 from trainer.base.store import Entry, Store, part_length
 from trainer.checkpoint.health import Health
+from trainer.checkpoint.layout import (
+    CHECKPOINT_NAME,
+    FILE_NAME,
+    SEGMENT_NAME,
+    attempt_of,
+    checkpoints_of,
+    commit_key,
+    metrics_of,
+    segment_key,
+    step_of,
+)
 from trainer.config.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
 from trainer.config.errors import NotAFile, UserError
 
-# Of what the store holds of a run: names that do not match are not ours.
-CHECKPOINT_NAME = r"step-\d{8,12}-a\d{4,9}/[^/]+"
-FILE_NAME = r"rank-\d{5}-of-\d{5}\.safetensors"
 MOST_CHUNK_BYTES = 256 << 20  # of a receipt: a reader holds the first chunk of each of its files
-SEGMENT_NAME = r"step-\d{8,12}-a\d{4,9}\.jsonl"
 
 
 @dataclass
@@ -158,7 +165,7 @@ class Commit(StoredRecord):
     def decode(cls, body: bytes, folder: str) -> "Commit":
         """The commit that `encode` wrote into `folder`. DamagedRecord if the body is damaged or lies; NewerRecord if
         a newer version wrote it."""
-        where = f"{folder}/COMMIT.json"
+        where = commit_key(folder)
         values = decoded(body, where, LARGE_BYTES)
         if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
             raise DamagedRecord(where, "the sha256 does not match the other fields")
@@ -182,7 +189,7 @@ def deletable_checkpoints(committed: list[str], keep_last: int, keep_every: int 
 
 def delete_checkpoint(store: Store, folder: str) -> None:
     """Remove a checkpoint, COMMIT.json first: a half-deleted checkpoint is not committed."""
-    store.delete(f"{folder}/COMMIT.json")
+    store.delete(commit_key(folder))
     for entry in store.entries(f"{folder}/"):
         store.delete(entry.key)
 
@@ -190,9 +197,9 @@ def delete_checkpoint(store: Store, folder: str) -> None:
 def checkpoint_folders(store: Store, prefix: str) -> dict[str, bool]:
     """The folders of checkpoints, newest step first, at equal steps the later attempt first; whether each is committed,
     which is whether it has a COMMIT.json."""
-    keys = [entry.key for entry in named(store, f"{prefix}/checkpoints/", CHECKPOINT_NAME)]
+    keys = [entry.key for entry in named(store, checkpoints_of(prefix), CHECKPOINT_NAME)]
     folders = sorted({key.rpartition("/")[0] for key in keys}, reverse=True)
-    return {folder: f"{folder}/COMMIT.json" in keys for folder in folders}
+    return {folder: commit_key(folder) in keys for folder in folders}
 
 
 def committed_folders(store: Store, prefix: str) -> list[str]:
@@ -220,7 +227,7 @@ def newest_commit(store: Store, prefix: str) -> Commit | None:
 
 def read_commit(store: Store, folder: str) -> Commit:
     """The commit of a folder that was listed. DamagedRecord if it is damaged, or no longer there; NewerRecord."""
-    found = decoded_at(store, key := f"{folder}/COMMIT.json", lambda body, _: Commit.decode(body, folder))
+    found = decoded_at(store, key := commit_key(folder), lambda body, _: Commit.decode(body, folder))
     if found is None:
         raise DamagedRecord(key, "it was removed meanwhile")
     return found
@@ -248,7 +255,7 @@ class Segment:
     def of(cls, prefix: str, step: int, attempt: int, rows: list[dict[str, Any]], before: bytes = b"") -> "Segment":
         """The segment that ends at `step`: `rows` after the body of the segment that it extends."""
         body = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
-        return cls(f"{prefix}/metrics/step-{step:08d}-a{attempt:04d}.jsonl", before + body)
+        return cls(segment_key(prefix, step, attempt), before + body)
 
     @property
     def full(self) -> bool:
@@ -262,7 +269,7 @@ def series(store: Store, prefix: str) -> list[dict[str, Any]]:
 
 def segments(store: Store, prefix: str) -> Iterator[list[dict[str, Any]]]:
     """The committed rows as they were logged, one list a segment, oldest attempt first."""
-    keys = [entry.key for entry in named(store, f"{prefix}/metrics/", SEGMENT_NAME)]
+    keys = [entry.key for entry in named(store, metrics_of(prefix), SEGMENT_NAME)]
     for key in sorted(keys, key=lambda k: (k.split("-a")[-1], k)):
         yield decoded_at(store, key, lambda body, where: list(rows_of(where, body))) or []
 
@@ -311,13 +318,3 @@ def checkpoint_seconds(
     longest = min(7200.0, max(1800.0, (2 * traffic_seconds * between_failures) ** 0.5))
     best = (2 * (save_seconds + traffic_seconds) * between_failures) ** 0.5
     return max(upload_seconds / UPLOAD_SHARE, min(longest, max(30.0, best)))
-
-
-def step_of(key: str) -> int:
-    """The step in the name of a checkpoint's folder, or in the key of an object in it."""
-    return int(key.rsplit("/step-", 1)[1].split("-")[0])
-
-
-def attempt_of(key: str) -> int:
-    """The attempt in the name of a checkpoint's folder or of a segment."""
-    return int(key.rpartition("-a")[2].partition(".")[0])

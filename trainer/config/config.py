@@ -6,7 +6,6 @@ The descriptions of the fields are the source of docs/recipes.md; a unit stands 
 """
 
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -14,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from trainer.config.errors import UserError
 from trainer.config.model_config import Section
+from trainer.config.source import WEIGHTS, Source
 
 # The assumed life of a spot node, or of a node of an unknown market, until a run has attempts of its own. In the seven
 # recorded markets of "Can't Be Late" (Wu et al. 2024), machines were available for 2,833 hours in 1,328 stretches: 2.1
@@ -51,10 +51,6 @@ class StopAt(Section):
             if value is not None and (value <= target if name == "val_loss" else value >= target):
                 return name
         return None
-
-
-# A commit of a run in the same store, as a user names it and as a plan pins it.
-RUN_COMMIT = re.compile(r"run:(?P<run>[a-z0-9][a-z0-9._-]*)@(?P<step>\d{1,12})(?:@sha256:(?P<sha256>[0-9a-f]{64}))?")
 
 
 class TrainConfig(Section):
@@ -183,7 +179,7 @@ class TrainConfig(Section):
         default=None,
         min_length=1,
         max_length=1000,
-        description="First weights, with a new optimizer and schedule: ORG/NAME@COMMIT of the Hugging Face Hub, a "
+        description="First weights, with a new optimizer and schedule: hf://ORG/NAME@COMMIT, a "
         "folder in its format (safetensors), a .bin of llm.c (version 3 or 5), or run:NAME[@STEP] of the same store; "
         "null: drawn from seed",
     )
@@ -196,16 +192,16 @@ class TrainConfig(Section):
     @property
     def first_step(self) -> int:
         """The step at which the run begins: 0, or that of the commit that it branches from."""
-        named = RUN_COMMIT.fullmatch(self.branch_from or "")
-        return int(named["step"]) if named else 0
+        return Source.of(self.branch_from, "branch_from").step or 0 if self.branch_from else 0
 
     @model_validator(mode="after")
     def _one_beginning(self) -> Self:
-        if not self.max_steps and (not self.init_from or RUN_COMMIT.fullmatch(self.init_from)):
+        init = Source.of(self.init_from, "init_from", WEIGHTS) if self.init_from else None
+        if not self.max_steps and (init is None or init.step is not None):
             raise ValueError("max_steps 0 takes the weights of init_from as they are: name them there, and no commit")
         if self.branch_from is None:
             return self
-        if not RUN_COMMIT.fullmatch(self.branch_from):
+        if Source.of(self.branch_from, "branch_from", ("run",)).step is None:
             raise ValueError(f"branch_from {self.branch_from} lacks a step; write run:NAME@STEP")
         if self.init_from is not None:
             raise ValueError("branch_from begins with the weights of its commit: remove init_from")

@@ -88,7 +88,7 @@ def bench(name: str, recipe: "Recipe", steps: int, data: Path | None) -> Measure
 
 def bench_recipe(name: str, changes: list[str]) -> "Recipe":
     """A recipe with a constant learning rate that stays stable for some hundred steps. UserError as for any recipe."""
-    from pipelines.recipe.recipe import load_recipe
+    from pipelines.recipe.loader import load_recipe
 
     steady = ["train.schedule=constant", "train.warmup_steps=0", "train.learning_rate=1.0e-4"]
     constant = ["train.batch_ramp_from=null", "train.batch_ramp_tokens=null"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.extras.mlflow.settings import QUICK_MLFLOW, log
 from pipelines.store.account import cost_metrics
-from pipelines.store.ledger import process_exists
+from pipelines.store.process_id import process_exists
 from pipelines.store.runs import Run, read_run
 from pipelines.store.secrets import redacted
 from trainer.base.answers import answered_within

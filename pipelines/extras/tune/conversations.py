@@ -15,12 +15,14 @@ from typing import Any
 
 from pipelines.extras.tune.reward_code import ARGUMENTS
 from pipelines.recipe.recipe import CHAT_TOKENS, REWARD, REWARDED, TuneConfig
+from pipelines.run.fetch import check_content
 from pipelines.run.text.chat import ROLES, ChatTokens, Message
 from pipelines.run.text.documents import utf8
 from pipelines.run.text.files import Files, parquet_batches
 from pipelines.run.text.hub import reading
 from pipelines.run.text.sources import Text, open_source
 from trainer.config.errors import UserError, cut, shown
+from trainer.config.source import Source
 
 ADDITION = "addition"
 ADDENDS = 10  # of 0 to 9
@@ -49,13 +51,25 @@ def content_of(step: TuneConfig) -> str:
     """sha256 of what identifies the data: of local files' contents, of the objects in S3, or of the commit on the Hub.
     UserError if there is no such data."""
     with naming(step):
-        identity = addition() if step.data == ADDITION else source_of(step).identity(look=False)
+        text = text_of(step)
+        identity = addition() if text is None else text.identity(look=False)
     return sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def source_of(step: TuneConfig) -> Text:
+def source_of(step: TuneConfig) -> Source:
+    return Source.of(step.data, f"tune.{step.name}.data")
+
+
+def text_of(step: TuneConfig) -> Text | None:
     """The data, if it is a text. UserError if there is none."""
-    return open_source(step.data, None, step.revision, "messages")
+    named = source_of(step).unpinned
+    return None if named == ADDITION else open_source(named, None, "messages")
+
+
+def with_content(step: TuneConfig) -> TuneConfig:
+    """The step with the content of its data. UserError if the data is pinned to another one."""
+    pinned = check_content(source_of(step), content_of(step), f"tune.{step.name}.data")
+    return step.model_copy(update={"data": str(pinned)})
 
 
 @contextmanager
@@ -73,7 +87,8 @@ def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
     longest, number, equal, wrong = step.max_length or block_size, 0, 0, list[str]()
     train, lengths, held_out = list[dict[str, Any]](), list[int](), list[tuple[Sequence[Message], str]]()
     with naming(step):
-        for number, row in enumerate(addition() if step.data == ADDITION else read_rows(source_of(step).resolved()), 1):
+        text = text_of(step)
+        for number, row in enumerate(addition() if text is None else read_rows(text.resolved()), 1):
             try:
                 checked = checked_row(step, row)
                 equal += "chosen" in checked and checked["chosen"] == checked["rejected"]
@@ -87,7 +102,7 @@ def rows_of(step: TuneConfig, tokens: ChatTokens, block_size: int) -> Rows:
                     held_out.append(question_and_answer(checked))
             except ValueError as error:
                 wrong.append(f"row {number:,}: {error}")
-    where = f"tune.{step.name}: {step.data}"
+    where = f"tune.{step.name}: {source_of(step).unpinned}"
     if wrong:
         raise UserError(f"{where}: {wrong[0]} ({len(wrong):,} of {number:,} rows are wrong)")
     if (needed := step.batch // step.generations if step.method in REWARDED else step.batch) > len(train) * step.epochs:

@@ -13,14 +13,16 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import Any
 
 from pipelines.recipe.recipe import RewardConfig, TuneConfig
-from pipelines.run.text.tokenizer import recorded_file
+from pipelines.run.fetch import bytes_of, path_of
 from trainer.config.errors import UserError, cut, shown
+from trainer.config.source import Source
 
 LOG = 2  # descriptor
 PATTERN_SECONDS = 2.0  # of processor time for one answer; those that do not backtrack take microseconds
@@ -34,15 +36,14 @@ class RewardCode:
     through the store."""
 
     def __init__(self, reward: RewardConfig, allowed: bool) -> None:
-        if reward.function and not allowed:
-            raise UserError(
-                f"rewards: {reward.function} is code, which runs with your rights; read it, then add --allow-code"
-            )
-        self._where = reward.function or f"pattern {shown(reward.pattern)}"
+        function = ":".join(file_and_name(reward)) if reward.function else None
+        if function and not allowed:
+            raise UserError(f"rewards: {function} is code, which runs with your rights; read it, then add --allow-code")
+        self._where = function or f"pattern {shown(reward.pattern)}"
         request: dict[str, Any] = {"pattern": reward.pattern, "seconds": PATTERN_SECONDS}
         if reward.function:
-            path, _, name = reward.function.rpartition(":")
-            request = {"path": path, "name": name, "source": source_of(reward).decode(errors="replace")}
+            path, name = file_and_name(reward)
+            request = {"path": path, "name": name, "source": code_of(reward).decode(errors="replace")}
         ours, theirs = socket.socketpair()
         with theirs:
             child = [sys.executable, "-P", "-u", str(Path(__file__).with_name("reward_child.py")), str(theirs.fileno())]
@@ -75,18 +76,31 @@ class RewardCode:
         self._process.wait()
 
 
-def source_of(reward: RewardConfig) -> bytes:
+def file_and_name(reward: RewardConfig) -> tuple[str, str]:
+    """The file of a function, and its name there."""
+    path, _, name = function_of(reward).name.rpartition(":")
+    return path, name
+
+
+def function_of(reward: RewardConfig) -> Source:
+    """FILE.py:NAME, with the sha256 of the file if it is on record."""
+    return Source.of(str(reward.function), "rewards", ("path",))
+
+
+def code_of(reward: RewardConfig) -> bytes:
     """The file of a function. UserError if there is none, or if it is not the one on record."""
-    path = Path(str(reward.function).rpartition(":")[0])
-    return recorded_file(f"rewards: {path}", path, reward.sha256, "name a file of Python code")
+    file = replace(function_of(reward), name=file_and_name(reward)[0])
+    return bytes_of(file, "rewards", path_of(file), "name a file of Python code")
 
 
 def with_digests(step: TuneConfig) -> list[RewardConfig]:
-    """The rewards of a step, those of functions with the sha256 of their files."""
-    return [
-        one.model_copy(update={"sha256": sha256(source_of(one)).hexdigest()}) if one.function else one
-        for one in step.rewards
-    ]
+    """The rewards of a step, functions with the sha256 of their files."""
+
+    def pinned(one: RewardConfig) -> RewardConfig:
+        function = function_of(one).pinned(sha256(code_of(one)).hexdigest())
+        return one.model_copy(update={"function": str(function)})
+
+    return [pinned(one) if one.function else one for one in step.rewards]
 
 
 def check_code(steps: Sequence[TuneConfig], allowed: bool) -> None:

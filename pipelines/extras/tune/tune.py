@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pipelines.extras.tune.conversations import Rows, content_of, rows_of
+from pipelines.extras.tune.conversations import Rows, content_of, rows_of, source_of, with_content
 from pipelines.extras.tune.reward_code import check_code, with_digests
 from pipelines.extras.tune.tune_task import HELD_OUT, ROWS, TUNED, TuneTask
 from pipelines.recipe.recipe import REWARD, Recipe, TuneConfig
@@ -26,8 +26,9 @@ from pipelines.run.stages.train import WEIGHTS_FILE, saving_task, stored_as_ours
 from pipelines.run.text.chat import ChatTokens
 from pipelines.run.text.hub import datasets_library
 from pipelines.run.text.tokenizer import tokenizer_of
+from pipelines.store.layout import STAGES
 from pipelines.store.ledger import latest_number
-from pipelines.store.manifest import STAGES, ArtifactPlan, fetch_folder
+from pipelines.store.manifest import ArtifactPlan, fetch_folder
 from pipelines.store.s3_store import open_store
 from trainer.base.install import how_to_install
 from trainer.base.process import StopSignal
@@ -35,6 +36,7 @@ from trainer.base.store import Store
 from trainer.checkpoint.commits import series
 from trainer.config.errors import Interrupted, UserError
 from trainer.config.extensions import REWARDS, check_installed
+from trainer.config.source import Source
 
 # In the facts as at the start and at the end. exact: the share of exact answers to held-out prompts; accuracy: of
 # pairs of a batch that a reward model ranks right.
@@ -43,7 +45,7 @@ TUNED_METRICS = ("exact", "reward", "accuracy", "loss")
 
 def pinned(recipe: Recipe) -> Recipe:
     """The recipe with the content of the data of each step, and of its functions."""
-    steps = [one.model_copy(update={"content": content_of(one), "rewards": with_digests(one)}) for one in recipe.tune]
+    steps = [with_content(one).model_copy(update={"rewards": with_digests(one)}) for one in recipe.tune]
     return recipe.model_copy(update={"tune": steps})
 
 
@@ -61,10 +63,11 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     step = recipe.tune[len(plans) - len(STAGES)]
     for reward in step.rewards:
         check_installed(REWARDS, reward.kind, f"tune.{step.name}.rewards")
-    own = step.model_dump(exclude={"name", "data", "revision", "content"}, exclude_defaults=True)
-    before, content = plans[recipe.model_before(step)].fingerprint, step.content or content_of(step)
+    own = step.model_dump(exclude={"name", "data"}, exclude_defaults=True)
+    before, content = plans[recipe.model_before(step)].fingerprint, source_of(step).sha256 or content_of(step)
     for given in (reward for reward in own.get("rewards", []) if "function" in reward):
-        given["function"] = given["function"].rpartition(":")[2]  # its file has a sha256
+        function = Source.of(given["function"], "rewards")
+        given |= {"function": function.name.rpartition(":")[2], "sha256": function.sha256}
     identity = {"stage": TUNE, "from": before, "data": content, "template": "chatml", **own}
     if "gguf" in recipe.export.formats:
         identity["formats"] = ["gguf"]
@@ -83,7 +86,9 @@ def build(work: Work) -> Built:
     recipe = work.recipe
     step = next(step for step in recipe.tune if work.plan.label == f"{recipe.name}-{step.name}")
     if content_of(step) != work.plan.identity["data"]:
-        raise UserError(f"tune.{step.name}: {step.data} changed after the step was planned; run the recipe again")
+        raise UserError(
+            f"tune.{step.name}: {source_of(step).unpinned} changed after the step was planned; run the recipe again"
+        )
     work.clock.enter("download")
     before, cache = work.inputs[recipe.model_before(step)], work.home / "cache"
     for name in reward_models(step):

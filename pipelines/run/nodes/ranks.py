@@ -6,7 +6,6 @@ A rank that fails leaves its error in its attempt's folder, in a file `<kind>-<r
 import json
 import os
 import platform
-import re
 import signal
 import subprocess
 import time
@@ -130,8 +129,7 @@ def asked_by_ranks(task: RankTask) -> Iterator[str]:
     """The URIs of what the ranks ask: the store, shards that lie elsewhere, and weights on the Hub."""
     yield task.store
     yield from (text.source.removeprefix(LLMC) for text in task.recipe.tokens.each() if text.adopts)
-    if re.fullmatch(r"[^:]+@[0-9a-f]{40}", task.recipe.train.init_from or ""):
-        yield f"hf://{task.recipe.train.init_from}"
+    yield task.recipe.train.init_from or ""
 
 
 class Ranks:

@@ -16,8 +16,10 @@ from pipelines.run.nodes.address import JOIN_SECONDS, NodeAddress, processes_on_
 from pipelines.run.nodes.ranks import Ranks, TrainTask, result_of_ranks, start_ranks
 from pipelines.run.nodes.workers import POLL_SECONDS, WorkerRecord, read_numbers
 from pipelines.run.screen import Screen
-from pipelines.store.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, newest_attempt
+from pipelines.store.layout import file_folder
+from pipelines.store.ledger import SILENT_SECONDS, newest_attempt
 from pipelines.store.manifest import ArtifactPlan, find, scratch
+from pipelines.store.records import HEARTBEAT_SECONDS
 from pipelines.store.traffic import traffic_here
 from trainer.base.process import StopSignal
 from trainer.base.store import Store
@@ -149,7 +151,9 @@ class Worker:
         self.record = WorkerRecord(self.address.rank, time.time())
         self._traffic_before = traffic_here()
         # Its name has the node in it: nodes may share a home on a network disk.
-        self.folder = scratch(self.home, self.store, task.prefix) / f"a{task.attempt:04d}-node{self.address.rank}"
+        self.folder = scratch(self.home, self.store, task.prefix).joinpath(
+            f"{file_folder(task.attempt)}-node{self.address.rank}"
+        )
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         processes = processes_on_this_node(task.recipe.runtime)

@@ -14,7 +14,9 @@ from typing import Self
 from pipelines.run.nodes.address import NodeAddress
 from pipelines.run.nodes.ranks import RankNumbers, TrainTask
 from pipelines.run.nodes.results import NodeResult
-from pipelines.store.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Attempt
+from pipelines.store.layout import node_key, ranks_key
+from pipelines.store.ledger import SILENT_SECONDS, Attempt
+from pipelines.store.records import HEARTBEAT_SECONDS
 from pipelines.store.traffic import Traffic, traffic_here
 from trainer.base.process import Background, StopSignal
 from trainer.base.record import Count, StoredRecord, UnixSeconds, record_at
@@ -35,32 +37,24 @@ class WorkerRecord(StoredRecord):
     result: NodeResult | None = None  # of its ranks, once they have ended
 
     def write(self, store: Store, prefix: str, attempt: int) -> None:
-        store.put(key_of_worker(prefix, attempt, self.node), json.dumps(asdict(self)).encode())
+        store.put(node_key(prefix, attempt, self.node), json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, store: Store, prefix: str, attempt: int, node: int) -> Self | None:
         """DamagedRecord, or NewerRecord."""
-        return record_at(cls, store, key_of_worker(prefix, attempt, node), polled=True)
-
-
-def key_of_worker(prefix: str, attempt: int, node: int) -> str:
-    return f"{prefix}/attempts/{attempt:04d}/node-{node:04d}.json"
-
-
-def key_of_numbers(prefix: str, attempt: int) -> str:
-    return f"{prefix}/attempts/{attempt:04d}/ranks.json"
+        return record_at(cls, store, node_key(prefix, attempt, node), polled=True)
 
 
 def write_numbers(store: Store, task: TrainTask, address: NodeAddress) -> None:
     """Let the workers start their ranks."""
     known = vars(address) | vars(task)
     numbers = {name: known[name] for name in RankNumbers.__dataclass_fields__}
-    store.put(key_of_numbers(task.prefix, task.attempt), json.dumps(numbers).encode())
+    store.put(ranks_key(task.prefix, task.attempt), json.dumps(numbers).encode())
 
 
 def read_numbers(store: Store, prefix: str, attempt: int) -> RankNumbers | None:
     """Those of an attempt; None before node 0 has written them. DamagedRecord, or NewerRecord."""
-    return record_at(RankNumbers, store, key_of_numbers(prefix, attempt), polled=True)
+    return record_at(RankNumbers, store, ranks_key(prefix, attempt), polled=True)
 
 
 class Workers:

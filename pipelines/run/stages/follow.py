@@ -30,7 +30,7 @@ from pipelines.run.nodes.workers import Workers
 from pipelines.run.screen import Bar
 from pipelines.run.stage import Work
 from pipelines.store.crashes import after_crash
-from pipelines.store.ledger import process_started
+from pipelines.store.process_id import process_started
 from pipelines.store.records import ProcessId
 from trainer.base.events import (
     EVENTS_FILE,

@@ -6,7 +6,6 @@ soon as a recipe is planned: long before a GPU is rented.
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -14,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.recipe.recipe import Recipe
+from pipelines.run.fetch import check_content, path_of
 from pipelines.run.text.chat import ChatTokens
 from pipelines.run.text.encode import Encoder
-from pipelines.run.text.hub import HUB, asked, datasets_library
+from pipelines.run.text.hub import asked, datasets_library
 from trainer.base.store import replacing, sha256_of
 from trainer.config.errors import UserError
+from trainer.config.source import FORMS, Kind, Source
 
 if TYPE_CHECKING:
     import tiktoken
@@ -28,16 +29,23 @@ if TYPE_CHECKING:
     from trainer.eval.evaluation import Evaluation, Measure
     from trainer.eval.hellaswag import HellaSwagItem
 
-BUNDLE = f"{HUB}ORG/NAME@COMMIT or {HUB}ORG/NAME/FOLDER@COMMIT, with the 40 hex digits of a commit"
+BENCHMARKS: tuple[Kind, ...] = ("dataset", "path")
 
 
-def hellaswag_identity(source: str | None) -> str | None:
-    """The Hub's name of the benchmark, which never changes, or the sha256 of a file."""
-    if source is None or source.startswith(HUB):
-        return source
-    if not Path(source).is_file():
-        raise UserError(f"evaluate.hellaswag: {source}: no such file; use {HUB}Rowan/hellaswag, a jsonl file, or null")
-    return f"sha256:{sha256_of(Path(source))}"
+def hellaswag_source(text: str) -> Source:
+    """Its items never change, so the Hub's need no commit."""
+    return Source.of(text, "evaluate.hellaswag", BENCHMARKS, moving=True)
+
+
+def hellaswag_identity(text: str | None) -> str | None:
+    """The Hub's name of the benchmark, or the sha256 of a file."""
+    if text is None or (source := hellaswag_source(text)).kind == "dataset":
+        return text
+    if not (path := path_of(source)).is_file():
+        raise UserError(
+            f"evaluate.hellaswag: {text}: no such file; use hf://datasets/Rowan/hellaswag, a jsonl file, or null"
+        )
+    return f"sha256:{check_content(source, sha256_of(path), 'evaluate.hellaswag').sha256}"
 
 
 def core_identity(source: str | None) -> str | None:
@@ -64,14 +72,14 @@ def hellaswag_items(source: str, cache: Path, seconds: float | None = None) -> "
     `cache` then has a copy. UserError if they cannot be had, from the Hub within this many seconds."""
     from trainer.eval.hellaswag import read_hellaswag
 
-    if not source.startswith(HUB):
-        return read_hellaswag(Path(source))
+    named = hellaswag_source(source)
+    if named.kind == "path":
+        return read_hellaswag(path_of(named))
     known = f"hellaswag-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     copies = cache.glob(f"{known}-*.jsonl")  # with the sha256 of their bytes
     copy = next((one for one in copies if one.stem.rpartition("-")[2] == sha256_of(one)), None)
     if copy is None:
-        name, _, revision = source.removeprefix(HUB).partition("@")
-        load = partial(datasets_library().load_dataset, name, split="validation", revision=revision or None)
+        load = partial(datasets_library().load_dataset, named.name, split="validation", revision=named.commit)
         loaded = asked(f"evaluate.hellaswag: {source}", load, "name a jsonl file, or null to skip it", seconds)
         rows = ({field: row.get(field) for field in ("ctx", "endings", "label")} for row in loaded)
         body = "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -86,22 +94,19 @@ def core_tasks(source: str) -> "list[CoreTask]":
     UserError if it cannot be had, or lacks a task."""
     from trainer.eval.core import read_bundle
 
-    if not source.startswith(HUB):
-        if not Path(source).is_dir():
-            raise UserError(
-                f"evaluate.core: {source}: no such folder; use a folder with a CORE bundle, {BUNDLE}, or null"
-            )
-        return read_bundle(Path(source))
-    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+))?@([0-9a-f]{40})", source.removeprefix(HUB))
-    if not match or ".." in source:
-        raise UserError(f"evaluate.core: {source}: use {BUNDLE}")
+    named = Source.of(source, "evaluate.core", BENCHMARKS)
+    if named.kind == "path":
+        if not (path := path_of(named)).is_dir():
+            forms = f"{FORMS['dataset']}, or null"
+            raise UserError(f"evaluate.core: {source}: no such folder; use a folder with a CORE bundle, {forms}")
+        return read_bundle(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
-    repository, folder, commit = match[1], match[2] or "", match[3]
-    patterns = [f"{folder}/*" if folder else "*"]
-    fetch = partial(snapshot_download, repository, repo_type="dataset", revision=commit, allow_patterns=patterns)
+    folder = named.files
+    how = {"repo_type": "dataset", "revision": named.commit, "allow_patterns": [f"{folder}/*" if folder else "*"]}
+    fetch = partial(snapshot_download, named.name, **how)
     with suppress(OSError, ValueError):  # not here, or not all of it
         return read_bundle(Path(fetch(local_files_only=True)) / folder)
     remedy = "name the folder of a CORE bundle, or null to leave CORE out"

@@ -14,11 +14,11 @@ import yaml
 
 from pipelines.recipe.recipe import Recipe
 from pipelines.run.formats import hf
-from pipelines.run.text.hub import HUB
 from pipelines.store.account import nothing_priced
 from pipelines.store.manifest import Manifest
 from pipelines.store.runs import Run
 from trainer.config.amounts import tokens_before
+from trainer.config.source import Source
 
 CARD = "README.md"
 SCORES = {
@@ -45,7 +45,7 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
     evaluated = made["evaluate"].facts if "evaluate" in made else {}
     scores = {name: value for name, value in evaluated.items() if "/" in name and isinstance(value, int | float)}
     steps = facts.get("steps", train.max_steps)
-    texts = " and ".join(public(f"{one.source} {one.revision or ''}".strip()) for one in recipe.tokens.each())
+    texts = " and ".join(public(one.source) for one in recipe.tokens.each())
     training = {
         "text": f"{texts}; its licence: see its page",
         "tokenizer": f"{recipe.tokens.tokenizer}, {model.vocab_size:,} ids",
@@ -79,11 +79,12 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
         "## Reproduce\n\n" + reproduction(recipe, made["train"]),
         "## Intended use and limits\n\n" + LIMITS,
     ]
+    sources = [Source.of(one.source, "tokens.source") for one in recipe.tokens.each() if not one.adopts]
     metadata = ModelCardData(  # of the Hub. The licence of the weights is left to their owner.
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=[model.hf_config()["model_type"], "skytrain"],
-        datasets=[one.source.removeprefix(HUB) for one in recipe.tokens.each() if one.source.startswith(HUB)] or None,
+        datasets=[one.name for one in sources if one.kind == "dataset"] or None,
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 

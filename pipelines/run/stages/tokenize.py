@@ -10,10 +10,11 @@ from pipelines.recipe.recipe import Recipe
 from pipelines.run.stage import Built, Stage, Work
 from pipelines.run.text.llmc_shards import adopted_shards, identity_of_shards, shards_found
 from pipelines.run.text.mixture import mixed_facts, mixed_files, plan_of_text, recipes_of_sources, texts_of
-from pipelines.run.text.receipts import ShardReceipt, receipt_key
+from pipelines.run.text.receipts import ShardReceipt
 from pipelines.run.text.shard_writer import ShardsJob, SplitShard, make_shards, rows_in, split_text
 from pipelines.run.text.sources import estimated_tokens
-from pipelines.run.text.tokenizer import TOKENIZER_FILE, kept_tokenizer, tokenizer_of
+from pipelines.run.text.tokenizer import kept_tokenizer, tokenizer_of
+from pipelines.store.layout import TOKENIZER, receipt_key
 from pipelines.store.manifest import ArtifactPlan, Manifest, fetch, find, upload
 from trainer.config.errors import UserError
 
@@ -44,8 +45,8 @@ def works_on(work: Work, recipe: Recipe, plan: ArtifactPlan) -> Work:
     """The work on one text: all of it, or a source of a mixture."""
     if plan == work.plan:
         return work
-    if (tokenizer := work.store.get(f"{work.plan.prefix}/{TOKENIZER_FILE}")) is not None:
-        work.store.create(f"{plan.prefix}/{TOKENIZER_FILE}", tokenizer)
+    if (tokenizer := work.store.get(f"{work.plan.prefix}/{TOKENIZER}")) is not None:
+        work.store.create(f"{plan.prefix}/{TOKENIZER}", tokenizer)
     return replace(work, plan=plan, recipe=recipe)
 
 

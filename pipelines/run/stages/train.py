@@ -25,13 +25,9 @@ from pipelines.run.text.machine import free_memory
 from pipelines.run.text.mixture import sources_planned
 from pipelines.run.text.tokenizer import tokenizer_of
 from pipelines.run.weight_sources import bring, content_identity, find_parent
-from pipelines.store.ledger import (
-    attempts,
-    latest_number,
-    prior_seconds_between_failures,
-    seconds_between_failures,
-    traffic_seconds,
-)
+from pipelines.store.account import traffic_seconds
+from pipelines.store.crashes import prior_seconds_between_failures, seconds_between_failures
+from pipelines.store.ledger import attempts, latest_number
 from pipelines.store.manifest import ArtifactPlan, keep_copy, read_manifest
 from pipelines.store.s3_store import open_store
 from pipelines.store.shard_cache import ShardCache, shards_in
@@ -41,10 +37,11 @@ from trainer.base.store import LocalStore, Store
 from trainer.checkpoint.commits import TrainState, committed_state, series
 from trainer.checkpoint.weights import Origin, open_weights, write_weights
 from trainer.config.amounts import check_shares, state_bytes
-from trainer.config.config import PRIOR_SECONDS_BETWEEN_FAILURES, RUN_COMMIT, identity_of
+from trainer.config.config import PRIOR_SECONDS_BETWEEN_FAILURES, identity_of
 from trainer.config.errors import UserError
 from trainer.config.extensions import ENGINES, check_installed
 from trainer.config.model_config import ModelConfig, identity_of_model
+from trainer.config.source import Source
 
 if TYPE_CHECKING:
     from trainer.base.parallel import World
@@ -244,9 +241,10 @@ def origin_of(task: TrainTask, store: Store, cache: Path, world: "World") -> Ori
     train = task.recipe.train
     field, source = ("branch_from", train.branch_from) if train.branch_from else ("init_from", train.init_from)
     assert source
-    where = f"train.{field}: {source.partition('@sha256:')[0]}"
-    if RUN_COMMIT.fullmatch(source):
-        parent = find_parent(store, source, f"train.{field}")
+    named = Source.of(source, f"train.{field}")
+    where = f"train.{field}: {named.unpinned}"
+    if named.step is not None:
+        parent = find_parent(store, named, f"train.{field}")
         theirs, ours = parent.run.recipe.tokens.weights, task.recipe.tokens.weights
         same_shares = bool(theirs) == bool(ours) and (not ours or shares_of(theirs) == shares_of(ours))
         new_text = parent.run.record.prefixes["tokenize"] != task.tokens or not same_shares

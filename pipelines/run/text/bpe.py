@@ -10,7 +10,8 @@ from contextlib import closing
 
 from pipelines.recipe.tokens_config import TokensConfig
 from pipelines.run.text.sources import first_documents, text_of
-from pipelines.run.text.tokenizer import TOKENIZER_FILE, byte_symbols, encoding_of, tokenizer_files
+from pipelines.run.text.tokenizer import byte_symbols, encoding_of, tokenizer_files
+from pipelines.store.layout import TOKENIZER
 from trainer.config.errors import UserError
 
 DOCUMENT_CHARACTERS = 10_000  # of each document at most: a long one must not outweigh many others
@@ -52,4 +53,4 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
             f"--vocab-size {vocab_size}: the sample of the text gives {len(ranks) + 1:,} ids; use a longer one, or a "
             "smaller vocabulary"
         )
-    return tokenizer_files(encoding_of("own", ranks), 0)[TOKENIZER_FILE]
+    return tokenizer_files(encoding_of("own", ranks), 0)[TOKENIZER]

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from trainer.config.errors import StoreUnavailable, UserError
 
 T = TypeVar("T")
 
-HUB = "hf://datasets/"
 # Errors of `datasets` and its libraries (httpx, aiohttp) without a connection, by name: some may not be installed.
 TRANSIENT_ERRORS = {"ConnectionError", "TimeoutError", "TransportError", "ClientConnectionError"}
 OFFLINE = "OfflineModeIsEnabled"  # a ConnectionError of huggingface_hub that its user asked for
@@ -102,15 +100,3 @@ def datasets_library() -> Any:
     datasets.config.TORCH_AVAILABLE = False  # else a stream imports torch, which takes 2 s and is not needed
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it waits 3 s without a network
     return datasets
-
-
-def pinned_commit(source: str, revision: str | None) -> str:
-    """The revision, if it is a full commit hash: a branch or tag can move, and the tokens would with it."""
-    if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
-        return revision
-    repository = "/".join(source.removeprefix(HUB).split("/")[:2])
-    given = f"'{revision}' can move" if revision else "none is given"
-    raise UserError(
-        f"tokens.revision: {given}; '{source}' needs the 40 hex digits of a commit, which "
-        f"`git ls-remote https://huggingface.co/datasets/{repository} main` prints"
-    )

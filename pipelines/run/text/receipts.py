@@ -4,11 +4,11 @@ Each finished shard leaves a receipt, which names the next document. The finishe
 is removed, because a shard is damaged, all of them are made again.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+from pipelines.store.layout import ATTEMPT_FILE, receipt_key
 from pipelines.store.manifest import ArtifactPlan, File
 from trainer.base.record import Count, DamagedRecord, StoredRecord, decoded, decoded_at, typed
 from trainer.base.store import Store
@@ -36,7 +36,7 @@ class ShardReceipt(StoredRecord):
         receipt = typed(cls, values, where)
         if form_of(receipt.file.size, receipt.tokens) is None:
             raise DamagedRecord(where, f"{receipt.tokens} tokens in {receipt.file.size} bytes")
-        if not re.fullmatch(r"a\d{4,9}/.*", receipt.file.key):
+        if not ATTEMPT_FILE.fullmatch(receipt.file.key):
             raise DamagedRecord(where, f"{receipt.file.key!r} is in no folder of an attempt")
         return receipt
 
@@ -69,8 +69,3 @@ def receipt_in(store: Store, key: str, note: Callable[[str], None] = lambda line
     except DamagedRecord as error:
         note(f"  {error}; its shards are made again")
         return None
-
-
-def receipt_key(index: int) -> str:
-    """Of a shard's receipt, below its artifact."""
-    return f"shards/{index:06d}.json"

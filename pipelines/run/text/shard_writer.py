@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING
 from pipelines.recipe.tokens_config import TokensConfig
 from pipelines.run.text.encode import Encoder
 from pipelines.run.text.pool import tokens_of
-from pipelines.run.text.receipts import ShardReceipt, existing_receipts, receipt_in, receipt_key
+from pipelines.run.text.receipts import ShardReceipt, existing_receipts, receipt_in
 from pipelines.run.text.sources import text_of
 from pipelines.run.text.tokenizer import tokenizer_of
+from pipelines.store.layout import receipt_key
 from pipelines.store.manifest import ArtifactPlan, File
 from trainer.base.process import failpoint
 from trainer.base.store import Store

@@ -18,15 +18,16 @@ from typing import Any
 
 from pipelines.recipe.tokens_config import LLMC, TokensConfig
 from pipelines.run.text.files import KINDS, LOADABLE, Files, TextShare, common_kind, identity_of_files, sha256_of_text
-from pipelines.run.text.hub import HUB, asked, datasets_library, pinned_commit
+from pipelines.run.text.hub import asked, datasets_library
 from trainer.config.errors import UserError
+from trainer.config.source import FORMS, Kind, Source
 
 # A rule of thumb: GPT-2's tokens are a little longer in English, and shorter in code and in other languages.
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0}
-REMOTE = ("s3", "hf")
 STDLIB = "python-stdlib"
+TEXTS: tuple[Kind, ...] = ("dataset", "s3", "path")
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-SOURCES = f"{STDLIB}, {HUB}ORG/NAME, or a path, pattern or s3:// URL of .parquet, .jsonl or .txt files"
+SOURCES = f"{STDLIB}, {FORMS['dataset']}, or a path, pattern or s3:// URL of .parquet, .jsonl or .txt files"
 
 
 @dataclass(frozen=True)
@@ -65,36 +66,29 @@ def standard_library() -> StandardLibrary:
 class HubDataset:
     """The train split of a dataset on the Hugging Face Hub at one commit, or its files of a pattern."""
 
-    repository: str
+    source: Source
     subset: str | None
-    commit: str
     column: str
-    pattern: str | None = None
 
     def identity(self, look: bool = True) -> dict[str, Any]:
         """Its canonical identity, for the fingerprint."""
-        if self.pattern is None:
-            return {
-                "source": HUB + self.repository,
-                "subset": self.subset,
-                "revision": self.commit,
-                "text_column": self.column,
-            }
-        files = f"{HUB}{self.repository}/{self.pattern}"
-        return identity_of_files(common_kind((files,)), self.column) | {"files": files, "revision": self.commit}
+        place, commit = self.source.place, self.source.commit
+        if self.source.files:
+            return identity_of_files(common_kind((place,)), self.column) | {"files": place, "revision": commit}
+        return {"source": place, "subset": self.subset, "revision": commit, "text_column": self.column}
 
     @functools.cache  # noqa: B019  (one dataset a process)
     def resolved(self) -> Files:
         """Its files. UserError for a dataset that cannot be opened: not found, gated, no such subset, no network."""
-        where = f"{HUB}{self.repository}" + (f" ({self.subset or self.pattern})" if self.subset or self.pattern else "")
-        load = datasets_library().load_dataset_builder
-        at = f"tokens.source: {where} at {self.commit[:12]}"
-        how = {"data_files": self.pattern, "revision": self.commit}
-        builder = asked(at, lambda: load(self.repository, self.subset, **how))
+        source, load = self.source, datasets_library().load_dataset_builder
+        where = source.place + (f" ({self.subset})" if self.subset else "")
+        how = {"data_files": source.files or None, "revision": source.commit}
+        at = f"tokens.source: {where} at {str(source.commit)[:12]}"
+        builder = asked(at, lambda: load(source.name, self.subset, **how))
         files = tuple((builder.config.data_files or {}).get("train", ()))
         if not files:
             raise UserError(f"tokens.source: {where} has no files of a train split")
-        return Files(common_kind(files), tuple(sorted(files)) if self.pattern else files, self.column, where)
+        return Files(common_kind(files), tuple(sorted(files)) if source.files else files, self.column, where)
 
     def text_bytes(self) -> None:
         """Only the Hub knows."""
@@ -117,17 +111,17 @@ def estimated_tokens(config: TokensConfig) -> int | None:
 
 def source_label(source: str, subset: str | None) -> str:
     """Short name for folders: "python-stdlib", "fineweb-edu-sample-10BT", "files"."""
+    found = Source.of(source, "tokens.source", TEXTS)
     if source == STDLIB:
         return source
-    parts = source.removeprefix(HUB).split("/")
-    if not source.startswith(HUB) or len(parts) != 2:
+    if found.kind != "dataset" or found.files:
         return "files"
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(filter(None, (parts[1], subset))))
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(filter(None, (found.name.partition("/")[2], subset))))
 
 
 def text_of(config: TokensConfig) -> Text:
     """The text of a recipe."""
-    return open_source(config.source, config.subset, config.revision, config.text_column)
+    return open_source(config.source, config.subset, config.text_column)
 
 
 def first_documents(source: Text) -> Generator[str, None, None]:
@@ -136,37 +130,30 @@ def first_documents(source: Text) -> Generator[str, None, None]:
         yield document.decode()
 
 
-def open_source(source: str, subset: str | None, revision: str | None, text_column: str) -> Text:
+def open_source(source: str, subset: str | None, text_column: str) -> Text:
     """The source that the fields of a recipe name.
 
     Its identity is the sha256 of local files' contents, in reading order, without their paths; of the standard library,
     one sha256 over paths and contents; of objects in S3, their ETags; of text on the Hub, its commit. Only S3 is asked.
     UserError if the fields do not fit together.
     """
-    scheme, separator, _ = source.partition("://")
-    if separator and scheme not in REMOTE:
-        raise UserError(f"tokens.source: '{source}': unknown scheme '{scheme}'; use {SOURCES}")
-    repository = source.removeprefix(HUB).split("/") if source.startswith(HUB) else []
-    if scheme == "hf" and separator and (len(repository) < 2 or not all(repository) or "@" in source):
+    named = Source.of(source, "tokens.source", TEXTS)
+    if named.sha256:
         raise UserError(
-            f"tokens.source: '{source}' is not a dataset on the Hub; use '{HUB}ORG/NAME', with the commit "
-            "in tokens.revision"
+            f"tokens.source: remove @sha256:{named.sha256}; the tokens of a run record the content of its text"
         )
-    if subset is not None and len(repository) != 2:
-        raise UserError(f"tokens.subset: '{source}' has no subsets; only {HUB}ORG/NAME has them; remove it")
-    if repository:
-        name, pattern = "/".join(repository[:2]), "/".join(repository[2:]) or None
-        return HubDataset(name, subset, pinned_commit(source, revision), text_column, pattern)
-    if revision is not None:
-        by = "the ETags of its objects" if separator else "its contents"
-        raise UserError(f"tokens.revision: '{source}' is identified by {by}; remove the revision")
-    if separator:
+    if subset is not None and (named.kind != "dataset" or named.files):
+        raise UserError(f"tokens.subset: '{source}' has no subsets; only {FORMS['dataset']} has them; remove it")
+    if named.kind == "dataset":
+        return HubDataset(named, subset, text_column)
+    if named.kind == "s3":
         from pipelines.run.text.objects import matching_objects
 
-        objects = matching_objects(source)
-        return Files(common_kind(tuple(objects)), tuple(objects), text_column, source, objects)
+        objects = matching_objects(named.place)
+        return Files(common_kind(tuple(objects)), tuple(objects), text_column, named.place, objects)
     if source == STDLIB:
         return standard_library()
+    source = named.name
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         endings = [Path(name).suffix for name in os.listdir(path)]

@@ -19,14 +19,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.recipe.recipe import Recipe
-from pipelines.recipe.tokens_config import HUB_FILE, TokenizerFile, TokensConfig
-from pipelines.run.text.hub import asked, reason_of
+from pipelines.recipe.tokens_config import TokenizerFile, TokensConfig
+from pipelines.run.fetch import bytes_of, hub_file, path_of
+from pipelines.run.text.hub import reason_of
+from pipelines.store.layout import TOKENIZER
 from pipelines.store.manifest import ArtifactPlan, DamagedArtifact, File
-from trainer.base.store import Store, read_regular
+from trainer.base.store import Store
 from trainer.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 Ranks = dict[bytes, int]
 
 END_OF_TEXT = "<|endoftext|>"
-TOKENIZER_FILE = "tokenizer.json"  # of a user's own tokenizer, below the tokens' artifact
 HUB_NAME = "hub-"  # begins the names of tokenizers that `tokenizers` reads
 # The pre-tokenizer of GPT-2's pattern.
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -74,10 +74,10 @@ def tokenizer_of(tokens: TokensConfig, store: Store, prefix: str) -> "tiktoken.E
     """
     if isinstance(tokens.tokenizer, str):
         return tokenizer(tokens.tokenizer)
-    own, where = tokens.tokenizer, f"{store.uri}/{prefix}/{TOKENIZER_FILE}"
-    body = store.get(f"{prefix}/{TOKENIZER_FILE}")
+    own, where = tokens.tokenizer, f"{store.uri}/{prefix}/{TOKENIZER}"
+    body = store.get(f"{prefix}/{TOKENIZER}")
     if body is None:
-        return own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.file}", own.end_of_text)
+        return own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.named.unpinned}", own.end_of_text)
     if sha256(body).hexdigest() != own.digest:
         raise DamagedArtifact(where, "damaged (sha256 differs)", "remove it, and `skytrain run` brings it again")
     return own_tokenizer(body, where, own.end_of_text)
@@ -101,7 +101,7 @@ def check_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
 
 def keep_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
     """Put the file of the tokenizer below the tokens' artifact: other machines have the store alone."""
-    own, key = recipe.tokens.tokenizer, f"{plan.prefix}/{TOKENIZER_FILE}"
+    own, key = recipe.tokens.tokenizer, f"{plan.prefix}/{TOKENIZER}"
     if isinstance(own, TokenizerFile) and store.get(key) is None:
         store.create(key, tokenizer_file_bytes(own))
 
@@ -110,29 +110,15 @@ def kept_tokenizer(config: TokensConfig, store: Store, prefix: str) -> list[File
     """The file of the tokenizer as a part of the tokens' artifact; none for a tokenizer with a name."""
     if isinstance(config.tokenizer, str):
         return []
-    size = {entry.key: entry.size for entry in store.entries(f"{prefix}/{TOKENIZER_FILE}")}
-    return [File(TOKENIZER_FILE, TOKENIZER_FILE, size.get(f"{prefix}/{TOKENIZER_FILE}", 0), config.tokenizer.digest)]
+    size = {entry.key: entry.size for entry in store.entries(f"{prefix}/{TOKENIZER}")}
+    return [File(TOKENIZER, TOKENIZER, size.get(f"{prefix}/{TOKENIZER}", 0), config.tokenizer.digest)]
 
 
 def tokenizer_file_bytes(own: TokenizerFile) -> bytes:
     """The content of a tokenizer's file, on this machine or on the Hub. UserError if it is missing, or another one."""
-    where, path = f"tokens.tokenizer: {own.file}", Path(own.file)
-    if found := HUB_FILE.fullmatch(own.file):
-        from huggingface_hub import hf_hub_download
-
-        path = Path(asked(where, lambda: hf_hub_download(found["name"], TOKENIZER_FILE, revision=found["revision"])))
-    return recorded_file(where, path, own.sha256, "`skytrain tokenizer train` makes such a file")
-
-
-def recorded_file(where: str, path: Path, digest: str | None, remedy: str) -> bytes:
-    """The content of a file. UserError if it cannot be read, or if its sha256 is not the one on record."""
-    try:
-        body = read_regular(path)
-    except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error.strerror}); {remedy}") from error
-    if digest not in (None, found := sha256(body).hexdigest()):
-        raise UserError(f"{where}: its sha256 is {found}, and the recipe has {digest}; use the file of the recipe")
-    return body
+    source, field = own.named, "tokens.tokenizer"
+    path = hub_file(source, TOKENIZER, field) if source.kind == "model" else path_of(source)
+    return bytes_of(source, field, path, "`skytrain tokenizer train` makes such a file")
 
 
 @functools.lru_cache(maxsize=2)
@@ -235,11 +221,11 @@ def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dic
         "clean_up_tokenization_spaces": False,  # else decoding removes spaces before punctuation
     }
     if body := getattr(encoding, "body", None):  # a HubTokenizer's, as it came
-        return {TOKENIZER_FILE: body, "tokenizer_config.json": _json(config)}
+        return {TOKENIZER: body, "tokenizer_config.json": _json(config)}
     config |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
     found = vocabulary(encoding)
     return {
-        TOKENIZER_FILE: _fast_tokenizer(found).to_str().encode(),
+        TOKENIZER: _fast_tokenizer(found).to_str().encode(),
         "tokenizer_config.json": _json(config),
         "vocab.json": _json(found.ids),
         "merges.txt": "\n".join(["#version: 0.2", *found.merges, ""]).encode(),

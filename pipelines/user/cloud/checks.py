@@ -6,7 +6,6 @@ found a problem. It does not retry, so it takes seconds.
 
 import platform
 import re
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipelines.extras.mlflow.settings import checked_uri
+from pipelines.store.layout import momentary_key
 from pipelines.store.s3_client import clients_from_environment
 from pipelines.store.s3_store import S3Store, open_store
 from pipelines.store.secrets import redacted
@@ -43,7 +43,7 @@ def broken(what: str, seen: str, remedy: str) -> Finding:
 
 def store_commits(store: Store) -> Finding:
     """Whether the store refuses the second of two writers that create the same key. Every commit relies on that."""
-    key = f"control/tried/{uuid.uuid4().hex}"
+    key = momentary_key("tried")
     try:
         first = store.create(key, b"first")
         second = store.create(key, b"second")

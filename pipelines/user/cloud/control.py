@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipelines.store.account import Forecast
-from pipelines.store.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
-from pipelines.store.records import Heartbeat, Progress
+from pipelines.store.ledger import SILENT_SECONDS
+from pipelines.store.records import HEARTBEAT_SECONDS, Heartbeat, Progress
 from pipelines.store.releases import Release, read_releases, write_releases
 from pipelines.store.run_record import RunRecord
 from pipelines.store.runs import Run, Summary, store_summary, usable_runs
@@ -73,11 +73,10 @@ def status_of(run: Run, launched: LaunchRecord | None, all_tasks: list[TaskStatu
     recoveries, budget = sum(task.recoveries for task in tasks), launched.request.budget if launched else None
     if (summary := run.listed).state == "done":
         return Status(run.name, "done", summary.steps, summary.steps, summary, tasks, recoveries, budget)
-    outlook = run.outlook
-    newest = outlook.newest
+    newest = run.newest
     progress = newest.progress if newest else Progress()
     running = newest is not None and newest.state == "running"
-    training = running and newest is not None and newest.stage == "train" and summary.steps < outlook.last_step
+    training = running and newest is not None and newest.stage == "train" and summary.steps < run.last_step
     waiting = summary.state in ("interrupted", "lost") and any(not task.over for task in tasks)
     # The job that was stopped runs until its machine is released; a newer one waits for its machine.
     waiting |= summary.state in ("stopped", "failed") and any(not (task.over or task.works) for task in tasks)
@@ -86,12 +85,12 @@ def status_of(run: Run, launched: LaunchRecord | None, all_tasks: list[TaskStatu
         run=run.name,
         state="waiting" if waiting else summary.state,
         step=summary.steps,
-        max_steps=outlook.last_step,
+        max_steps=run.last_step,
         summary=summary,
         newest=newest,
-        places=outlook.places,
+        places=run.places,
         recoveries=recoveries,
-        to_come=outlook.to_come,
+        to_come=run.to_come,
         stop_request=run.stop_request if stoppable else None,
         unsaved_seconds=newest.time - progress.unsaved_since if newest and progress.unsaved_since else None,
         tasks=tasks,
@@ -140,9 +139,8 @@ def on_another_server(launched: LaunchRecord) -> str | None:
 def record_releases(runs: list[Run], launches: Mapping[str, LaunchRecord], note: Callable[[str], None]) -> list[Run]:
     """Record when SkyPilot has released the machines of launched runs, if that is not on record and the store may be
     written. Returns the runs, new snapshots of those with other bills."""
-    # The stored summary of a run that has ended has all releases.
-    known_to_end = {run.name for run in runs if run.stored_summary and run.stored_summary.state != "running"}
-    missing = [run for run in runs if run.name in {*launches} - known_to_end and run.outlook.unreleased]
+    # A stored summary has all releases.
+    missing = [run for run in runs if run.name in launches and not run.stored_summary and run.unreleased]
     found, again = clusters(note) if missing else [], dict[str, Run]()
     for run in missing:
         label = run_label(launches[run.name].request.job_name)

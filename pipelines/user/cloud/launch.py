@@ -17,8 +17,10 @@ from pipelines.recipe.recipe import Recipe
 from pipelines.run.plan import stage_plan
 from pipelines.run.stage import STAGES, TUNE, missing
 from pipelines.run.text.tokenizer import keep_tokenizer
-from pipelines.store.ledger import Attempt, Meter, agreed_clock, claim, latest_number, working_attempt
+from pipelines.store.layout import launch_claims, launch_key
+from pipelines.store.ledger import Attempt, agreed_clock, claim, latest_number, working_attempt
 from pipelines.store.manifest import ArtifactPlan
+from pipelines.store.meter import Meter
 from pipelines.store.records import Billing
 from pipelines.store.run_record import record
 from pipelines.store.runs import find_run
@@ -28,7 +30,7 @@ from pipelines.user.cloud.checks import Finding
 from pipelines.user.cloud.control import on_another_server
 from pipelines.user.cloud.planner import Report, limits_of, priced_job, workload
 from pipelines.user.cloud.preflight import preflight, text_is_only_here
-from pipelines.user.cloud.request import LaunchRecord, LaunchRequest, key_of, last_launch, write_launch
+from pipelines.user.cloud.request import LaunchRecord, LaunchRequest, last_launch, write_launch
 from pipelines.user.cloud.skypilot import (
     api_server_is_up,
     ask_optimizer,
@@ -202,16 +204,12 @@ def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
 def claim_launch(store: Store, request: LaunchRequest) -> Attempt:
     """Claim the next launch of a run, as an attempt of the ledger. UserError if another launch is not over."""
     run = request.run
-    number = latest_number(store, claims_of(run)) + 1
+    number = latest_number(store, launch_claims(run)) + 1
     refuse_second_launch(store, request)
-    attempt = claim(store, claims_of(run), run, "launch", number, Billing(), meter=Meter(None))
+    attempt = claim(store, launch_claims(run), run, "launch", number, Billing(), meter=Meter(None))
     if attempt is None:
         raise UserError(f"launch: another launch of {run} started first; see `skytrain status {run}`")
     return attempt
-
-
-def claims_of(run: str) -> str:
-    return f"control/{run}"
 
 
 def refuse_second_launch(store: Store, request: LaunchRequest) -> None:
@@ -226,15 +224,15 @@ def refuse_second_launch(store: Store, request: LaunchRequest) -> None:
         raise UserError(
             f"launch: {run} has job {max(jobs)}, still running; {see}, or end it with `skytrain stop {run}`"
         )
-    if launching := working_attempt(store, claims_of(run), lambda: agreed_clock(store)):
+    if launching := working_attempt(store, launch_claims(run), lambda: agreed_clock(store)):
         raise UserError(f"launch: {run} is being launched on {launching.process.host}; {see}")
     if before and (message := on_another_server(before)) and not has_ended_for_good(store, run):
-        raise UserError(f"launch: {message}; if that job is over, remove {store.uri}/{key_of(run)}")
+        raise UserError(f"launch: {message}; if that job is over, remove {store.uri}/{launch_key(run)}")
 
 
 def has_ended_for_good(store: Store, run: str) -> bool:
     """Whether the run has ended since its last launch, so that nothing restarts it."""
-    (launched,) = store.entries(key_of(run))
+    (launched,) = store.entries(launch_key(run))
     found = find_run(store, run)
     newest = max(found.heartbeats, key=lambda one: one.stored or 0.0, default=None) if found else None
     if found is None or newest is None or (newest.stored or 0.0) < launched.modified:

@@ -11,15 +11,16 @@ from urllib.parse import urlsplit
 
 from pipelines.extras.bench.gpus import gpu_of
 from pipelines.extras.mlflow.settings import checked_uri
-from pipelines.extras.tune.conversations import ADDITION
+from pipelines.extras.tune.conversations import ADDITION, source_of
 from pipelines.recipe.recipe import Recipe
 from pipelines.recipe.tokens_config import LLMC, TokensConfig
+from pipelines.run.fetch import path_of
 from pipelines.run.stage import TUNE
 from pipelines.run.stages.measures import fetch_inputs
-from pipelines.run.text.hub import HUB, LOOK_SECONDS
+from pipelines.run.text.hub import LOOK_SECONDS
 from pipelines.run.text.llmc_shards import is_remote, shards_found
 from pipelines.run.text.sources import STDLIB, first_documents, text_of
-from pipelines.run.weight_sources import Local, first_source
+from pipelines.run.weight_sources import INIT
 from pipelines.store.unread_store import UnreadStore
 from pipelines.user.cloud.catalog import CLUSTERS, is_cluster
 from pipelines.user.cloud.checks import Finding, broken, check_image_name, mlflow_answers, store_commits
@@ -29,6 +30,7 @@ from pipelines.user.cloud.tasks import ManagedJob
 from trainer.base.install import how_to_install
 from trainer.base.store import LocalStore, Store
 from trainer.config.errors import StoreUnavailable, UserError
+from trainer.config.source import FORMS, HUB, Source, unpinned
 
 OWN_KEYS = ("SKYTRAIN_S3_ACCESS_KEY_ID", "SKYTRAIN_S3_SECRET_ACCESS_KEY")  # of a store that is not on AWS
 NO_KERNELS = re.compile(
@@ -50,10 +52,11 @@ def preflight(
         yield from gpus_without_kernels(job)
     yield from slow_cards([job])
     yield from texts_reachable(recipe, job.stages, remote)
-    weights = first_source(recipe)  # the plan of the run has found those of the Hub and of runs
-    if isinstance(weights, Local) and "train" in job.stages:
-        remedy = "train.init_from: name run:NAME of this store, or ORG/NAME@COMMIT of the Hub"
-        yield on_this_machine("weights for train", str(weights.path), remote, remedy)
+    weights = Source.of(init, INIT) if (init := recipe.train.init_from) else None
+    # The plan of the run has found those of the Hub and of runs.
+    if weights and weights.kind == "path" and "train" in job.stages:
+        remedy = f"{INIT}: name {FORMS['run']} of this store, or {FORMS['model']}"
+        yield on_this_machine("weights for train", str(path_of(weights)), remote, remedy)
     yield from benchmarks_readable(recipe, job.stages, remote)
     yield from tuning(recipe, job.stages, remote, request.image)
     yield credentials(store, job.clouds, secrets)
@@ -161,9 +164,10 @@ def benchmarks_readable(recipe: Recipe, stages: Iterable[str], remote: bool) -> 
 def tuning(recipe: Recipe, stages: Iterable[str], remote: bool, image: str) -> Iterator[Finding]:
     """Whether a job can tune: it needs data that the nodes can read, TRL, and no code of the recipe's author."""
     for step in recipe.tune if TUNE in stages else ():
-        name, sources = f"{TUNE}.{step.name}", [one.function for one in step.rewards if one.function]
-        if step.data != ADDITION and not is_remote(step.data):
-            yield on_this_machine(f"data of {name}", step.data, remote, "upload it to S3 or the Hub")
+        name, sources = f"{TUNE}.{step.name}", [unpinned(one.function) for one in step.rewards if one.function]
+        data = source_of(step).unpinned
+        if data != ADDITION and not is_remote(data):
+            yield on_this_machine(f"data of {name}", data, remote, "upload it to S3 or the Hub")
         if sources:
             seen = f"no job runs a function of a recipe ({sources[0]})"
             yield broken(name, seen, "--stage export, then `skytrain run --allow-code` where you agree to it")

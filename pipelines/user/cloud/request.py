@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
+from pipelines.store.layout import LAUNCHES, launch_key, run_of
 from pipelines.store.secrets import SECRET_TEXT, SECRETS, has_own_keys, is_secret_name
 from pipelines.store.store_id import StoreIdText
 from trainer.base.record import Count, DamagedRecord, Key, StoredRecord, UnixSeconds, decoded_at, record_in
@@ -73,20 +74,16 @@ def last_launch(store: Store, run: str) -> LaunchRecord | None:
             raise DamagedRecord(where, f"it launches {launched.request.run} in {launched.request.store}")
         return launched
 
-    return decoded_at(store, key_of(run), decode, remedy="remove it, and launch the run with its options again")
+    return decoded_at(store, launch_key(run), decode, remedy="remove it, and launch the run with its options again")
 
 
 def write_launch(store: Store, launched: LaunchRecord) -> None:
-    store.put(key_of(launched.request.run), launched.to_json())
-
-
-def key_of(run: str) -> str:
-    return f"launches/{run}.json"
+    store.put(launch_key(launched.request.run), launched.to_json())
 
 
 def launched_runs(store: Store) -> set[str]:
     """The names of all runs that were launched."""
-    return {entry.key.removeprefix("launches/").removesuffix(".json") for entry in store.entries("launches/")}
+    return set(map(run_of, store.entries(LAUNCHES)))
 
 
 def run_label(job_name: str) -> str:

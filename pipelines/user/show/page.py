@@ -309,7 +309,7 @@ def receipt(run: Run) -> list[tuple[str, str]]:
     )
     facts = {
         "recipe": f"{recipe.name}, fingerprint {train.fingerprint}" if train else recipe.name,
-        "text": " at ".join(filter(None, (text_name(recipe), recipe.tokens.revision))),
+        "text": recipe.tokens.source or text_name(recipe),
         "began with": recipe.first_weights or "",
         "artifacts": ", ".join(manifest.prefix for manifest in read.values()),
         "ended by": reached_target(recipe, train),

@@ -7,7 +7,7 @@ from pipelines.user.verbs.options import Json
 
 def recipes(as_json: Json = False) -> None:
     """List the shipped recipes: parameters, tokens and FLOPs of their training."""
-    from pipelines.recipe.recipe import load_recipe, shipped
+    from pipelines.recipe.loader import load_recipe, shipped
     from pipelines.user.show.recipes import print_recipes
 
     rows = []

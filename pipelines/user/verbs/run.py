@@ -164,7 +164,7 @@ def pipeline_here(
     from pipelines.run.pipeline import Pipeline
     from pipelines.run.trackers import trackers_of
     from pipelines.run.watch import StopRequests, Summary, Watch
-    from pipelines.store.ledger import process_began
+    from pipelines.store.process_id import process_began
 
     recipe, store, name, billing = run.recipe, run.store, run.name, billing_here(price_per_hour)
     watches: list[Watch] = [Notices(stop, screen), StopRequests(store, name, stop)]

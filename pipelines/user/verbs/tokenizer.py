@@ -32,7 +32,7 @@ def train(
     set_: Changes = None,
 ) -> None:
     """Train a byte-level BPE on the text of a recipe; the same text gives the same file."""
-    from pipelines.recipe.recipe import load_recipe
+    from pipelines.recipe.loader import load_recipe
     from pipelines.run.text.bpe import text_sample, train_bpe
     from pipelines.user.show.console import TerminalScreen, say
     from trainer.base.process import StopSignal
@@ -58,4 +58,4 @@ def train(
     out.write_bytes(content)
     say(f"{out}: {vocab_size:,} ids, from {size:,} characters of {documents:,} documents")
     say("in the recipe:")
-    say(f"tokens:\n  tokenizer: {{file: {out}, sha256: {sha256_of(out)}}}\nmodel:\n  vocab_size: {vocab_size}")
+    say(f"tokens:\n  tokenizer: {out}@sha256:{sha256_of(out)}\nmodel:\n  vocab_size: {vocab_size}")

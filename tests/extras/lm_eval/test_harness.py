@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from pipelines.extras.lm_eval import harness
 from pipelines.extras.lm_eval.harness import scores_in
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import Work
 from pipelines.run.stages import evaluate
 from pipelines.run.text.tokenizer import tokenizer

@@ -35,8 +35,8 @@ from pipelines.run.formats import hf
 from pipelines.run.formats.export_weights import Weights
 from pipelines.run.text.tokenizer import tokenizer
 from pipelines.run.trackers import trackers_of
-from pipelines.store.ledger import process_started, this_process
 from pipelines.store.manifest import scratch, upload
+from pipelines.store.process_id import process_started, this_process
 from pipelines.store.records import Progress
 from pipelines.store.s3_store import S3Store
 from pipelines.user.cloud.checks import mlflow_answers

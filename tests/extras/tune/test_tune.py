@@ -23,7 +23,8 @@ from pipelines.extras.tune.reward_code import RewardCode
 from pipelines.extras.tune.rewards import score_of
 from pipelines.extras.tune.tune import checked_rows
 from pipelines.extras.tune.tune_task import HELD_OUT, ROWS, TuneTask
-from pipelines.recipe.recipe import REWARDED, TRL_OPTIONS, Recipe, RewardConfig, TuneConfig, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import REWARDED, TRL_OPTIONS, Recipe, RewardConfig, TuneConfig
 from pipelines.run.sample import load_text_model
 from pipelines.run.stages.rank import Joined
 from pipelines.run.text.chat import TEMPLATE, ChatTokens
@@ -160,7 +161,7 @@ def given(tune_rank: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pro
     recipe["train"] |= {"init_from": str(folder / "theirs"), "batch_tokens": 1024}
     recipe["evaluate"] = TINY["evaluate"] | {"hellaswag": "items.jsonl", "core": core}
     recipe["export"] = {"formats": ["hf", "gguf"], "dtype": "float32"}
-    recipe["tune"][0] |= {"data": "*.parquet", "revision": None, "batch": 24, "held_out": 4}
+    recipe["tune"][0] |= {"data": "*.parquet", "batch": 24, "held_out": 4}
     project = Project(folder / FOLDER_NAME, recipe)
     rows = [{"messages": row["messages"], "source": "sums"} for row in addition()]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), project.folder / "chats.parquet")
@@ -273,7 +274,8 @@ def test_a_reward_function_runs_with_the_flag_alone_and_sees_no_secret(
     project.run(*command, "--allow-code")
     (run,) = read_runs(project.store)
     rows = series(project.store, run.record.tunings["tune.mine"])
-    assert {row["tune/mine/reward"] for row in rows} == {0.25} and run.recipe.tune[0].rewards[0].sha256
+    assert {row["tune/mine/reward"] for row in rows} == {0.25}
+    assert "@sha256:" in str(run.recipe.tune[0].rewards[0].function)
     assert rows[0]["tune/mine/kl"] == pytest.approx(0, abs=1e-6)  # with the chat's tokens
     (project.folder / "elsewhere.py").write_text(MINE)
     same = project.run(*[one.replace("mine.py", "elsewhere.py") for one in command])  # skipped: no code runs
@@ -311,7 +313,7 @@ def test_a_reward_function_that_fails_is_named(tmp_path: Path, source: str, wron
         RewardCode(reward, allowed=True)(prompts=[1, 2], completions=[1, 2])
     assert f"{path}:score: {wrong}" in str(refused.value)
     with pytest.raises(UserError, match="the recipe has 0000"):
-        RewardCode(reward.model_copy(update={"sha256": "0" * 64}), allowed=True)
+        RewardCode(reward.model_copy(update={"function": f"{reward.function}@sha256:{'0' * 64}"}), allowed=True)
     with pytest.raises(UserError, match="is code, which runs with your rights"):
         RewardCode(reward, allowed=False)
 

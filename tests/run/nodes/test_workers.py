@@ -14,13 +14,14 @@ from servers import LOOPBACK
 from stage_work import NoSignals
 
 from pipelines.job.crash import record_for_node_0
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.nodes import worker
 from pipelines.run.nodes.address import NodeAddress, interface_to, nvidia_gpus, this_node
 from pipelines.run.nodes.ranks import TrainTask
 from pipelines.run.nodes.results import GONE, KILLED, NodeResult
 from pipelines.run.nodes.worker import FirstNode
-from pipelines.run.nodes.workers import WorkerRecord, Workers, key_of_numbers
+from pipelines.run.nodes.workers import WorkerRecord, Workers
+from pipelines.store.layout import ranks_key
 from pipelines.store.ledger import SILENT_SECONDS, Attempt, claim
 from pipelines.store.manifest import ArtifactPlan
 from pipelines.store.records import Billing, Progress
@@ -166,7 +167,7 @@ def test_a_worker_takes_numbers_from_the_store_and_all_else_from_its_own_plan(
     mine = worker.Worker(NodeAddress(1, 2, cluster="c"), recipe, plans, store, tmp_path, NoSignals())
     attempt_of(store, prefix, 1)
     mine.first.look()
-    store.put(key_of_numbers(prefix, 1), json.dumps(NUMBERS | STRANGE | (wrong or {})).encode())
+    store.put(ranks_key(prefix, 1), json.dumps(NUMBERS | STRANGE | (wrong or {})).encode())
     if wrong:
         with pytest.raises(DamagedRecord, match=f"ranks.json: damaged .{[*wrong][0]}: "):
             mine._fresh_task()

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 from pipeline_runs import FOLDER_NAME, PRICE, SERIES, STEPS, Project, sums
 
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run.gc import collect
 from pipelines.run.weight_sources import pinned
+from pipelines.store.layout import run_key
 from pipelines.store.manifest import Manifest
-from pipelines.store.run_record import key_of
 from pipelines.store.runs import Run, read_run, read_runs
-from trainer.checkpoint.commits import committed_folders, step_of
+from trainer.checkpoint.commits import committed_folders
+from trainer.checkpoint.layout import step_of
 from trainer.config.errors import UserError
 
 SHORT = ["--set", "train.max_steps=4", "--set", "train.warmup_steps=1", "--set", "name=tuned"]
@@ -56,7 +58,7 @@ def test_weights_that_cannot_be_a_runs_are_refused_in_a_line_before_anything_sta
     cases = {
         str(export): (["--set", "model.n_layer=3"], "its n_layer is 2, and model.n_layer is 3; --set model.n_layer=2"),
         "nowhere": ([], "train.init_from: "),
-        "openai-community/gpt2": ([], "write openai-community/gpt2@ and the 40 hex digits"),
+        "openai-community/gpt2": ([], "write hf://openai-community/gpt2@ and the 40 hex digits"),
         "run:nobody": ([], "nobody: no such run"),
         "run:tiny": ([], f"once begun, this run is the newest 'tiny'; write run:{run}"),  # "the same command" resumes
         f"run:{run}@7": ([], f"step 7 is not a commit of {run}; its commits are at"),
@@ -99,9 +101,9 @@ def test_gc_keeps_the_commit_that_a_run_begins_with_until_that_run_has_trained(f
         parent.record, run="child-12345678", prefixes=parent.record.prefixes | {"train": "train/child-12345678"}
     )
     child.recipe["train"]["branch_from"] = f"run:{parent.name}@{step}"
-    finished.store.put(key_of(child.run), child.to_json())
+    finished.store.put(run_key(child.run), child.to_json())
     assert not removable()
-    finished.store.delete(key_of(child.run))
+    finished.store.delete(run_key(child.run))
     assert removable()
 
 

@@ -13,7 +13,7 @@ from answers import Hub, answering
 from safetensors.torch import save_file
 from stage_work import SMALL
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.formats.hf import hf_config
 from pipelines.run.text.tokenizer import tokenizer, tokenizer_files
 from trainer.models.family import to_hf
@@ -22,22 +22,24 @@ from trainer.models.gpt2_module import GPT
 REPOSITORY = Path(__file__).resolve().parents[3]
 COMMIT = "a" * 40
 MODEL = "openai-community/gpt2"
+SOURCE = f"hf://{MODEL}@{COMMIT}"
 CODE = """
 import json, os, sys
 from stage_work import SMALL
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.recipe.tokens_config import TokenizerFile
 from pipelines.run.text.tokenizer import own_tokenizer, tokenizer_file_bytes
-from pipelines.run.weight_sources import Hub, fetched_from_hub, hub_weights, tokenizer_beside
+from pipelines.run.weight_sources import fetched_from_hub, hub_weights, tokenizer_beside
 from trainer.config.errors import UserError
+from trainer.config.source import Source
 def answer(what, named, *changes):
-    source = Hub(*named.split("@"))
+    source = Source.of(named, "train.init_from")
     try:
         if what == "check":
             return hub_weights(source, "train.init_from").check(load_recipe("smoke", [*SMALL, *changes]).model)
         if what == "tokenizer":
-            own = TokenizerFile(file=f"hf://{named}")
-            assert tokenizer_file_bytes(own) == tokenizer_beside(named, None, "init_from")
+            own = TokenizerFile(file=named)
+            assert tokenizer_file_bytes(own) == tokenizer_beside(source, None, "init_from")
             return own_tokenizer(tokenizer_file_bytes(own), "it").n_vocab
         return str(fetched_from_hub(source, "train.init_from"))
     except UserError as error:
@@ -78,7 +80,7 @@ def ask(hub: Hub, tmp_path: Path) -> Iterator[Callable[..., Any]]:
             questions, answers = process.stdin, process.stdout
             assert questions and answers
 
-            def asked(what: str, source: str = f"{MODEL}@{COMMIT}", *changes: str) -> Any:
+            def asked(what: str, source: str = SOURCE, *changes: str) -> Any:
                 print(json.dumps([what, source, *changes]), file=questions, flush=True)
                 return json.loads(answers.readline())
 
@@ -88,10 +90,10 @@ def ask(hub: Hub, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 @pytest.mark.slow
 def test_weights_of_the_hub_are_checked_by_their_header_and_fetched_verified(hub: Hub, ask: Callable[..., Any]) -> None:
     assert ask("check") is None
-    shape = ask("check", f"{MODEL}@{COMMIT}", "model.n_layer=2")
+    shape = ask("check", SOURCE, "model.n_layer=2")
     assert shape.endswith("its n_layer is 1, and model.n_layer is 2; --set model.n_layer=1 would fit")
-    assert ask("check", f"{MODEL}-xl@{COMMIT}").startswith(
-        f"error: train.init_from: {MODEL}-xl@{COMMIT[:12]}: cannot be"
+    assert ask("check", f"hf://{MODEL}-xl@{COMMIT}").startswith(
+        f"error: train.init_from: hf://{MODEL}-xl@{COMMIT[:12]}: cannot be"
     )
     folder = Path(ask("fetch"))
     assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]

@@ -10,7 +10,7 @@ from core_bundle import make_bundle
 from tiny_models import model_of
 from trainer_runs import ALONE
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stages import measures
 from pipelines.run.stages.measures import core_identity, core_tasks, evaluation_in_training
 from pipelines.run.text.tokenizer import token_bytes, tokenizer
@@ -102,5 +102,7 @@ def test_a_dataset_that_is_not_here_is_named_without_network(hub_cache: Path) ->
     "source", ["hf://datasets/org/bundle", "hf://datasets/org/bundle@main", f"hf://datasets/org/b/../..@{COMMIT}"]
 )
 def test_a_dataset_without_a_commit_is_refused(source: str) -> None:
-    with pytest.raises(UserError, match=r"^evaluate\.core: .*: use hf://datasets/ORG/NAME@COMMIT or "):
+    with pytest.raises(
+        UserError, match=r"^evaluate\.core: .*(40 hex digits|use hf://datasets/ORG/NAME@COMMIT, a path)"
+    ):
         core_tasks(source)

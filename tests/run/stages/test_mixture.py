@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from stage_work import SMALL, tokenized
 
-from pipelines.recipe.recipe import Recipe, changed_recipe, load_recipe
+from pipelines.recipe.loader import changed_recipe, load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run.stage import Work, plans_of
 from pipelines.run.stages import tokenize
 from pipelines.run.text.llmc_shards import places_of
 from pipelines.run.text.mixture import sources_planned
-from pipelines.store.manifest import DamagedArtifact, find, key_of
+from pipelines.store.layout import manifest_key
+from pipelines.store.manifest import DamagedArtifact, find
 from pipelines.store.shard_cache import ShardCache, shards_in
 from trainer.config.errors import UserError
 from trainer.data.batches import TokenData
@@ -86,10 +88,10 @@ def test_a_damaged_shard_of_a_source_names_both_artifacts(work: Callable[[str], 
     assert source
     mine.store.put(own.key, b"x" * own.size)
     cache = ShardCache(mine.store, manifest, mine.home / "cache", "auto", places_of(recipe.tokens))
-    with pytest.raises(DamagedArtifact, match=f"remove {key_of(source.prefix)} and that of the mixture"):
+    with pytest.raises(DamagedArtifact, match=f"remove {manifest_key(source.prefix)} and that of the mixture"):
         cache.fetch(own.name)
     for one in (source, manifest):
-        mine.store.delete(key_of(one.prefix))
+        mine.store.delete(manifest_key(one.prefix))
     again = tokenized(mine, recipe)
     fresh = ShardCache(mine.store, again, mine.home / "cache", "auto").fetch(own.name)
     assert b"letters" in read_shard(fresh).astype(np.uint8).tobytes()

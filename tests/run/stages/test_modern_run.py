@@ -8,7 +8,7 @@ import pytest
 from pipeline_runs import FOLDER_NAME, TINY, Project
 from safetensors.torch import save_file
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import plans_of
 from pipelines.run.weight_sources import check_model
 from trainer.checkpoint.weights import open_weights

@@ -8,19 +8,32 @@ import pytest
 import yaml
 from core_bundle import make_bundle
 
-from pipelines.recipe.recipe import EvaluateConfig, Recipe, load_recipe, shipped
+from pipelines.recipe.loader import load_recipe, recorded_recipe, shipped
+from pipelines.recipe.recipe import EvaluateConfig, Recipe
 from pipelines.run.stage import STAGES, plans_of, run_name
 from trainer.config.config import MUON_FIELDS, StopAt
 from trainer.config.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
+COMMIT = "1a" * 20
 # The artifacts of gpt2-124m.
 PINNED = {
     "tokenize": "7210dafe1f319f8733f11860ffe4aa803966a6c2b75d7b19b9b2e6ec5c09cde7",
     "train": "7c762e5f7e980b95b33440de4d0fb26c90d4a8b4790c512dee44a67ba5ec4e24",
     "evaluate": "97aa05899f1d4c80e7377366d09d952626cda7626551fe8a4eeacb347fd24d24",
     "export": "c86ce9b873df7002a7209567d65fa00dd957a00987fcbdada2cabf5e5d310cad",
+}
+
+# Of gpt2-124m-chat with a second step of tuning.
+RECORDED_BY_0_2 = {
+    "tokenize": "6ef8fd63ac0817ded39a092ace40d772a465aae0552657d0ddb8fa674606fee2",
+    "train": "f5b1632764350a4755c19f8fe5b2437bd0a8369f02f04cc78e4f6ab3365f48ed",
+    "evaluate": "a4da75cef1fff81442b84ed2528023f746c9ad4d510bb97853c6a3216b0b0be6",
+    "export": "84ee7c4495cb121cf1b3b4245ba5ff36171aec53e32c6b06a0db42a2bdd7f709",
+    "tune.sft": "bf7904347de8c8d1a02de09ad4fbd82af438cb40ec7dc85cd5371eb26bf6e2d0",
+    "tune.g": "39dbde995cc8535e8eb8c328eaa556a868d62c0f38360d41ea6003be5129c48d",
+    "evaluate.g": "86cfe8b773f47d1574645ecfe8d66d9e3f1db4b894f2590e615c4efda643d0c0",
 }
 
 DOWNSTREAM = {
@@ -33,10 +46,10 @@ DOWNSTREAM = {
 }
 # Values of fields to which one cannot be added.
 OTHER: dict[str, Any] = {
-    "revision": "0" * 40,
+    "source": f"hf://datasets/other/text@{COMMIT}",
     "packing": "documents",
     "stop_at": StopAt(val_loss=3.0),
-    "init_from": f"openai-community/gpt2@{'0' * 40}",
+    "init_from": f"hf://openai-community/gpt2@{'0' * 40}",
     "branch_from": f"run:other-12345678@5@sha256:{'0' * 64}",
     "lm_eval": ["piqa"],
     "formats": ["hf", "gguf"],
@@ -137,8 +150,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
         ("runtime.device=gpu", "runtime.device: must be 'auto', 'cpu', 'cuda' or 'mps' (got 'gpu')"),
         (
             "tokens.tokenizer=gpt3",
-            "my.yaml: tokens.tokenizer: must be 'gpt2', 'bytes', a tokenizer.json or hf://OWNER/NAME@COMMIT "
-            "(got 'gpt3')",
+            "my.yaml: tokens.tokenizer: must be 'gpt2', 'bytes', a tokenizer.json or hf://ORG/NAME@COMMIT (got 'gpt3')",
         ),
         (
             "export.formats=[hf, ggfu]",
@@ -173,13 +185,23 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name(tmp_path: Path, monk
             "train={max_steps: 9, learning_rate: 1, stop_at: {val_loss: 3.2}, batch_tokens: 4096, val_every: null}",
             "my.yaml: train: stop_at.val_loss needs validations, and val_every is null; set train.val_every to 250",
         ),
+        # The spellings of 0.2
+        (
+            f"tokens.revision={COMMIT}",
+            f"my.yaml: tokens.revision: belongs to the source now; write tokens.source: python-stdlib@{COMMIT}",
+        ),
+        (
+            f"tokens.tokenizer={{file: a.json, sha256: {'1a' * 32}}}",
+            "tokens.tokenizer.sha256: belongs to the source now; write tokens.tokenizer.file: a.json@sha256:1a1a",
+        ),
+        (f"train.init_from=org/name@{COMMIT}", f"init_from: org/name@{COMMIT}: write hf://org/name@{COMMIT}"),
         ("train.stop_at={}", "my.yaml: train.stop_at: no target is given; name one of hellaswag, core, val_loss"),
         # --set itself
         ("train.max_steps", "--set train.max_steps: not of the form section.field=value, such as train.max_steps=50"),
         ("name.x=1", "--set name.x=1: name has no fields"),
         ("train.max_steps=[1", "--set train.max_steps=[1: '[1' is not a YAML value; quote text"),
         # PyYAML takes these for a date and for an integer, and fails in its own way.
-        ("tokens.revision=2024-13-45", "'2024-13-45' is not a YAML value"),
+        ("tokens.subset=2024-13-45", "'2024-13-45' is not a YAML value"),
     ],
 )
 def test_a_mistake_is_one_line_with_file_and_field(tmp_path: Path, change: str, line: str) -> None:
@@ -190,10 +212,10 @@ def test_a_mistake_is_one_line_with_file_and_field(tmp_path: Path, change: str, 
 
 def test_a_new_text_or_tokenizer_drops_what_belonged_to_the_former(tmp_path: Path) -> None:
     own = load_recipe("gpt2-124m", ["tokens.source=mine.txt", "tokens.tokenizer=bytes"])
-    assert (own.tokens.subset, own.tokens.revision, own.model.vocab_size) == (None, None, 257)
+    assert (own.tokens.subset, own.model.vocab_size) == (None, 257)
     assert load_recipe(str(write_recipe(tmp_path)), ["tokens.tokenizer=gpt2"]).model.vocab_size == 50_257
     same = load_recipe("gpt2-124m", ["tokens.tokenizer=gpt2", "model.vocab_size=50304"])
-    assert same.tokens.subset and same.tokens.revision and same.model.vocab_size == 50_304
+    assert same.tokens.subset and same.model.vocab_size == 50_304
 
 
 def test_all_mistakes_of_a_recipe_are_reported_at_once(tmp_path: Path) -> None:
@@ -285,6 +307,32 @@ def test_the_name_of_a_recipe_is_in_no_fingerprint() -> None:
 def test_fingerprints_of_existing_artifacts_never_change() -> None:
     """If this fails, every artifact in every store is obsolete and will be made again."""
     assert fingerprints(load_recipe("gpt2-124m")) == PINNED
+
+
+def test_a_recipe_that_0_2_recorded_has_the_sources_and_the_fingerprints_that_it_had() -> None:
+    values = load_recipe("gpt2-124m-chat").model_dump()
+    source, _, commit = values["tokens"]["source"].partition("@")
+    values["tokens"] |= {"source": source, "revision": commit}
+    values["train"]["init_from"] = values["train"]["init_from"].removeprefix("hf://")
+    reward = {"kind": "function", "weight": 1.0, "function": "mine.py:score", "sha256": "b" * 64}
+    grpo = {"name": "g", "method": "grpo", "data": "rows.jsonl", "revision": None, "content": "c" * 64}
+    data, _, commit = values["tune"][0]["data"].partition("@")
+    values["tune"] = [values["tune"][0] | {"data": data, "revision": commit, "content": "d" * 64}, grpo]
+    values["tune"][1]["rewards"] = [reward]
+    recipe = recorded_recipe(values, "runs/a.json")
+    assert recipe.tokens.source == f"{source}@{values['tokens']['revision']}"
+    assert [step.data for step in recipe.tune] == [
+        f"{data}@{commit}@sha256:{'d' * 64}",
+        f"rows.jsonl@sha256:{'c' * 64}",
+    ]
+    assert recipe.tune[1].rewards[0].function == f"mine.py:score@sha256:{'b' * 64}"
+    plans = plans_of(recipe)
+    assert {stage: plan.fingerprint for stage, plan in plans.items()} == RECORDED_BY_0_2
+    tokenizer = {"file": f"hf://a/b@{COMMIT}", "sha256": "e" * 64, "end_of_text": None}
+    values["tokens"] |= {"tokenizer": tokenizer, "sources": [{"source": source, "revision": commit, "weight": 1.0}]}
+    values["tokens"] |= {"source": "", "revision": None, "subset": None, "max_tokens": None}
+    tokens = recorded_recipe(values, "runs/a.json").tokens
+    assert tokens.tokenizer_identity == {"sha256": "e" * 64} and tokens.each()[0].source == f"{source}@{commit}"
 
 
 def test_the_content_of_text_counts_and_its_path_does_not(tmp_path: Path) -> None:

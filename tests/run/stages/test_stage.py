@@ -18,14 +18,15 @@ from stage_work import NoSignals
 from waiting import until
 
 import pipelines.run.pipeline
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import STAGES, Built, Work
 from pipelines.run.watch import Summary, Watch
 from pipelines.store import ledger
-from pipelines.store.crashes import MOST_CRASHES
-from pipelines.store.ledger import SILENT_SECONDS, attempts, claim, seconds_between_failures, this_process
+from pipelines.store.crashes import MOST_CRASHES, seconds_between_failures
+from pipelines.store.ledger import SILENT_SECONDS, attempts, claim
 from pipelines.store.manifest import ArtifactPlan, Manifest, commit, find
+from pipelines.store.process_id import this_process
 from pipelines.store.records import Billing, Heartbeat, Machine, ProcessId
 from pipelines.store.store_id import settled_store_id
 from pipelines.user.show.console import TerminalScreen

@@ -10,7 +10,7 @@ import pytest
 from stage_work import SMALL, tokenized
 from texts import FourFiles, made
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import Work
 from pipelines.run.stages.tokenize import check_splits
 from pipelines.run.text.receipts import existing_receipts

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.nodes import launcher_process
 from pipelines.run.nodes.ranks import Ranks, RankTask
 from pipelines.run.stage import Work
 from pipelines.run.stages import train
-from pipelines.store.ledger import attempts, process_exists
+from pipelines.store.ledger import attempts
+from pipelines.store.process_id import process_exists
 from pipelines.store.records import Heartbeat
 from trainer.config.errors import UserError
 

@@ -13,20 +13,21 @@ import yaml
 from pipeline_runs import REPOSITORY, Project
 from texts import ODD_TEXTS
 
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.recipe.tokens_config import TokensConfig
 from pipelines.run.stage import Work, plans_of
 from pipelines.run.stages import tokenize
 from pipelines.run.text.bpe import text_sample, train_bpe
 from pipelines.run.text.encode import Encoder
 from pipelines.run.text.tokenizer import (
-    TOKENIZER_FILE,
     check_tokenizer,
     encoding_of,
     keep_tokenizer,
     own_tokenizer,
     tokenizer_files,
 )
+from pipelines.store.layout import TOKENIZER
 from pipelines.store.manifest import fetch
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
@@ -55,7 +56,7 @@ def recipe(trained: bytes, text: Path, tmp_path: Path) -> Recipe:
 
 
 def recipe_with(file: Path, digest: str, text: Path, vocab_size: int = IDS) -> Recipe:
-    tokenizer = f"tokens.tokenizer={{file: '{file}', sha256: '{digest}'}}"
+    tokenizer = f"tokens.tokenizer={{file: '{file}@sha256:{digest}'}}"
     return load_recipe("smoke", [f"tokens.source={text}/*.txt", tokenizer, f"model.vocab_size={vocab_size}"])
 
 
@@ -117,7 +118,7 @@ def test_the_ids_of_a_large_vocabulary_of_ones_own_go_into_uint32_shards(
     pairs = sorted(itertools.product(range(256), repeat=2), key=letters.issuperset)  # those of letters get the last ids
     ranks = {bytes(token): i for i, token in enumerate([*((byte,) for byte in range(256)), *pairs])}
     encoding = encoding_of("own", ranks)
-    content = tokenizer_files(encoding, 0)[TOKENIZER_FILE]
+    content = tokenizer_files(encoding, 0)[TOKENIZER]
     (tmp_path / "own.json").write_bytes(content)
     (tmp_path / "a.txt").write_text("größer abcdef 東京 " * 100)
     mine, ids = work("tokenize"), 65_793
@@ -174,7 +175,7 @@ def test_a_run_with_its_own_tokenizer_is_exported_with_it(tmp_path: Path) -> Non
     (project.folder / "tiny.yaml").write_text(yaml.safe_dump(values))
     project.run("tokenizer", "train", "tiny.yaml", "--vocab-size", "280", "--out", "own.json")
     content = (project.folder / "own.json").read_bytes()
-    values["tokens"]["tokenizer"] = {"file": "own.json", "sha256": sha256(content).hexdigest()}
+    values["tokens"]["tokenizer"] = f"own.json@sha256:{sha256(content).hexdigest()}"
     values["model"]["vocab_size"] = 280
     (project.folder / "tiny.yaml").write_text(yaml.safe_dump(values))
     project.run("run", "tiny.yaml")

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from texts import CUT_TEXT, ODD_TEXTS, hub_file
 from tokenizers import Tokenizer, normalizers
 
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.recipe.tokens_config import TokenizerFile
 from pipelines.run.formats import hf
 from pipelines.run.formats.export_weights import Weights
@@ -93,16 +94,16 @@ def test_a_path_is_pinned_by_content_and_the_shards_have_its_ids(
     changes = ("tokens.shard_tokens=4096", "tokens.max_tokens=null")
     mine.recipe = pinned(recipe_with(text, tmp_path / "llama.json", *changes), mine.store)
     own = mine.recipe.tokens.tokenizer
-    assert isinstance(own, TokenizerFile) and own.sha256 == sha256(body).hexdigest()
+    assert isinstance(own, TokenizerFile) and own.digest == sha256(body).hexdigest()
     mine.plan = plans_of(mine.recipe)["tokenize"]
-    assert mine.plan.identity["tokenizer"] == {"sha256": own.sha256}
+    assert mine.plan.identity["tokenizer"] == {"sha256": own.digest}
     check_tokenizer(mine.recipe, mine.plan, mine.store)
     keep_tokenizer(mine.recipe, mine.plan, mine.store)
     (tmp_path / "llama.json").unlink()
     built = tokenize.build(mine)
     encoding = own_tokenizer(body, "it")
     assert built.facts["tokens"] == 1 + len(encoding.encode_ordinary(text.read_text()))
-    other = recipe_with(text, f"{{file: x.json, sha256: '{own.sha256}', end_of_text: <|begin_of_text|>}}")
+    other = recipe_with(text, f"{{file: 'x.json@sha256:{own.digest}', end_of_text: <|begin_of_text|>}}")
     assert plans_of(other)["tokenize"].fingerprint != mine.plan.fingerprint
 
 

@@ -8,7 +8,8 @@ import pytest
 from servers import S3Account
 from stage_work import SMALL, tokenized
 
-from pipelines.recipe.recipe import Recipe, load_recipe
+from pipelines.recipe.loader import load_recipe
+from pipelines.recipe.recipe import Recipe
 from pipelines.run.gc import collect
 from pipelines.run.stage import Work
 from pipelines.run.stages import tokenize

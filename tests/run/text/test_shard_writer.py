@@ -97,7 +97,7 @@ def test_cores_without_a_piece_of_their_own_encode_parts_of_the_long_documents(
 ) -> None:
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text(" ".join(TEXTS[number * 100 : number * 100 + 90]).replace("\0", ""))
-    source = open_source(f"{tmp_path}/*.txt", None, None, "text")
+    source = open_source(f"{tmp_path}/*.txt", None, "text")
 
     def tokens(processes: int, threads: int) -> list[int]:
         encoder = Encoder(tokenizer("gpt2"))
@@ -114,7 +114,7 @@ def test_cores_without_a_piece_of_their_own_encode_parts_of_the_long_documents(
 @pytest.mark.usefixtures("small_pieces")
 def test_a_stated_number_of_batches_of_a_process_waits_on_the_disk(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * 70}) + "\n" for _ in range(100_000)))
-    source, scratch = open_source(f"{tmp_path}/a.jsonl", None, None, "text"), tmp_path / "scratch"
+    source, scratch = open_source(f"{tmp_path}/a.jsonl", None, "text"), tmp_path / "scratch"
     with closing(tokens_of(source, Encoder(tokenizer("bytes")), 0, scratch, processes=2)) as stream:
         first = next(stream)
         while len(list((scratch / "batches").iterdir())) < 2 * pool.BATCHES_AHEAD - 1:

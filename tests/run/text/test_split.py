@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from texts import FourFiles
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.recipe.tokens_config import TokensConfig
 from pipelines.run.text.shard_writer import SplitShard, make_shards, split_text
 from pipelines.store.manifest import fetch, upload

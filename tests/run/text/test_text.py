@@ -50,7 +50,7 @@ def rows(tmp_path: Path) -> Path:
 
 def read(source: str | Path, column: str = "text") -> list[str]:
     """All documents."""
-    files, found = open_source(str(source), None, None, column).resolved(), list[str]()
+    files, found = open_source(str(source), None, column).resolved(), list[str]()
     for piece in files.pieces():
         documents = list(files.read(piece))
         assert files.count(piece) == len(documents)
@@ -59,7 +59,7 @@ def read(source: str | Path, column: str = "text") -> list[str]:
 
 
 def identity(source: str | Path, column: str = "text") -> dict[str, Any]:
-    return open_source(str(source), None, None, column).identity()
+    return open_source(str(source), None, column).identity()
 
 
 def write_lines(path: Path, *values: Any) -> Path:
@@ -136,7 +136,7 @@ def test_a_parquet_file_is_read_by_no_thread_of_arrow_which_could_outlive_its_re
 
     pq.write_table(pa.table({"text": ["a text"] * 100}), tmp_path / "a.parquet", row_group_size=10)
     monkeypatch.setattr(files, "opened", lambda path: io.BufferedReader(Watched(path)))
-    source = open_source(f"{tmp_path}/a.parquet", None, None, "text")
+    source = open_source(f"{tmp_path}/a.parquet", None, "text")
     assert next(first_documents(source)) == "a text" and next(read_rows(source.resolved())) == {"text": "a text"}
     assert threads and threading._DummyThread not in threads  # which is one that Python has not started
 
@@ -151,7 +151,7 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path: Path) -> None:
     for name in ("b.txt", "c.jsonl"):
         (tmp_path / name).write_bytes('{"text": "déjà vu"}\n'.encode("latin-1") * 100)
         with pytest.raises(UserError, match=f"{name}' is not UTF-8 .*iconv -f latin1"):  # before a machine is rented
-            open_source(f"{tmp_path}/{name}", None, None, "text").identity()
+            open_source(f"{tmp_path}/{name}", None, "text").identity()
     with pytest.raises(UserError, match=r"b.txt' is not UTF-8 \(200 places of its first 2,000 bytes\)"):
         read(tmp_path / "*.txt")
 
@@ -182,32 +182,41 @@ def test_the_identity_of_files_is_their_content_in_reading_order(rows: Path, tmp
 
 
 def test_the_identity_of_text_on_the_hub_is_its_commit_and_needs_no_connection() -> None:
-    hub = open_source("hf://datasets/org/name", "small", COMMIT, "text").identity()
+    hub = open_source(f"hf://datasets/org/name@{COMMIT}", "small", "text").identity()
     assert hub == {
         "source": "hf://datasets/org/name", "subset": "small", "revision": COMMIT, "text_column": "text"
     }  # fmt: skip
-    pattern = open_source("hf://datasets/org/name/*.parquet", None, COMMIT, "text").identity()
+    pattern = open_source(f"hf://datasets/org/name/*.parquet@{COMMIT}", None, "text").identity()
     assert pattern["revision"] == COMMIT and pattern["files"] == "hf://datasets/org/name/*.parquet"
 
 
 @pytest.mark.parametrize(
-    ("source", "subset", "revision", "message"),
+    ("source", "subset", "message"),
     [
-        ("nowhere/*.parquet", None, None, r"no file matches 'nowhere/\*\.parquet'"),
-        ("gs://bucket/a.parquet", None, None, r"unknown scheme 'gs'; use .*hf://datasets/ORG/NAME"),
-        ("hf://datasets/org/name", None, None, r"tokens.revision: none is given.*40 hex digits.*git ls-remote"),
-        ("hf://datasets/org/name", None, "main", r"tokens.revision: 'main' can move.*git ls-remote"),
-        ("https://host.invalid/a.parquet", None, None, r"unknown scheme 'https'; use .*s3://"),
-        ("s3://me:secret@bucket/a.txt", None, None, r"^s3://\*\*\*@bucket/: has a user or password in it"),
-        ("python-stdlib", None, "3.11", r"tokens.revision: .*remove the revision"),
-        ("python-stdlib", "small", None, r"tokens.subset: .*remove it"),
+        ("nowhere/*.parquet", None, r"no file matches 'nowhere/\*\.parquet'"),
+        ("gs://bucket/a.parquet", None, r"unknown scheme 'gs'; use .*hf://datasets/ORG/NAME"),
+        (
+            "hf://datasets/org/name",
+            None,
+            r"tokens.source: .* lacks its commit.*name@ and the 40 hex digits.*git ls-remote",
+        ),
+        ("hf://datasets/org/name@main", None, r"tokens.source: .* 'main' can move.*git ls-remote"),
+        (
+            "hf://datasets/name",
+            None,
+            r"not a place on the Hub; use hf://datasets/ORG/NAME@COMMIT, s3://BUCKET/FILES, a path",
+        ),
+        (f"hf://org/name@{COMMIT}", None, r"tokens.source: hf://org/name: use hf://datasets/ORG/NAME@COMMIT"),
+        ("run:other", None, r"tokens.source: run:other: use hf://datasets"),
+        ("https://host.invalid/a.parquet", None, r"unknown scheme 'https'; use .*s3://"),
+        ("s3://me:secret@bucket/a.txt", None, r"^s3://\*\*\*@bucket/: has a user or password in it"),
+        (f"python-stdlib@sha256:{'0' * 64}", None, r"tokens.source: remove @sha256:0000"),
+        ("python-stdlib", "small", r"tokens.subset: .*remove it"),
     ],
 )
-def test_an_invalid_source_is_refused_before_it_is_opened(
-    source: str, subset: str | None, revision: str | None, message: str
-) -> None:
+def test_an_invalid_source_is_refused_before_it_is_opened(source: str, subset: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        open_source(source, subset, revision, "text")
+        open_source(source, subset, "text")
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -216,23 +225,23 @@ def test_a_folder_is_refused_with_the_pattern_of_most_of_its_files(tmp_path: Pat
     for name in (f"a.{kind}", f"b.{kind}", "c.parquet", "d.txt", "LICENSE"):
         (tmp_path / name).touch()
     with pytest.raises(UserError) as caught:
-        open_source(str(tmp_path), None, None, "text")
+        open_source(str(tmp_path), None, "text")
     assert f"name its files: '{tmp_path}/*.{kind}', or llmc://{tmp_path} for token shards" in str(caught.value)
 
 
 def test_csv_and_arrow_files_are_refused_with_the_line_that_converts_them_and_an_empty_folder_is_called_empty(
     tmp_path: Path,
 ) -> None:
-    def refusal(source: str, revision: str | None = None) -> str:
+    def refusal(source: str) -> str:
         with pytest.raises(UserError) as caught:
-            open_source(source, None, revision, "text").identity()
+            open_source(source, None, "text").identity()
         return str(caught.value)
 
     (tmp_path / "texts").mkdir()
     assert refusal(f"{tmp_path}/texts").endswith("is an empty folder; put .parquet, .jsonl or .txt files there")
-    assert "use .parquet, .jsonl or .txt files (in a folder: FOLDER/" in refusal("hf://datasets/o/n/texts", COMMIT)
-    assert "load_dataset('csv', data_files='hf://datasets/o/n/a.csv'" in refusal("hf://datasets/o/n/a.csv", COMMIT)
-    assert "load_dataset('arrow', data_files='hf://datasets/o/n/" in refusal("hf://datasets/o/n/a.arrow", COMMIT)
+    assert "use .parquet, .jsonl or .txt files (in a folder: FOLDER/" in refusal(f"hf://datasets/o/n/texts@{COMMIT}")
+    assert "load_dataset('csv', data_files='hf://datasets/o/n/a.csv'" in refusal(f"hf://datasets/o/n/a.csv@{COMMIT}")
+    assert "load_dataset('arrow', data_files='hf://datasets/o/n/" in refusal(f"hf://datasets/o/n/a.arrow@{COMMIT}")
     (tmp_path / "texts" / "a.csv").write_text('id,text\n1,"two\nlines"\n2,x\n')
     for source in (f"{tmp_path}/texts", f"{tmp_path}/texts/a.csv"):
         _, convert = refusal(source).split("convert it: ")
@@ -247,7 +256,7 @@ def test_the_size_of_a_parquet_column_is_that_of_its_text(tmp_path: Path, kind: 
     )
     before = {"nested": [{"text": "a"}] * 4000, "repeated": [["x"] * 9] * 4000}.get(kind, list(range(4000)))
     pq.write_table(pa.table({"before": before, "text": texts}), tmp_path / "a.parquet", row_group_size=400)
-    source = open_source(f"{tmp_path}/a.parquet", None, None, "text").resolved()
+    source = open_source(f"{tmp_path}/a.parquet", None, "text").resolved()
     assert source.text_bytes() == pytest.approx(sum(map(len, texts)), rel=0.02)
     assert [piece.documents for piece in source.pieces()] == [4000]
 
@@ -326,8 +335,8 @@ def read_apart(hub: Hub, home: Path, *calls: tuple[Any, ...]) -> list[list[str]]
         "from pipelines.extras.tune.conversations import read_rows\n"
         "def documents(*call):\n"
         "    source = open_source(*call)\n"
-        "    if call[3] == 'text': return first_documents(source)\n"
-        "    return (row[call[3]] for row in read_rows(source.resolved()))\n"
+        "    if call[2] == 'text': return first_documents(source)\n"
+        "    return (row[call[2]] for row in read_rows(source.resolved()))\n"
         "for call in json.loads(sys.argv[1]):\n"
         "    try: print(json.dumps(list(documents(*call))))\n"
         "    except UserError as error: print(json.dumps([f'UserError: {error}']))\n"
@@ -352,17 +361,17 @@ def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: Hub, tm
     assert read_apart(
         hub,
         tmp_path / "home",
-        (source, "small", COMMIT, "text"),
-        (f"{source}/part-*.parquet", None, COMMIT, "text"),
+        (f"{source}@{COMMIT}", "small", "text"),
+        (f"{source}/part-*.parquet@{COMMIT}", None, "text"),
     ) == [everything[:10], everything]
     lines_of = {f"{name}.jsonl": "".join(f'{{"text": "line {name}.{n}"}}\n' for n in range(2)) for name in range(3)}
     hub.files = {"README.md": b"", **{name: text.encode() for name, text in lines_of.items()}}  # found as parquet is
-    (lines,) = read_apart(hub, tmp_path / "another home", (source, None, COMMIT, "text"))
+    (lines,) = read_apart(hub, tmp_path / "another home", (f"{source}@{COMMIT}", None, "text"))
     assert lines == [f"line {name}.{n}" for name in range(3) for n in range(2)]
     chats = [{"messages": [{"role": "user", "content": f"{n}+1"}], "source": "sums"} for n in range(3)]
     pq.write_table(pa.Table.from_pylist(chats), tmp_path / "chats.parquet")
     hub.files = {"README.md": b"", "train-00000-of-00001.parquet": (tmp_path / "chats.parquet").read_bytes()}
-    (found,) = read_apart(hub, tmp_path / "a third home", (source, None, COMMIT, "messages"))
+    (found,) = read_apart(hub, tmp_path / "a third home", (f"{source}@{COMMIT}", None, "messages"))
     assert found == [chat["messages"] for chat in chats]
 
 
@@ -420,7 +429,7 @@ def test_a_document_beyond_the_memory_of_the_machine_is_named_instead_of_a_kill(
     script = (
         "import resource, sys, pyarrow; from pipelines.run.text import files, machine; "
         "from pipelines.run.text.sources import open_source; "
-        f"source = open_source(sys.argv[1], None, None, 'text'); {limit}; "
+        f"source = open_source(sys.argv[1], None, 'text'); {limit}; "
         "[list(source.read(piece)) for piece in source.pieces()]"
     )
     done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True)

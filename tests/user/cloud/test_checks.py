@@ -14,7 +14,7 @@ from servers import S3Account
 from typer.testing import CliRunner
 
 from pipelines.cli import app
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import STAGES
 from pipelines.store.s3_store import S3Store
 from pipelines.user.cloud.checks import Finding, mlflow_answers, old_versions, store_commits
@@ -76,13 +76,13 @@ def test_a_tracking_server_that_is_gone_or_refuses_us_is_named() -> None:
 
 def problems(
     store: Store,
-    source: str = "hf://datasets/a/b",
+    source: str = f"hf://datasets/a/b@{'a' * 40}",
     changes: tuple[str, ...] = (),
     **options: Any,
 ) -> dict[str, Finding]:
     """The findings that are not fine, by subject."""
     asked = LaunchRequest("tiny-12345678", store.uri, **options)
-    recipe = load_recipe("smoke", [f"tokens.source={source}", f"tokens.revision={'a' * 40}", *changes])
+    recipe = load_recipe("smoke", [f"tokens.source={source}", *changes])
     findings = preflight(managed_job(asked, STAGES), asked, recipe, store, KEYS)
     return {finding.what: finding for finding in findings if finding.state != "ok"}
 

@@ -10,14 +10,15 @@ from interfering import Interfering, each
 from sky_server import SkyServer, job_record
 from waiting import LONG_SECONDS
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import STAGES
+from pipelines.store.layout import launch_claims
 from pipelines.store.ledger import latest_number
 from pipelines.store.manifest import ArtifactPlan
 from pipelines.store.records import Heartbeat, ProcessId
 from pipelines.store.run_record import record
 from pipelines.store.store_id import read_store_id
-from pipelines.user.cloud.launch import Launch, claim_launch, claims_of, settle_identity, submit
+from pipelines.user.cloud.launch import Launch, claim_launch, settle_identity, submit
 from pipelines.user.cloud.request import LaunchRequest, last_launch
 from pipelines.user.cloud.tasks import ManagedJob
 from trainer.base.store import LocalStore
@@ -44,7 +45,7 @@ def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: Local
     both_in = threading.Barrier(2)
 
     def create(key: str) -> None:
-        if key.startswith(claims_of(RUN)):
+        if key.startswith(launch_claims(RUN)):
             both_in.wait(LONG_SECONDS)  # both have seen that there is no job
 
     outcomes = each([Interfering(store.root, create=create)] * 2, launched)
@@ -69,9 +70,9 @@ def test_a_launch_is_refused_until_the_one_before_it_is_over(store: LocalStore, 
         with pytest.raises(UserError, match=f"is being launched on {attempt.latest.process.host}"):
             launched(store)
         attempt.update(process=replace(attempt.latest.process, started="0"))  # it died, and its pid is another's
-    store.put(f"{claims_of(RUN)}/attempts/0004/heartbeat.json", replace(attempt.latest, state="running").to_json())
+    store.put(f"{launch_claims(RUN)}/attempts/0004/heartbeat.json", replace(attempt.latest, state="running").to_json())
     assert launched(store) == [11]
-    assert latest_number(store, claims_of(RUN)) == 5
+    assert latest_number(store, launch_claims(RUN)) == 5
 
 
 def test_a_launch_under_an_id_that_the_store_does_not_have_is_refused(store: LocalStore) -> None:

@@ -20,9 +20,9 @@ from pipeline_runs import TINY, write_texts
 from servers import S3Account
 
 from pipelines.store.account import Account
-from pipelines.store.ledger import HEARTBEAT_SECONDS, attempts
+from pipelines.store.ledger import attempts
 from pipelines.store.manifest import read_manifest
-from pipelines.store.records import Heartbeat
+from pipelines.store.records import HEARTBEAT_SECONDS, Heartbeat
 from pipelines.store.run_record import RunRecord, read_records
 from pipelines.store.runs import Run, Summary
 from pipelines.store.s3_store import S3Store

@@ -14,7 +14,7 @@ from pipeline_runs import TINY, write_texts
 from typer.testing import CliRunner
 
 from pipelines.cli import app
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import STAGES, planned, run_name
 from pipelines.store.manifest import find
 from pipelines.store.run_record import record

@@ -12,7 +12,7 @@ from run_records import committed
 from sky_catalog import ROWS
 
 from pipelines.extras.bench.throughput import speed_on
-from pipelines.recipe.recipe import load_recipe, shipped
+from pipelines.recipe.loader import load_recipe, shipped
 from pipelines.run.stage import STAGES, plans_of, run_name
 from pipelines.store.records import Heartbeat, Machine, Progress
 from pipelines.user.cloud import catalog

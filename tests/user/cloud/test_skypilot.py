@@ -50,7 +50,7 @@ from pipelines import cli
 from pipelines.user.cloud import catalog, planner, skypilot
 from pipelines.user.cloud.request import LaunchRequest
 from pipelines.user.cloud.tasks import managed_job
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.user.show.cloud_plan import print_launch_report
 from pipelines.run.stage import plans_of
 from trainer.config.errors import UserError

@@ -9,7 +9,7 @@ import torch
 from pipelines.extras.bench.gpus import check_gpus, engine_of
 from pipelines.extras.bench.measurements import Speed, measurements
 from pipelines.extras.bench.throughput import RUN_SHARE, network_bytes, speed_on
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from trainer.base.metrics import mfu
 from trainer.config.errors import UserError
 from trainer.engines.choice import choose_engine

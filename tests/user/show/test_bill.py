@@ -9,7 +9,7 @@ import pytest
 from pipeline_runs import FOLDER_NAME, STEPS, Project, committed
 
 from pipelines.store.account import Account
-from pipelines.store.ledger import HEARTBEAT_SECONDS
+from pipelines.store.records import HEARTBEAT_SECONDS
 from pipelines.store.runs import read_runs
 
 KILLS = 10

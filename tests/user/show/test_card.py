@@ -7,7 +7,7 @@ import pytest
 from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, done_run, finished, put_heartbeat
 from stage_work import NoSignals
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import STAGES
 from pipelines.store.manifest import File

@@ -18,10 +18,11 @@ from browser import COMPLAINTS, Browser, open_browser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import plans_of, run_name
 from pipelines.store.account import RECOVERY_PHASES, TRAINING_PHASES, WASTED_PHASES
-from pipelines.store.manifest import File, Manifest, key_of
+from pipelines.store.layout import manifest_key
+from pipelines.store.manifest import File, Manifest
 from pipelines.store.records import Heartbeat, ProcessId, Progress
 from pipelines.store.run_record import RunRecord, record
 from pipelines.store.runs import Run
@@ -34,9 +35,8 @@ from trainer.config.errors import UserError
 NOON = 1_800_000_000.0
 HOSTILE = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'><!--<script>"
 CHANGES = [
-    "tokens.source=hf://datasets/a/b",
+    f"tokens.source=hf://datasets/a/b@{'a' * 40}",
     f"tokens.subset={HOSTILE}",
-    f"tokens.revision={'a' * 40}",
     "train.max_steps=400",
 ]
 
@@ -105,7 +105,7 @@ def run_in(
             made_by = "other-12345678" if stage == "tokenize" else run
             about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
             manifest = Manifest(*about, {}, files, origin, found | more.get(stage, {}), made_by, 1, NOON)
-            store.create(key_of(plan.prefix), manifest.to_json())
+            store.create(manifest_key(plan.prefix), manifest.to_json())
     return record(store, run, recipe, plans, list(plans)[-1])
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, committed, finished, recipe_with
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.plan import plan_of
 from pipelines.run.stage import STAGES
-from pipelines.store.ledger import this_process
+from pipelines.store.process_id import this_process
 from pipelines.user.show.plan import print_plan
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError

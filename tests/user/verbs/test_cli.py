@@ -196,7 +196,7 @@ def test_each_error_has_its_exit_code_and_only_a_bug_a_traceback(
     def load_recipe(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("pipelines.recipe.recipe.load_recipe", load_recipe)
+    monkeypatch.setattr("pipelines.recipe.loader.load_recipe", load_recipe)
     monkeypatch.setattr("pipelines.run.stage.load_recipe", load_recipe)
     done = skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize")
     assert (done.returncode, done.stdout) == (code, "")

@@ -9,7 +9,7 @@ import pytest
 from core_bundle import make_bundle
 from pipeline_runs import Project
 
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import STAGES, Start, check_stages, plans_of
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError

@@ -14,7 +14,7 @@ from run_records import RUN
 
 from pipelines.extras.lm_eval.harness import environment
 from pipelines.extras.mlflow.child import MirrorProcess
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.run.nodes import launcher_process
 from pipelines.run.nodes.address import NodeAddress
 from pipelines.run.nodes.ranks import RankTask, start_ranks
@@ -65,7 +65,7 @@ def test_each_process_that_a_run_starts_gets_the_secrets_of_its_services_alone(
 
     monkeypatch.setattr(files, "PIECE_BYTES", 20_000)
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": f"a document {n}"}) + "\n" for n in range(2000)))
-    source = open_source(str(tmp_path / "lines.jsonl"), None, None, "text")
+    source = open_source(str(tmp_path / "lines.jsonl"), None, "text")
     with closing(tokens_of(source, Encoder(tokenizer("bytes")), 0, tmp_path / "scratch", processes=2)) as stream:
         next(stream)
         (pool,) = [one for one in psutil.Process().children() if "pipelines.run.text.pool" in one.cmdline()]
@@ -78,7 +78,7 @@ def test_each_process_that_a_run_starts_gets_the_secrets_of_its_services_alone(
         ("file:///s", ["tokens.source=s3://b/*.txt"], set()),
         ("s3://bucket/p", [], AWS),
         ("file:///s", ["tokens.source=llmc://s3://bucket/p"], AWS),
-        ("file:///s", [f"train.init_from=openai-community/gpt2@{'0' * 40}"], {"HF_TOKEN"}),
+        ("file:///s", [f"train.init_from=hf://openai-community/gpt2@{'0' * 40}"], {"HF_TOKEN"}),
         ("file:///s", [f"train.init_from=run:smoke-1@sha256:{'0' * 64}"], set()),
     ],
 )
