@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,11 +30,11 @@ def test_the_bill_begins_once_and_not_before_the_machine_is_rented(
         assert phase == "provision"
         return since
 
-    def allocated(at: float) -> float:
+    def allocated(at: float) -> Any:
         """Slurm gives SkyPilot its nodes."""
         (tmp_path / ".hushlogin").touch()
         os.utime(tmp_path / ".hushlogin", (at, at))
-        return pytest.approx(at, abs=0.1)  # type: ignore[no-any-return]
+        return pytest.approx(at, abs=0.1)
 
     first = allocated(time.time() - 100)
     assert begun("/run/sky") == first

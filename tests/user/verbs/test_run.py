@@ -10,7 +10,7 @@ from pipeline_runs import Project
 
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.stage import plans_of
-from pipelines.user.verbs.run import PlannedRun, refuse_what_ends_late
+from pipelines.user.verbs.node import PlannedRun, refuse_what_ends_late
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
 
