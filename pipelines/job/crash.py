@@ -6,6 +6,7 @@ The next child writes it. So a job that always crashes ends after MOST_CRASHES (
 import time
 from dataclasses import replace
 
+from pipelines.job.prices import billing_here
 from pipelines.run.nodes.address import NodeAddress
 from pipelines.run.nodes.results import GONE, NodeResult, signal_name
 from pipelines.run.nodes.workers import WorkerRecord
@@ -14,7 +15,6 @@ from pipelines.run.stage import missing, run_name
 from pipelines.store.crashes import after_crash
 from pipelines.store.ledger import attempts, claim, close_attempt, is_alive, newest_attempt
 from pipelines.store.manifest import ArtifactPlan
-from pipelines.store.records import Billing
 from trainer.base.store import Store
 from trainer.config.errors import EXIT_DONE, Crashed, Interrupted
 
@@ -22,7 +22,7 @@ ORPHAN_SECONDS = 150.0  # for the ranks of a killed command to commit: more than
 
 
 def record_crash(
-    number: int, node: NodeAddress, store: Store, plans: dict[str, ArtifactPlan], until: str, billing: Billing
+    number: int, node: NodeAddress, store: Store, plans: dict[str, ArtifactPlan], until: str
 ) -> BaseException:
     """Record that a signal ended this node's part of a run. Returns the exception that ends it; Crashed if this machine
     may go on."""
@@ -30,7 +30,7 @@ def record_crash(
         cause = f"the command of node {node.rank} was killed by {signal_name(number)}"
         recorded = record_for_node_0(store, plans["train"].prefix, node.rank, cause)
         return SystemExit(EXIT_DONE) if recorded else Interrupted(cause)  # the exit code of node 0 counts
-    return record_on_node_0(store, plans, until, billing, f"the run's command was killed by {signal_name(number)}")
+    return record_on_node_0(store, plans, until, f"the run's command was killed by {signal_name(number)}")
 
 
 def record_for_node_0(store: Store, train: str, rank: int, cause: str) -> bool:
@@ -44,9 +44,7 @@ def record_for_node_0(store: Store, train: str, rank: int, cause: str) -> bool:
     return True
 
 
-def record_on_node_0(
-    store: Store, plans: dict[str, ArtifactPlan], until: str, billing: Billing, cause: str
-) -> Exception:
+def record_on_node_0(store: Store, plans: dict[str, ArtifactPlan], until: str, cause: str) -> Exception:
     """Close the attempt of the process that was killed, once its ranks have left: the kernel asks them to commit. A
     process that crashed before it claimed an attempt gets one now, so that it counts too."""
     stage = next(iter(missing(store, plans, until)), None)
@@ -67,7 +65,7 @@ def record_on_node_0(
         return ending
     number = newest.attempt + 1 if newest else 1
     ending = after_crash(store, prefix, number, cause, Crashed)
-    if attempt := claim(store, prefix, run_name(plans), stage, number, billing, earlier=beats):
+    if attempt := claim(store, prefix, run_name(plans), stage, number, billing_here(None), earlier=beats):
         with attempt:
             attempt.update(state=state_after(ending))
             attempt.report(killed=cause)

@@ -141,7 +141,7 @@ def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> Non
 def run_here(prepared: "Launch", until: str) -> None:
     """Run the stages up to `until` on this machine. Raises Interrupted after a signal; the next launch continues."""
     from pipelines.user.show.console import TerminalScreen
-    from pipelines.user.verbs.run import PlannedRun, pipeline_here
+    from pipelines.user.verbs.node import PlannedRun, pipeline_here
     from trainer.base.process import StopSignal
 
     check_home()

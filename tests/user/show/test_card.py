@@ -14,7 +14,7 @@ from pipelines.store.manifest import File
 from pipelines.store.records import Billing
 from pipelines.user.show.card import print_card
 from pipelines.user.show.console import TerminalScreen, program
-from pipelines.user.verbs.run import next_commands
+from pipelines.user.verbs.node import next_commands
 from trainer.base.store import LocalStore
 
 MLFLOW = "sqlite:///some folder/mlflow.db"

@@ -12,7 +12,7 @@ from pipelines.store.records import Progress
 from pipelines.store.runs import Run, store_summary
 from pipelines.store.stop_request import request_stop
 from pipelines.user.cloud.request import LaunchRecord, LaunchRequest, write_launch
-from pipelines.user.verbs.run import reporting
+from pipelines.user.verbs.node import reporting
 from trainer.base.store import LocalStore
 from trainer.config.errors import Interrupted
 from trainer.data.shards import shard_bytes
