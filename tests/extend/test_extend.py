@@ -4,10 +4,10 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -63,8 +63,8 @@ def test_a_run_takes_engine_family_format_stage_and_tracker_of_other_packages(tm
 
 
 def test_a_reward_of_another_package_gets_the_answers_and_its_name_is_in_the_fingerprint(installed: None) -> None:
-    step = {"name": "rl", "method": "grpo", "data": "addition", "rewards": [{"kind": "brevity"}]}
-    step |= {"max_answer": 4, "batch": 8}
+    step: dict[str, Any] = {"name": "rl", "method": "grpo", "data": "addition", "max_answer": 4, "batch": 8}
+    step |= {"rewards": [{"kind": "brevity"}]}
     recipe = Recipe.model_validate(TINY | {"tune": [step]})
     (reward,) = recipe.tune[0].rewards
     running: Any = SimpleNamespace(step=SimpleNamespace(name="rl"))
@@ -137,22 +137,12 @@ def test_the_first_package_of_a_name_on_the_path_counts(tmp_path: Path, monkeypa
 
 
 def test_a_tracker_that_raises_costs_the_run_a_line() -> None:
-    class Failing:
-        def __init__(self, *_: object) -> None:
-            self.started = 0
-
-        def start(self) -> None:
-            self.started += 1
-            raise ConnectionError("no server")
-
-        close: Callable[[], None] = start
-
-    failing = Failing()
-    trackers = Trackers({"mine": failing})  # type: ignore[dict-item]
+    failing = mock.Mock(**{"start.side_effect": ConnectionError("no server")})
+    trackers = Trackers({"mine": failing})
     trackers.start()
     trackers.start()
     notices = ["the tracker mine failed (ConnectionError: no server); the run went on without it"]
-    assert (trackers.close(), failing.started) == (notices, 1)
+    assert (trackers.close(), failing.start.call_count, failing.close.call_count) == (notices, 1, 0)
 
 
 def test_the_guide_shows_each_example_as_it_is() -> None:
