@@ -86,7 +86,7 @@ class Pipeline:
             if not isinstance(sys.exception(), OSError):  # a store that does not answer would only wait as long again
                 with suppress(Exception):  # tables read the records instead
                     store_summary(self.snapshot())
-            for notice in self.trackers.close() if tracked else ():
+            if tracked and (notice := self.trackers.end(sys.exception())):
                 self.screen.warn(notice)
 
     def snapshot(self) -> Run:
@@ -160,7 +160,7 @@ class Pipeline:
         for watch in self.watches:
             if reason := watch(beat):
                 self.stop.ask(reason, Stopped)
-        self.trackers.start()
+        self.trackers.heartbeat(beat)
         if self._before and time.monotonic() - self._summarized > SUMMARY_SECONDS:
             self._summarized = time.monotonic()
             store_summary(self._before.with_attempt(self.plans[beat.stage].prefix, beat), beat.process)

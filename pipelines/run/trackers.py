@@ -3,55 +3,59 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
+from pipelines.store.records import Heartbeat
 from trainer.config.extensions import TRACKERS, extension, names
 
 VARIABLE = "SKYTRAIN_TRACKING"
 ON, OFF = "on", "off"
 
 
-class Tracker(Protocol):
-    """An object of a class in the group `skytrain.trackers`, made for one run."""
+class Tracker:
+    """Follows one run from the process of its command: the base of a class in the group `skytrain.trackers`. `store` is
+    a URI, `home` the folder of this machine for scratch and logs. UserError for a wrong setting."""
 
     def __init__(self, store: str, run: str, home: Path) -> None:
-        """`store`: its URI. `home`: the folder of this machine for scratch and logs. UserError for a wrong setting."""
+        self.store, self.run, self.home = store, run, home
 
     def start(self) -> None:
-        """Begin to track, or go on: called at the start and with every heartbeat, from any thread."""
+        """Before the first missing artifact."""
 
-    def close(self) -> str | None:
-        """End after the rest is sent. Returns a line for the user if something could not be sent."""
+    def heartbeat(self, beat: Heartbeat) -> None:
+        """With every heartbeat of an attempt, in its thread: every 5 s."""
+
+    def end(self, error: BaseException | None) -> str | None:
+        """Before the command ends, with the exception that ends it. Returns a line for the user if something could not
+        be sent."""
+        return None
 
 
 class Trackers:
-    """The trackers of a run. One that raises is left out from then on."""
+    """The trackers of a run, by name. One that raises is left out from then on."""
 
     def __init__(self, made: Mapping[str, Tracker]) -> None:
         self.made = dict(made)
         self._notices: list[str] = []
 
     def start(self) -> None:
-        """Let each begin, or go on."""
-        for name, tracker in list(self.made.items()):
-            self._ask(name, tracker.start)
+        self._each(lambda tracker: tracker.start())
 
-    def close(self) -> list[str]:
-        """Let each end. Returns lines for the user: what could not be sent, and what failed."""
-        for name, tracker in list(self.made.items()):
-            if notice := self._ask(name, tracker.close):
-                self._notices.append(notice)
-        return self._notices
+    def heartbeat(self, beat: Heartbeat) -> None:
+        self._each(lambda tracker: tracker.heartbeat(beat))
 
-    def _ask(self, name: str, question: Callable[[], str | None]) -> str | None:
-        try:
-            return question()
-        except Exception as error:
-            self.made.pop(name, None)
-            self._notices.append(
-                f"the tracker {name} failed ({type(error).__name__}: {error}); the run went on without it"
-            )
-            return None
+    def end(self, error: BaseException | None) -> str | None:
+        """Let each end. Returns lines for the user: what could not be sent, and which failed."""
+        self._each(lambda tracker: tracker.end(error))
+        return "\n".join(self._notices) or None
+
+    def _each(self, moment: Callable[[Tracker], str | None]) -> None:
+        for name, tracker in list(self.made.items()):
+            try:
+                self._notices += filter(None, [moment(tracker)])
+            except Exception as failure:
+                del self.made[name]
+                reason = f"{type(failure).__name__}: {failure}"
+                self._notices.append(f"the tracker {name} failed ({reason}); the run went on without it")
 
 
 def trackers_of(store: str, run: str, home: Path) -> Trackers:

@@ -100,6 +100,7 @@ def declared(folder: Path, package: str, text: str) -> None:
     [
         ("runtime.engine=eagr", r"^runtime.engine: unknown engine 'eagr'; installed are eager, "),
         ("runtime.engine=broken", None),
+        ("export.formats=[hf, ggfu]", r"^export.formats: unknown format 'ggfu'; installed are gguf, "),
         (
             "export.formats=[broken]",
             r"^export.formats: format broken: absent_module:Format of the package b-k cannot be imported \(Mod",
@@ -141,8 +142,8 @@ def test_a_tracker_that_raises_costs_the_run_a_line() -> None:
     trackers = Trackers({"mine": failing})
     trackers.start()
     trackers.start()
-    notices = ["the tracker mine failed (ConnectionError: no server); the run went on without it"]
-    assert (trackers.close(), failing.start.call_count, failing.close.call_count) == (notices, 1, 0)
+    notices = "the tracker mine failed (ConnectionError: no server); the run went on without it"
+    assert (trackers.end(None), failing.start.call_count, failing.end.call_count) == (notices, 1, 0)
 
 
 def test_the_guide_shows_each_example_as_it_is() -> None:

@@ -20,8 +20,10 @@ from pathlib import Path
 
 from pipelines.extras.mlflow.mirror import Mirror
 from pipelines.extras.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, tracking_uri
+from pipelines.run.trackers import Tracker
 from pipelines.store.manifest import scratch
 from pipelines.store.provenance import provenance
+from pipelines.store.records import Heartbeat
 from pipelines.store.s3_store import open_store
 from pipelines.store.secrets import MLFLOW, environment_for, services_of
 from trainer.base.events import EVENTS_FILE, Row, events_after
@@ -33,11 +35,11 @@ MEMORY_BYTES = 2 << 30
 SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONUTF8": "1"}
 
 
-class MirrorProcess:
+class MirrorProcess(Tracker):
     """The mirror of a run, as the command sees it: the tracker `mlflow`. UserError for an invalid setting."""
 
     def __init__(self, store: str, run: str, home: Path) -> None:
-        self.store, self.run, self.home = store, run, home
+        super().__init__(store, run, home)
         self.flush_seconds, self.uri = flush_seconds(), tracking_uri(home)
         self.log = home / "tracking" / run / "mlflow.log"
         self._child: subprocess.Popen[bytes] | None = None
@@ -49,7 +51,7 @@ class MirrorProcess:
         if exit_code is None or exit_code >= 0 or time.monotonic() < self._started + RESTART_SECONDS:
             return
         self._started, own = time.monotonic(), environment_for(MLFLOW + services_of(self.store))
-        with suppress(OSError):  # no disk, no memory: `close` reports it
+        with suppress(OSError):  # no disk, no memory: `end` reports it
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with open(os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
                 self._child = subprocess.Popen(
@@ -61,7 +63,10 @@ class MirrorProcess:
                     start_new_session=True,  # Ctrl-C is for the run, which then still records its end
                 )
 
-    def close(self) -> str | None:
+    def heartbeat(self, beat: Heartbeat) -> None:
+        self.start()
+
+    def end(self, error: BaseException | None) -> str | None:
         """Let the child send the rest, for at most `flush_seconds`. A line for the user if MLflow lacks something."""
         if self._child and self._child.stdin:
             self._child.stdin.close()

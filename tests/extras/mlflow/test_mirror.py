@@ -223,7 +223,7 @@ class Training:
     def end(self) -> str | None:
         """The end of the command; what it tells the user."""
         attempted(self.store, "train", state="interrupted", progress=Progress(step=9))
-        return self.mirror.close()
+        return self.mirror.end(None)
 
 
 @pytest.fixture
@@ -368,11 +368,11 @@ def test_a_home_that_cannot_be_written_costs_a_line_and_tracking_off_starts_noth
     (tmp_path / "file").write_text("a file where the folder should be")
     mirror = MirrorProcess(store.uri, RUN, tmp_path / "file")
     mirror.start()
-    assert "MLflow lacks records" in str(mirror.close())
+    assert "MLflow lacks records" in str(mirror.end(None))
     monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
     off = trackers_of(store.uri, RUN, tmp_path / "home")
     off.start()
-    assert off.close() == [] and not (tmp_path / "home").exists()
+    assert off.end(None) is None and not (tmp_path / "home").exists()
 
 
 @pytest.mark.slow
@@ -418,9 +418,8 @@ def test_no_file_of_a_mirrored_run_holds_the_servers_password(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     uri = f"postgresql://ann:{QUOTED}@127.0.0.1:{free_ports(1)[0]}/db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0.1")
-    run = train("sqlite:///unused.db")
+    run = train(uri)
     until(lambda: "needs the package mlflow" in (log := run.mirror.log.read_text()) or "try again" in log, "it fails")
     assert run.mirror._child
     print(Path(f"/proc/{run.mirror._child.pid}/cmdline").read_text(), run.end())

@@ -61,7 +61,7 @@ def test_each_process_that_a_run_starts_gets_the_secrets_of_its_services_alone(
         mirror.start()
         assert mirror._child and found(psutil.Process(mirror._child.pid).environ()) == expected
         mirror._child.kill()
-        mirror.close()
+        mirror.end(None)
 
     monkeypatch.setattr(files, "PIECE_BYTES", 20_000)
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": f"a document {n}"}) + "\n" for n in range(2000)))
