@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import median_ms, run_as_command
-from pipelines.extras.bench.measure import bench_recipe
+from pipelines.extras.bench.steps import bench_recipe
 from pipelines.recipe.recipe import Recipe
 from trainer.base.parallel import World
 from trainer.config.errors import UserError

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import run_as_command, spread
-from pipelines.extras.bench.measure import Steps, bench_recipe, training_data
+from pipelines.extras.bench.steps import Steps, bench_recipe, training_data
 from pipelines.recipe.recipe import Recipe
 from trainer.base.events import EventLog
 from trainer.base.metrics import PhaseClock

@@ -64,8 +64,8 @@ def test_a_run_takes_engine_family_format_stage_and_tracker_of_other_packages(tm
 
 
 def test_a_reward_of_another_package_gets_the_answers_and_its_name_is_in_the_fingerprint(installed: None) -> None:
-    step: dict[str, Any] = {"name": "rl", "method": "grpo", "data": "addition", "rewards": [{"kind": "brevity"}]}
-    step |= {"max_answer": 4, "batch": 8}
+    step: dict[str, Any] = {"name": "rl", "method": "grpo", "data": "addition", "max_answer": 4, "batch": 8}
+    step |= {"rewards": [{"kind": "brevity"}]}
     recipe = Recipe.model_validate(TINY | {"tune": [step]})
     (reward,) = recipe.tune[0].rewards
     running: Any = SimpleNamespace(step=SimpleNamespace(name="rl"))
@@ -101,6 +101,7 @@ def declared(folder: Path, package: str, text: str) -> None:
     [
         ("runtime.engine=eagr", r"^runtime.engine: unknown engine 'eagr'; installed are eager, "),
         ("runtime.engine=broken", None),
+        ("export.formats=[hf, ggfu]", r"^export.formats: unknown format 'ggfu'; installed are gguf, "),
         (
             "export.formats=[broken]",
             r"^export.formats: format broken: absent_module:Format of the package b-k cannot be imported \(Mod",

@@ -21,7 +21,7 @@ from pipelines.run.nodes.ranks import RankTask
 from pipelines.run.sample import load_weights
 from pipelines.run.stage import Built, Stage, Start, Work
 from pipelines.run.stages.follow import FACTS_FILE, facts_of_ranks, task_of
-from pipelines.run.stages.measures import core_identity, fetch_inputs, hellaswag_identity, measures_of
+from pipelines.run.stages.hellaswag_core import core_identity, fetch_inputs, hellaswag_identity, measures_of
 from pipelines.run.stages.rank import Joined, joined
 from pipelines.run.text.llmc_shards import places_of
 from pipelines.run.text.tokenizer import token_bytes, tokenizer_of

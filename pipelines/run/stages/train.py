@@ -19,7 +19,7 @@ from pipelines.run.nodes.workers import Workers, write_numbers
 from pipelines.run.sample import load_weights
 from pipelines.run.stage import Built, Stage, Work
 from pipelines.run.stages.follow import attempt_of, follow, task_of
-from pipelines.run.stages.measures import core_identity, evaluation_in_training, fetch_inputs, hellaswag_identity
+from pipelines.run.stages.hellaswag_core import core_identity, evaluation_in_training, fetch_inputs, hellaswag_identity
 from pipelines.run.text.llmc_shards import places_of
 from pipelines.run.text.machine import free_memory
 from pipelines.run.text.mixture import sources_planned

@@ -16,7 +16,7 @@ from pipelines.recipe.recipe import Recipe
 from pipelines.recipe.tokens_config import LLMC, TokensConfig
 from pipelines.run.fetch import path_of
 from pipelines.run.stage import TUNE
-from pipelines.run.stages.measures import fetch_inputs
+from pipelines.run.stages.hellaswag_core import fetch_inputs
 from pipelines.run.text.hub import LOOK_SECONDS
 from pipelines.run.text.llmc_shards import is_remote, shards_found
 from pipelines.run.text.sources import STDLIB, first_documents, text_of

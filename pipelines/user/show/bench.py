@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from pipelines.extras.bench.gauges import Spread
-from pipelines.extras.bench.measure import Measurement
+from pipelines.extras.bench.steps import Measurement
 from pipelines.user.show.console import say
 
 MOST_KERNELS = 10

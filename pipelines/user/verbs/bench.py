@@ -28,9 +28,10 @@ def bench(
     """Time whole optimizer steps: tokens/s, MFU, memory, clock, and the longest kernels."""
     import torch
 
-    from pipelines.extras.bench import measure
+    from pipelines.extras.bench.steps import bench as measured
+    from pipelines.extras.bench.steps import bench_recipe
     from pipelines.user.show.bench import print_bench
 
     name = model or ("gpt2-124m" if torch.cuda.is_available() else "smoke")
-    if result := measure.bench(name, measure.bench_recipe(name, set_ or []), steps, data):
+    if result := measured(name, bench_recipe(name, set_ or []), steps, data):
         print(json.dumps(asdict(result))) if as_json else print_bench(result)

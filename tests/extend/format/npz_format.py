@@ -12,6 +12,6 @@ class Npz(Format):
     families = ("gpt2", "squared")  # without this line: all
 
     def write(self, weights: Weights, folder: Path) -> list[Path]:
-        tensors: dict[str, Any] = {name: weights.tensor(name).numpy() for name in weights.shapes}
-        np.savez(folder / "weights.npz", **tensors)
+        arrays: dict[str, Any] = {name: weights.tensor(name).numpy() for name in weights.shapes}
+        np.savez(folder / "weights.npz", **arrays)
         return [folder / "weights.npz"]

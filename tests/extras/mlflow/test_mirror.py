@@ -416,9 +416,8 @@ def test_no_file_of_a_mirrored_run_holds_the_servers_password(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     uri = f"postgresql://ann:{QUOTED}@127.0.0.1:{free_ports(1)[0]}/db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0.1")
-    run = train("sqlite:///unused.db")
+    run = train(uri)
     until(lambda: "needs the package mlflow" in (log := run.mirror.log.read_text()) or "try again" in log, "it fails")
     assert run.mirror._child
     print(Path(f"/proc/{run.mirror._child.pid}/cmdline").read_text(), run.end())

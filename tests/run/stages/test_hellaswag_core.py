@@ -11,8 +11,8 @@ from tiny_models import model_of
 from trainer_runs import ALONE
 
 from pipelines.recipe.loader import load_recipe
-from pipelines.run.stages import measures
-from pipelines.run.stages.measures import core_identity, core_tasks, evaluation_in_training
+from pipelines.run.stages import hellaswag_core
+from pipelines.run.stages.hellaswag_core import core_identity, core_tasks, evaluation_in_training
 from pipelines.run.text.tokenizer import token_bytes, tokenizer
 from trainer.config.errors import UserError
 from trainer.eval.core import TASKS, read_items
@@ -35,11 +35,11 @@ def test_a_copy_of_hellaswag_is_fetched_again_once_it_was_overwritten(
 ) -> None:
     rows = [{"ctx": "a", "endings": ["b", "c"], "label": 1}]
     library = SimpleNamespace(load_dataset=lambda *_, **__: rows)
-    monkeypatch.setattr(measures, "datasets_library", lambda: library)
+    monkeypatch.setattr(hellaswag_core, "datasets_library", lambda: library)
     for overwritten in (b"", b'{"ctx": "x", "endings": ["y"], "label": 0}\n'):
         for fetched in (rows, []):
             monkeypatch.setattr(library, "load_dataset", lambda *_, found=fetched, **__: found)
-            (item,) = measures.hellaswag_items("hf://datasets/Rowan/hellaswag", tmp_path)
+            (item,) = hellaswag_core.hellaswag_items("hf://datasets/Rowan/hellaswag", tmp_path)
             assert (item.context, item.endings, item.label) == ("a", ("b", "c"), 1)
         (copy,) = tmp_path.iterdir()
         copy.write_bytes(overwritten)
@@ -51,9 +51,9 @@ def test_a_hub_that_cannot_be_reached_is_named_whatever_its_client_says(
     client = httpx.Client()
     client.close()  # by huggingface_hub, before it asks again
     library = SimpleNamespace(load_dataset=lambda *_, **__: client.get("http://127.0.0.1:9"))
-    monkeypatch.setattr(measures, "datasets_library", lambda: library)
+    monkeypatch.setattr(hellaswag_core, "datasets_library", lambda: library)
     with pytest.raises(UserError, match=r"\(ConnectionError: the Hub cannot be reached\); name a jsonl file"):
-        measures.hellaswag_items("hf://datasets/Rowan/hellaswag", tmp_path, 0.01)
+        hellaswag_core.hellaswag_items("hf://datasets/Rowan/hellaswag", tmp_path, 0.01)
 
 
 def test_tokens_have_the_bytes_of_their_text_and_end_of_text_has_none(shared_data: Path) -> None:
