@@ -221,13 +221,6 @@ def test_lm_evals_model_of_completions_scores_through_the_endpoint(endpoint: End
         assert greedy == all(int(logits[n - 1].argmax()) == ids[n] for n in range(begin, len(ids)))
 
 
-def test_a_stop_string_ends_a_text_before_it(endpoint: Endpoint) -> None:
-    whole = text_of(endpoint, "a", 40, 1, ALL)
-    stop = whole[10:12]
-    answer = endpoint.ask(body={"prompt": "a", "max_tokens": 40, "seed": 1, "stop": [stop, "never"]})[1]["choices"][0]
-    assert (answer["text"], answer["finish_reason"]) == (whole.partition(stop)[0], "stop")
-
-
 # --- bounds
 
 

@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,13 +19,12 @@ from hypothesis import strategies as st
 
 from pipelines.recipe.recipe import load_recipe
 from pipelines.run.stage import plans_of, run_name
-from pipelines.store.account import RECOVERY_PHASES, TRAINING_PHASES, WASTED_PHASES
 from pipelines.store.manifest import File, Manifest, key_of
 from pipelines.store.records import Heartbeat, ProcessId, Progress
 from pipelines.store.run_record import RunRecord, record
 from pipelines.store.runs import Run
 from pipelines.user.show.overlay import Overlay, read_overlay
-from pipelines.user.show.page import REFERENCES, SHAPES, asset, overlay_data, page_of, run_data, thin
+from pipelines.user.show.page import overlay_data, page_of, run_data, thin
 from pipelines.user.verbs.report import report
 from trainer.base.store import LocalStore, Store
 from trainer.config.errors import UserError
@@ -177,17 +175,6 @@ def test_the_target_that_ended_a_training_is_named(store: LocalStore) -> None:
         assert dict(run_data(Run(store, aimed))["receipt"]).get("ended by") == named
 
 
-@pytest.mark.parametrize("size", SHAPES)
-def test_every_size_of_gpt2_is_that_of_a_shipped_recipe_and_has_its_references(size: str) -> None:
-    model = load_recipe(f"gpt2-{size.lower()}").model
-    assert SHAPES[size] == (model.n_layer, model.n_head, model.n_embd)
-    assert {metric: sum(s == size for _, s, _ in known) for metric, known in REFERENCES.items()} == {
-        "val/loss": 1,
-        "eval/hellaswag_acc_norm": 2,
-        "eval/core": 1,
-    }
-
-
 def test_a_tuned_run_leads_with_the_tuned_model(store: LocalStore, tmp_path: Path, browser: Browser) -> None:
     facts = {"tune/exact_before": 0.35, "tune/exact": 0.5, "sample": f"3+4 → {HOSTILE}"}
     made = run_in(store, "chat", more={"tune.grpo": facts}, shipped="smoke-chat")
@@ -212,14 +199,6 @@ def test_a_page_of_two_runs_lists_the_fields_that_differ(store: LocalStore) -> N
     data = json.loads(Parts(drawn([Run(store, one) for one in runs])).texts["script"][0])
     assert [field for field, _ in data["differences"]] == ["tokens.text_column", "train.learning_rate"]
     assert data["differences"][1][1] == ["0.003", "0.5"]
-
-
-def test_each_phase_has_a_color_of_its_own() -> None:
-    colors = dict(re.findall(r"--p-(\w+): light-dark\(([^)]*)\)", asset("page.css")))
-    phases = re.findall(r'^  (\w+): "', asset("bill.js").split("const PHASES")[1].split("};")[0], re.MULTILINE)
-    assert set(phases) == set(colors) >= {*RECOVERY_PHASES, *TRAINING_PHASES, *WASTED_PHASES, "load"}
-    for theme in zip(*(color.split(", ") for color in colors.values()), strict=True):
-        assert len(set(theme)) == len(phases)
 
 
 # --- curves
@@ -294,11 +273,6 @@ def test_the_policy_admits_the_pages_own_style_and_script_and_nothing_else(store
         "base-uri 'none'; form-action 'none'"
     )
     assert not any(attributes.get("src") or attributes.get("href") for _, attributes in parts.found)
-
-
-def test_a_long_run_makes_a_page_of_less_than_a_megabyte(store: LocalStore, shared_data: Path) -> None:
-    page = drawn([Run(store, run_in(store, steps=20_000))], read_overlay(str(shared_data / "llmc_124M_main.log")))
-    assert len(page) < 1_000_000
 
 
 def test_report_writes_the_page_to_the_given_path(
