@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from pydantic import Field, ValidationError, create_model
+from pydantic import ValidationError
 
 from trainer.__main__ import TrainerConfig
 from trainer.base.strict_yaml import load_yaml
@@ -75,19 +75,6 @@ def test_a_value_out_of_bounds_names_the_field_and_the_bounds(
     message = complaint(section, **{field: value})
     assert message.startswith(f"my.yaml: {section}.{field}: ")
     assert right in message and "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("bound", "value", "right"),
-    [("gt", 2, "greater than 2"), ("ge", 1, "at least 2"), ("lt", 2, "less than 2"), ("le", 3, "at most 2")]
-    + [("multiple_of", 3, "a multiple of 2")],
-)
-def test_a_bound_has_our_words(bound: str, value: int, right: str) -> None:
-    limits: Any = {bound: 2}
-    model = create_model("Model", n=(int, Field(**limits)))
-    with pytest.raises(ValidationError) as error:
-        model(n=value)
-    assert str(explain(error.value, model, "my.yaml")) == f"my.yaml: n: must be {right} (got {value})"
 
 
 # --- combinations

@@ -96,15 +96,6 @@ def test_a_truncated_or_foreign_file_is_named_and_refused(tmp_path: Path, body: 
     assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_shards_of_a_folder_are_found_by_split_and_in_order(tmp_path: Path) -> None:
-    for name, tokens in (("train_000001.bin", 5), ("train_000000.bin", 9), ("val_000000.bin", 3)):
-        write_shard(tmp_path / name, np.zeros(tokens, dtype=np.uint16))
-    assert local_shards(tmp_path, "train") == [Shard("train_000000.bin", 9), Shard("train_000001.bin", 5)]
-    assert local_shards(tmp_path, "val") == [Shard("val_000000.bin", 3)]
-    with pytest.raises(UserError, match=r"contains no test_\*\.bin shards"):
-        local_shards(tmp_path, "test")
-
-
 # --- the order
 
 sizes = st.lists(st.integers(0, 60), min_size=1, max_size=6)

@@ -4,22 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from waiting import LONG_SECONDS
 
-from trainer.base.process import BOOTED, Background, steady_time
+from trainer.base.process import BOOTED, steady_time
 from trainer.config.errors import UserError
-
-
-@pytest.mark.parametrize("error", [ValueError("odd"), SystemExit(3), MemoryError()])
-def test_a_background_thread_reports_the_error_that_ended_it(error: BaseException) -> None:
-    def work() -> None:
-        raise error
-
-    reported: list[Background] = []
-    thread = Background("odd jobs", work, reported.append)
-    thread.start()
-    thread.join(LONG_SECONDS)
-    assert reported == [thread] and thread.error is error
 
 
 @pytest.mark.parametrize("text", ["abc", "nan", "-1", "1e300"])

@@ -111,18 +111,6 @@ def test_both_libraries_agree_around_every_code_point_that_is_not_left_to_tiktok
         assert np.array_equal(fast.encode(block), gpt2.encode_to_numpy(block))
 
 
-def test_both_libraries_agree_on_random_texts(gpt2: tiktoken.Encoding) -> None:
-    fast = Encoder(gpt2)
-
-    @settings(max_examples=300, derandomize=True)
-    @given(MIXED_TEXTS)
-    def check(text: str) -> None:
-        ids, bounds = fast.encode([text.encode()])
-        assert ids.tolist() == encode.encode(gpt2, text).tolist() and bounds.tolist() == [0, len(ids)]
-
-    check()
-
-
 def test_a_million_spaces_before_a_word_are_no_trouble_and_tiktoken_names_a_document_that_it_cannot_encode(
     gpt2: tiktoken.Encoding,
 ) -> None:
