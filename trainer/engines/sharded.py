@@ -48,7 +48,6 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.base.install import how_to_install
 from trainer.base.parallel import World, precision_on
-from trainer.base.process import failpoint
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece, Place, tensor_of
 from trainer.config.config import RuntimeConfig, TrainConfig
@@ -157,7 +156,6 @@ class ShardedEngine(Engine):
                 tokens, targets = next(batches)
                 share = len(tokens) / mean_share
             loss = self.model(self._even(tokens), self._even(targets, NO_TARGET)) * share
-            failpoint("mid-step")
             loss.backward()
             total += loss.detach()
         gradients = {name: shard_of(p.grad) for name, p in self.shards.whole.items() if p.grad is not None}
