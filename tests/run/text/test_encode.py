@@ -10,7 +10,7 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import CUT_TEXT, MIXED_TEXTS, ODD_TEXTS, hub_file
+from texts import MIXED_TEXTS, ODD_TEXTS, hub_file
 
 from pipelines.run.text import documents, encode
 from pipelines.run.text.documents import batches_of, utf8
@@ -53,16 +53,6 @@ def test_a_stream_is_end_of_text_and_encode_ordinary_of_every_document_in_order(
     )
     expected = [[50_256, *gpt2.encode_ordinary(text)] for text in texts]
     assert rows(gpt2, texts) == expected
-
-
-def test_a_long_document_is_encoded_in_parts_that_have_its_tokens(
-    gpt2: tiktoken.Encoding, shared_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = " ".join([*corpus(shared_data, 20), *ODD_TEXTS, "it's  'll. x , y   z ", CUT_TEXT])
-    whole = [rows(encoding, [text]) for encoding in (gpt2, tokenizer("bytes"))]
-    monkeypatch.setattr(encode, "LONG_BYTES", 9)
-    assert len(list(encode.parts_of(text.encode(), 9, encode.GPT2_CUT))) > 1000
-    assert [rows(encoding, [text]) for encoding in (gpt2, tokenizer("bytes"))] == whole
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes", "llama", "qwen"])
