@@ -160,12 +160,3 @@ def test_text_reaches_the_terminal_through_the_console_which_removes_control_cha
     assert {name: calls for name in printing if (calls := raw_prints(trees()[name]))} == {}
     consoles = {name for name, tree in trees().items() if "Console(" in ast.unparse(tree)}
     assert consoles == {"pipelines.user.show.console"}
-
-
-def test_only_verbs_import_show() -> None:
-    users = {start for start, end in arrows() if layer_entry(end)[1] == "pipelines.user.show"}
-    assert {name for name in users if layer_entry(name)[1] not in PRINTING} == set()
-
-
-def test_every_layer_exists() -> None:
-    assert {entry for layer in LAYERS for entry in layer} <= modules().keys()

@@ -84,13 +84,6 @@ def test_folders_with_the_name_of_a_package_hold_no_python(folder: str) -> None:
     assert [path for path in sources_in(folder) if path.suffix in {".py", ".pyi", ".so"}] == []
 
 
-def test_no_module_of_ours_shadows_an_installed_one() -> None:
-    # A shell in the root has it on the search path; pytest adds tests/support.
-    modules = {path.stem for folder in (ROOT, ROOT / "tests" / "support") for path in folder.glob("*.py")}
-    taken = sys.stdlib_module_names | {"sky", "docker", "datasets", "mlflow", "torch", "tests"}
-    assert modules & taken == set()
-
-
 def test_the_tests_mirror_the_rooms() -> None:
     """tests/ has a folder per room; its modules are no packages, and pytest imports them by path (importlib)."""
     packages = {path.parent.name for path in (ROOT / "tests").rglob("*.py") if path.name == "__init__.py"}

@@ -29,7 +29,7 @@ from trainer.models.family import ANY_MODEL, plain_model
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.language_model import LanguageModel
 from trainer.models.modern_module import SCALARS
-from trainer.optim.rates import Rates, rates_of
+from trainer.optim.rates import rates_of
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 from trainer.engines.fused import kernels  # noqa: E402
@@ -190,17 +190,6 @@ def test_updates_follow_the_reference(optimizer: str, family: dict[str, Any]) ->
     one, other = engines(train, **family)
     near = 4e-3 if optimizer == "adamw" else 1e-2  # Muon enlarges rounding along small singular values
     assert updates(one, 6, train=train) == pytest.approx(updates(other, 6, train=train), rel=near)
-
-
-def test_a_loss_that_is_not_finite_changes_nothing() -> None:
-    one, _ = engines()
-    before = {name: w.clone() for name, w in one.weights()}
-    one.state.weights["h.0.ln_1.bias"][0] = torch.nan
-    tokens = torch.randint(0, 140, (2, 17))
-    found = one.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, len(tokens), 1)
-    one.update(Rates.adamw(1e-2), found, 1)
-    assert not torch.isfinite(found).all()
-    assert all(torch.equal(before[name], w) for name, w in one.weights())
 
 
 @pytest.mark.slow

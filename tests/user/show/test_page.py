@@ -168,13 +168,6 @@ def test_a_clock_that_steps_between_two_attempts_moves_no_point(store: LocalStor
     assert steady["attempts"][1]["billed_before"]["usd"] == pytest.approx(2.5)
 
 
-def test_the_target_that_ended_a_training_is_named(store: LocalStore) -> None:
-    for ended, named in (("val_loss", "val loss 3"), (["val_loss"], None)):
-        more = {"train": {"stopped_by": ended}}
-        aimed = run_in(store, f"aimed-{len(ended)}", changes=["train.stop_at={val_loss: 3.0}"], more=more)
-        assert dict(run_data(Run(store, aimed))["receipt"]).get("ended by") == named
-
-
 def test_a_tuned_run_leads_with_the_tuned_model(store: LocalStore, tmp_path: Path, browser: Browser) -> None:
     facts = {"tune/exact_before": 0.35, "tune/exact": 0.5, "sample": f"3+4 → {HOSTILE}"}
     made = run_in(store, "chat", more={"tune.grpo": facts}, shipped="smoke-chat")
