@@ -17,6 +17,7 @@ import psutil
 import yaml
 from in_process import skytrain
 from trainer_command import kill_tree
+from waiting import LONG_SECONDS
 
 from pipelines.store.manifest import FOLDERS, Manifest, read_manifest
 from pipelines.store.runs import read_runs
@@ -196,10 +197,10 @@ class Project:
 
     # --- watching and killing
 
-    def wait_until(self, condition: Callable[[], object], process: subprocess.Popen[str], limit_s: float = 240) -> None:
+    def wait_until(self, condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
         """Poll every 5 ms, so that a kill comes right after the condition. Polling takes at most a fifth of the time:
         the command needs the processor."""
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + LONG_SECONDS
         while True:
             began = time.monotonic()
             with suppress(FileNotFoundError):  # a stage that ends removes its folders, also below a glob
@@ -207,7 +208,7 @@ class Project:
                     return
             if process.poll() is not None:
                 raise AssertionError(f"the command ended too early with {process.returncode}: {process.communicate()}")
-            assert time.monotonic() < deadline, f"no success within {limit_s:g} s"
+            assert time.monotonic() < deadline, f"no success within {LONG_SECONDS:g} s"
             time.sleep(max(0.005, 4 * (time.monotonic() - began)))
 
     def alive(self) -> list[psutil.Process]:

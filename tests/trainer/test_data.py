@@ -28,12 +28,12 @@ def shards_of(sizes: list[int]) -> list[Shard]:
     return [Shard(f"train_{i:06d}.bin", tokens) for i, tokens in enumerate(sizes)]
 
 
-def numbered_data(folder: Path, sizes: list[int], block_size: int, seed: int = 0) -> TokenData:
+def numbered_data(folder: Path, sizes: list[int], block_size: int) -> TokenData:
     """Shards whose tokens contain their position: 1000 x shard + position."""
     shards = shards_of(sizes)
     for i, shard in enumerate(shards):
         write_shard(folder / shard.name, (1000 * i + np.arange(shard.tokens)).astype(np.uint16))
-    return TokenData(shards, folder.joinpath, block_size, seed)
+    return TokenData(shards, folder.joinpath, block_size, seed=0)
 
 
 # --- the file format

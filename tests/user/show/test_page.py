@@ -30,12 +30,13 @@ from trainer.base.store import LocalStore, Store
 from trainer.config.errors import UserError
 
 NOON = 1_800_000_000.0
+STEPS = 400
 HOSTILE = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'><!--<script>"
 CHANGES = [
     "tokens.source=hf://datasets/a/b",
     f"tokens.subset={HOSTILE}",
     f"tokens.revision={'a' * 40}",
-    "train.max_steps=400",
+    f"train.max_steps={STEPS}",
 ]
 
 
@@ -49,8 +50,6 @@ def attempted(store: Store, prefix: str, stage: str, number: int, start: float, 
 def run_in(
     store: Store,
     name: str = "quick",
-    steps: int = 400,
-    finished: bool = True,
     changes: Sequence[str] = (),
     more: Mapping[str, dict[str, Any]] = types.MappingProxyType({}),  # facts by stage
     jump: float = 0.0,  # of the clock, between the attempts
@@ -62,7 +61,7 @@ def run_in(
     plans = plans_of(recipe)
     run, train = run_name(plans), plans["train"].prefix
     again = NOON + 3850 + jump
-    for attempt, first, last, start in ((1, 1, 200, NOON), (2, 201, steps, again)):
+    for attempt, first, last, start in ((1, 1, 200, NOON), (2, 201, STEPS, again)):
         rows = [
             {
                 "step": step,
@@ -80,30 +79,29 @@ def run_in(
         body = "".join(json.dumps(row) + "\n" for row in rows).encode()
         store.put(f"{train}/metrics/step-{last:08d}-a{attempt:04d}.jsonl", body)
     killed = Progress(resumed_from=0, step=250, device="cpu", world_size=1, precision="fp32")
-    resumed = replace(killed, resumed_from=200, step=steps)
+    resumed = replace(killed, resumed_from=200, step=STEPS)
     attempted(store, train, "train", 1, NOON, NOON + 250, run=run, state="running", progress=killed, **prices)
-    attempted(store, train, "train", 2, again, again + 10 + steps - 200, run=run, progress=resumed, **prices)
-    if finished:
-        facts = {"steps": steps, "tokens": 2048 * steps, "train/loss": 2.0, "val/loss": 2.1, "skipped_updates": 0}
-        made: dict[str, dict[str, Any]] = {
-            "tokenize": {"tokens": 8_000_000},
-            "train": facts | {"perf/tokens_per_second": 2048.0},
-            "evaluate": {"val/loss": 2.0625, "sample": HOSTILE},
-            "export": {"parameters": 7},
-        }
-        for stage in [stage for stage in plans if stage.startswith("tune.")]:
-            made[stage] = {"method": "grpo"}
-            rewards = [{"step": n, "time": NOON, f"{stage.replace('.', '/')}/reward": n / 50} for n in range(1, 51)]
-            lines = "".join(json.dumps(row) + "\n" for row in rewards)
-            store.put(f"{plans[stage].prefix}/metrics/step-00000050-a0001.jsonl", lines.encode())
-        for stage, found in made.items():
-            plan = plans[stage]
-            origin = {"git_commit": "c0ffee", "git_dirty": True, "python": "3.11", "versions": {"torch": "2.13"}}
-            files = (File("x", "a0001/x", 1000, "0" * 64),)
-            made_by = "other-12345678" if stage == "tokenize" else run
-            about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
-            manifest = Manifest(*about, {}, files, origin, found | more.get(stage, {}), made_by, 1, NOON)
-            store.create(key_of(plan.prefix), manifest.to_json())
+    attempted(store, train, "train", 2, again, again + 10 + STEPS - 200, run=run, progress=resumed, **prices)
+    facts = {"steps": STEPS, "tokens": 2048 * STEPS, "train/loss": 2.0, "val/loss": 2.1, "skipped_updates": 0}
+    made: dict[str, dict[str, Any]] = {
+        "tokenize": {"tokens": 8_000_000},
+        "train": facts | {"perf/tokens_per_second": 2048.0},
+        "evaluate": {"val/loss": 2.0625, "sample": HOSTILE},
+        "export": {"parameters": 7},
+    }
+    for stage in [stage for stage in plans if stage.startswith("tune.")]:
+        made[stage] = {"method": "grpo"}
+        rewards = [{"step": n, "time": NOON, f"{stage.replace('.', '/')}/reward": n / 50} for n in range(1, 51)]
+        lines = "".join(json.dumps(row) + "\n" for row in rewards)
+        store.put(f"{plans[stage].prefix}/metrics/step-00000050-a0001.jsonl", lines.encode())
+    for stage, found in made.items():
+        plan = plans[stage]
+        origin = {"git_commit": "c0ffee", "git_dirty": True, "python": "3.11", "versions": {"torch": "2.13"}}
+        files = (File("x", "a0001/x", 1000, "0" * 64),)
+        made_by = "other-12345678" if stage == "tokenize" else run
+        about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
+        manifest = Manifest(*about, {}, files, origin, found | more.get(stage, {}), made_by, 1, NOON)
+        store.create(key_of(plan.prefix), manifest.to_json())
     return record(store, run, recipe, plans, list(plans)[-1])
 
 
