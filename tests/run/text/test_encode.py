@@ -89,11 +89,12 @@ def test_gpt2s_text_is_encoded_by_the_fast_library_and_other_text_by_tiktoken(gp
 
 
 @pytest.mark.parametrize("around", ["{}'s ", "a{}1 ", " {}!\n"])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 13])
 def test_both_libraries_agree_around_every_code_point_that_is_not_left_to_tiktoken(
-    gpt2: tiktoken.Encoding, around: str
+    gpt2: tiktoken.Encoding, around: str, every: int
 ) -> None:
     fast = Encoder(gpt2).fast()
-    texts = [around.replace("{}", one) for one in CHARACTERS]
+    texts = [around.replace("{}", one) for one in CHARACTERS[::every]]
     same = [text for text in texts if not may_differ(text.encode())]
     assert len(same) > 0.95 * len(texts)
     for start in range(0, len(same), 8192):
