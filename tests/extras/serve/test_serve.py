@@ -173,6 +173,7 @@ def test_echo_and_logprobs_are_those_of_the_whole_text_in_one_pass(endpoint: End
         assert found["token_logprobs"][1:-3] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_lm_evals_model_of_completions_scores_through_the_endpoint(endpoint: Endpoint, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="needs lm-eval (pip)")
     pytest.importorskip("tenacity", reason="needs lm-eval[api] (pip)")
