@@ -111,6 +111,7 @@ def test_every_command_but_help_and_init_ends_with_2_on_a_wrong_file(tmp_path: P
 # --- the command
 
 
+@pytest.mark.slow
 def test_init_writes_the_file_checks_the_bucket_and_replaces_no_file_without_a_word(
     tmp_path: Path, moto_server: S3Account
 ) -> None:
