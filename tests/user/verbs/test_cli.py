@@ -18,7 +18,6 @@ from pipelines.cli import BRIEF, app
 from trainer.base.store import Store
 from trainer.config.errors import Interrupted, Stopped, StoreUnavailable, UserError
 
-SKYTRAIN = [sys.executable, "-c", "from pipelines.cli import main; main()"]
 # Runs several commands in one process and prints their exit codes at the end.
 SEVERAL = """
 import json, sys
