@@ -39,10 +39,10 @@ from trainer.optim.rates import rates_at
 
 # A token is a byte. A step reads 2,048 of them: 32 sequences of 64.
 MODEL = Gpt2Config(vocab_size=256, block_size=64, n_layer=2, n_head=4, n_embd=96)
-TRAIN = TrainConfig(batch_tokens=2048, max_steps=200, learning_rate=3e-3, warmup_steps=20)
+TRAIN = TrainConfig(batch_tokens=2048, max_steps=120, learning_rate=3e-3, warmup_steps=20)
 RUNTIME = RuntimeConfig()
 MICRO_BATCH = 16  # sequences at once; trainer/engines/micro_batch.py measures how many fit a GPU
-SAVE_EVERY = 50  # steps
+SAVE_EVERY = 40  # steps
 PREFIX = "run"  # of the checkpoints in the store
 
 

@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """The items in such an order that each worker, which gets as many of them in turn, begins with slow modules: an
     idle worker steals from the end of a part. The longest test has no slow one behind it."""
-    slow: dict[str, list[pytest.Item]] = {"test_cluster": [], "test_image": []}
+    slow: dict[str, list[pytest.Item]] = {"test_cluster": [], "test_soak": [], "test_image": []}
     for item in items:
         if item.get_closest_marker("slow"):
             slow.setdefault(item.path.stem, []).append(item)

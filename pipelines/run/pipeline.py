@@ -24,7 +24,7 @@ from pipelines.store.provenance import provenance
 from pipelines.store.records import Billing, Heartbeat
 from pipelines.store.run_record import RunRecord, record
 from pipelines.store.runs import Run, read_run
-from trainer.base.process import StopSignal, failpoint
+from trainer.base.process import StopSignal
 from trainer.base.store import WAITING, Store, Waiting
 from trainer.config.errors import (
     Crashed,
@@ -182,7 +182,6 @@ class Pipeline:
         shutil.rmtree(work.folder)  # left from a store that was deleted: a new store counts attempts from 1 again
         try:
             built = self._built(work)
-            failpoint(f"manifest-{stage}")
             attempt.begin_to_finish()
             inputs = {stage: self.plans[stage].fingerprint for stage in self.made}
             manifest = built.commit(work, plan, inputs, provenance())

@@ -40,12 +40,10 @@ def kill_after(command: Command, ranks: int, way: str, steps: int) -> None:
         psutil.wait_procs(children)
 
 
-def whole_and_killed(
-    data: Path, folder: Path, config: BaseModel, ranks: int, between: int, ways: tuple[str, ...] = WAYS
-) -> tuple[Command, Command]:
+def whole_and_killed(data: Path, folder: Path, config: BaseModel, ranks: int, between: int) -> tuple[Command, Command]:
     """Two finished runs: one undisturbed, the other killed in each way after `between` steps and a commit."""
     whole, killed = (Command(data, folder / name, config) for name in ("whole", "killed"))
-    for way in ways:
+    for way in WAYS:
         kill_after(killed, ranks, way, between)
     for run in (whole, killed):
         run.finish(ranks)

@@ -3,8 +3,8 @@
     python -m tests.crash.soak --minutes 60 --seed 7 --kinds kill-rank,flip
 
 It starts `skytrain run` as a user does, again and again until the run is done, on radosgw (else moto) behind a proxy.
-It prints a line for each disturbance, and a table of them. Runs follow each other, each with the next seed, until the
-time is up; the last one goes on to its end. These are failures:
+It prints a line for each disturbance. Runs follow each other, each with the next seed, until the time is up; the last
+one goes on to its end. These are failures:
 
 - losses, weights or scores that differ from those of the undisturbed run,
 - a commit that is gone, and that no newer ones have replaced,
@@ -14,7 +14,6 @@ time is up; the last one goes on to its end. These are failures:
 """
 
 import argparse
-import math
 import os
 import re
 import signal
@@ -26,7 +25,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
@@ -65,7 +63,6 @@ RECIPE: dict[str, Any] = TINY | {
     | {"keep_last": KEEP_LAST, "watchdog_minutes": 0.3},
 }
 ROW = re.compile(rb'"step": (\d+), "time": ([\d.]+), "metrics": {[^}]*"train/loss"')
-STARTED = re.compile(rb'"event": "Started", "step": (\d+)')
 TAIL_BYTES = 8192  # of a file of events: some rows
 
 
@@ -94,27 +91,16 @@ class LastRow:
 
 @dataclass
 class Disturbance:
-    """`seconds` pass until the next step of training; `redone` steps were done before."""
+    """A disturbance, with the last row and the commits before it."""
 
-    kind: str
     before: LastRow
     commits: int  # so far
     at: float = 0.0  # unix seconds
-    first_row: float = math.inf  # after it
-    seconds: float | None = None
-    redone: int = 0
 
-    def see(self, row: LastRow) -> None:
-        """Look whether training goes on. Ranks without a launcher or a command log their last step, too."""
-        if self.seconds is not None or row.events is None or row.time <= self.at:
-            return
-        self.first_row = min(self.first_row, row.time)
-        if row.events != self.before.events:
-            self.seconds = row.time - self.at
-            resumed = STARTED.search(row.events.read_bytes())
-            self.redone = max(0, self.before.step - int(resumed[1])) if resumed else 0
-        elif row.time > self.at + ORPHAN_SECONDS:
-            self.seconds = self.first_row - self.at
+    def is_over(self, row: LastRow, commits: int) -> bool:
+        """Whether the run has trained and committed since. Ranks without a launcher log their last step, too."""
+        orphaned = ORPHAN_SECONDS if row.events == self.before.events else 0.0
+        return row.time > self.at + orphaned and commits > self.commits
 
 
 class Moment:
@@ -200,7 +186,7 @@ class DisturbedRun:
                 moment = Moment(Random(f"{self.seed}/{len(self.disturbances)}/moment"), moment.early)
 
     def disturb_once(self, kind: str, chance: Random) -> None:
-        began = Disturbance(kind, self.row, len(self.commits))
+        began = Disturbance(self.row, len(self.commits))
         did = DISTURBANCES[kind](self.scene, chance)
         time.sleep(0.2)  # of a step that is being logged
         began.at = time.time()
@@ -218,7 +204,7 @@ class DisturbedRun:
     def calm(self) -> bool:
         """Whether the run has trained and committed since the last disturbance."""
         last = self.disturbances[-1] if self.disturbances else None
-        return last is None or self.trained or (last.seconds is not None and len(self.commits) > last.commits)
+        return last is None or self.trained or last.is_over(self.row, len(self.commits))
 
     def training_host(self) -> Host:
         host = self.row.host
@@ -237,8 +223,6 @@ class DisturbedRun:
         newest = max((LastRow.of(host) for host in self.scene.hosts), key=lambda row: row.time)
         if newest.time > self.row.time:
             self.row = newest
-        for last in self.disturbances[-1:]:
-            last.see(self.row)
 
     def watch_store(self) -> None:
         """Look for lost commits, and for progress."""
@@ -369,19 +353,8 @@ def soak(seed: int, minutes: float, kinds: list[str], folder: Path, store: S3Sto
             runs.append(DisturbedRun(number, folder / f"seed {number}", proxy, own, undisturbed))
             runs[-1].run(kinds, until)
     failures = [failure for run in runs for failure in run.failures]
-    print(table([one for run in runs for one in run.disturbances]))
     print(f"{len(runs)} runs, {sum(len(run.disturbances) for run in runs)} disturbances, {len(failures)} failures")
     return failures
-
-
-def table(disturbances: list[Disturbance]) -> str:
-    lines = [f"{'kind':<16}{'count':>6}{'redone steps':>14}{'s until a step: median':>24}{'most':>8}"]
-    for kind in sorted({one.kind for one in disturbances}):
-        own = [one for one in disturbances if one.kind == kind]
-        seconds = [one.seconds for one in own if one.seconds is not None] or [0.0]
-        redone = sum(one.redone for one in own)
-        lines.append(f"{kind:<16}{len(own):>6}{redone:>14}{median(seconds):>24.1f}{max(seconds):>8.1f}")
-    return "\n".join(lines)
 
 
 def new_bucket(account: S3Account) -> S3Store:

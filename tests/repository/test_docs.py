@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ DOCUMENTS = sorted(
 DOCUMENTS.append(ROOT / "sky" / "README.md")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-PICTURE_BYTES = 200 << 10
 # Prefixes of variables that belong to an interface; others, such as HOME, are the system's.
 FAMILIES = r"(?:SKYTRAIN|SKYPILOT|MLFLOW|AWS|HF|TIKTOKEN|TRITON|TORCH|NCCL|GLOO)"
 VARIABLE = re.compile(FAMILIES + r"(?:_[A-Z0-9]+)+")
@@ -54,12 +54,6 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(document: Path) -> No
     assert dead_links(document) == []
 
 
-def test_a_dead_link_and_a_dead_anchor_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# One Head-line: `x`\n[a](#one-head-line-x) [b](#two) [c](none.md) [d](page.md#one-head-line-x)\n")
-    assert dead_links(page) == ["#two", "none.md"]
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_the_generated_parts_are_current(name: str) -> None:
     text = (ROOT / name).read_text()
@@ -70,13 +64,6 @@ def test_every_generated_part_is_in_a_document_once() -> None:
     text = "".join((ROOT / name).read_text() for name in FILES)
     assert sorted(re.findall(r"<!-- generated: ([\w-]+) -->", text)) == sorted(PARTS)
     assert text.count("<!-- end -->") == len(PARTS)
-
-
-def test_pictures_are_small_and_name_no_web_font() -> None:
-    pictures = list((DOCS / "pictures").iterdir())
-    assert {path.stem for path in pictures} == {"card", "chat", "report", "modern_beside_gpt2", "two_gpus_beside_llmc"}
-    assert all(path.stat().st_size < PICTURE_BYTES for path in pictures)
-    assert "url(" not in (DOCS / "pictures" / "card.svg").read_text().replace("url(#", "")
 
 
 def test_every_command_is_in_the_guide() -> None:
@@ -125,12 +112,43 @@ def test_every_measured_figure_names_its_circumstances() -> None:
     assert named and named <= benchmarks
 
 
+NAMED_TEST = r"\[`(test_\w+)`\]\((?:\.\./)?(tests/[\w/]+\.py)\)"
+
+
+@cache
+def functions_of(path: Path) -> set[str]:
+    functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+    return {function.name for function in functions}
+
+
+def missing_tests(text: str) -> list[str]:
+    """The tests that a document names with their files, and that do not exist."""
+    named = re.findall(NAMED_TEST, text)
+    assert len(named) > 40 and len(named) == len(re.findall(r"`test_\w+`", text))  # none is named without its file
+    return [f"{path}::{name}" for name, path in named if name not in functions_of(ROOT / path)]
+
+
 def test_every_promise_of_the_architecture_has_a_test() -> None:
-    section = (DOCS / "architecture.md").read_text().partition("## Promises")[2].partition("\n## ")[0]
-    named = re.findall(r"^\| .+ \| \[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\) \|$", section, re.MULTILINE)
-    assert len(named) > 40 and len(named) == len(re.findall(r"^\|", section, re.MULTILINE)) - 2
-    for name, path in named:
-        functions = [
-            node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
-        ]
-        assert name in functions, f"{path}::{name}"
+    promises = (DOCS / "architecture.md").read_text().partition("## Promises")[2].partition("\n## ")[0]
+    assert missing_tests(promises) == []
+    rows = [line for line in promises.splitlines() if line.startswith("| ")][1:]
+    assert all(re.search(NAMED_TEST, row) for row in rows)
+
+
+# The possible attackers of a run: a heading of SECURITY.md begins with each.
+PARTIES = (
+    *("A writer of the bucket", "A reader of the bucket", "The server of the bucket", "The MLflow server"),
+    *("The author of a recipe", "The author of a text", "Other users of the node", "The cloud account", "The Hub"),
+    "A web page in your browser",
+)
+
+
+def test_every_party_of_the_threat_model_has_its_powers_and_its_limits_with_tests() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    assert missing_tests(text) == []
+    sections = dict(re.findall(r"^### (.+?)\n(.*?)(?=^##)", text, re.DOTALL | re.MULTILINE))
+    for party in PARTIES:
+        (section,) = [text for heading, text in sections.items() if heading.startswith(party)]
+        assert section.strip().startswith("Can ")
+        rows = [row for row in section.splitlines() if row.startswith("| ") and not row.startswith("| cannot |")]
+        assert rows and all(re.search(NAMED_TEST, row) for row in rows), party

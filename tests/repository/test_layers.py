@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 # Top to bottom. An entry is a package; the longest matching entry decides. The modules of one entry may import each
@@ -154,35 +152,6 @@ def test_text_reaches_the_terminal_through_the_console_which_removes_control_cha
     assert {name: calls for name in printing if (calls := raw_prints(trees()[name]))} == {}
     consoles = {name for name, tree in trees().items() if "Console(" in ast.unparse(tree)}
     assert consoles == {"pipelines.user.show.console"}
-
-
-def test_only_verbs_import_show() -> None:
-    users = {start for start, end in arrows() if layer_entry(end)[1] == "pipelines.user.show"}
-    assert {name for name in users if layer_entry(name)[1] not in PRINTING} == set()
-
-
-def test_every_layer_exists() -> None:
-    assert {entry for layer in LAYERS for entry in layer} <= modules().keys()
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("import trainer.loop.loop", ["trainer.loop.loop"]),
-        ("from trainer.loop import loop, rank", ["trainer.loop.loop", "trainer.loop.rank"]),
-        ("from trainer.loop.loop import train", ["trainer.loop.loop"]),
-        ("def later():\n    from trainer.loop.loop import train", ["trainer.loop.loop"]),
-        ("if TYPE_CHECKING:\n    from trainer.loop.loop import train", ["trainer.loop.loop"]),
-        ("import torch\nfrom torch import nn", []),
-    ],
-)
-def test_an_import_is_seen_wherever_it_is(code: str, expected: list[str]) -> None:
-    assert list(imports(ast.parse(code))) == expected
-
-
-def test_a_circle_is_seen() -> None:
-    assert in_circles(frozenset({("a", "b"), ("b", "c")})) == set()
-    assert in_circles(frozenset({("a", "b"), ("b", "c"), ("c", "b")})) == {("b", "c"), ("c", "b")}
 
 
 def test_a_key_of_the_store_is_spelled_in_the_two_files_of_its_layout() -> None:

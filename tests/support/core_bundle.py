@@ -11,8 +11,8 @@ from trainer.eval.core import TASKS, Kind
 WORDS = "the a cat dog sat on mat ran far and then it was blue red 12 7 don't Paris said: (yes)".split()  # noqa: SIM905
 
 
-def sentence(chance: random.Random, least: int = 1, most: int = 6) -> str:
-    return " ".join(chance.choices(WORDS, k=chance.randint(least, most)))
+def sentence(chance: random.Random) -> str:
+    return " ".join(chance.choices(WORDS, k=chance.randint(1, 6)))
 
 
 def kind_of(task: str) -> Kind:

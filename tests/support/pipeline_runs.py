@@ -27,6 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER_NAME = "ein Ordner für 東京"  # of every run: with spaces and letters beyond Latin-1
 MARK = "SKYTRAIN_TEST_RUN"  # in the environment of a command and of its descendants
 STEPS = 60
+WAIT_SECONDS = 240  # for what a run reaches
 OF_ONE_RUN = ("README.md",)  # files with times and dollars
 # The fields of `run --json`.
 RUN_FIELDS = ["run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss", "artifacts"]
@@ -197,10 +198,10 @@ class Project:
 
     # --- watching and killing
 
-    def wait_until(self, condition: Callable[[], object], process: subprocess.Popen[str], limit_s: float = 240) -> None:
+    def wait_until(self, condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
         """Poll every 5 ms, so that a kill comes right after the condition. Polling takes at most a fifth of the time:
         the command needs the processor."""
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + WAIT_SECONDS
         while True:
             began = time.monotonic()
             with suppress(FileNotFoundError):  # a stage that ends removes its folders, also below a glob
@@ -208,7 +209,7 @@ class Project:
                     return
             if process.poll() is not None:
                 raise AssertionError(f"the command ended too early with {process.returncode}: {process.communicate()}")
-            assert time.monotonic() < deadline, f"no success within {limit_s:g} s"
+            assert time.monotonic() < deadline, f"no success within {WAIT_SECONDS} s"
             time.sleep(max(0.005, 4 * (time.monotonic() - began)))
 
     def alive(self) -> list[psutil.Process]:

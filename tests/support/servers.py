@@ -338,9 +338,9 @@ class MotoServer(Server):
 class MlflowServer(Server):
     """A real tracking server on SQLite. Its data survives a stop and a new start."""
 
-    def __init__(self, folder: Path, port: int | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._port = port or free_ports(1)[0]
+        (self._port,) = free_ports(1)
         self.uri = f"http://{LOOPBACK}:{self._port}"
 
     def start_daemons(self) -> None:

@@ -10,14 +10,14 @@ from trainer.models.family import plain_model, to_hf
 from trainer.models.language_model import LanguageModel
 
 
-def model_of(config: ModelConfig, seed: int = 0, spread: float = 0.2) -> Any:
-    """The plain model, initial weights with noise of `spread`: no two tokens are about equally likely."""
+def model_of(config: ModelConfig, seed: int = 0) -> Any:
+    """The plain model, initial weights with noise: no two tokens are about equally likely."""
     model = plain_model(config)
     model.initialize(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(spread * torch.randn(p.shape, generator=generator))
+            p.add_(0.2 * torch.randn(p.shape, generator=generator))
     return model
 
 

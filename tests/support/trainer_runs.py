@@ -164,7 +164,6 @@ class Runner:
         stop_in_val_batch: int | None = None,
         store: Store | None = None,
         superseded: Callable[[], bool] = lambda: False,
-        world: World = ALONE,
         fetch: Fetch | None = None,
     ) -> tuple[GPT, TrainState]:
         self.attempts += 1
@@ -178,7 +177,7 @@ class Runner:
         checkpointer = PromptCheckpointer(
             store or self.store,
             "run",
-            world,
+            ALONE,
             self.attempts,
             c.runtime.keep_last,
             superseded,
@@ -187,7 +186,7 @@ class Runner:
         try:
             settings = (c.model, c.train, c.runtime, train_data, val_data)
             saving = (checkpointer, SaveClock(c.runtime))
-            engine, state = Training(*settings, *saving, world, stop, log, self.evaluation, self.origin).run()
+            engine, state = Training(*settings, *saving, ALONE, stop, log, self.evaluation, self.origin).run()
             model = GPT(c.model)
             model.load_state_dict(dict(engine.weights()))
             return model, state

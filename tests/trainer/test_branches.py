@@ -21,9 +21,9 @@ def parent(runner: Runners) -> Runner:
     return made
 
 
-def branch_of(parent: Runner, runner: Runners, step: int, name: str = "branch", **how: Any) -> Runner:
+def branch_of(parent: Runner, runner: Runners, step: int, **how: Any) -> Runner:
     """A run that begins at a commit of the parent. One store of the tests holds one run, so the commit is copied."""
-    made = runner(name)
+    made = runner("branch")
     (folder,) = (f for f in committed_folders(parent.store, "run") if step_of(f) == step)
     copied = folder.replace("run/", "parent/")
     shutil.copytree(parent.store.path_of(folder), made.store.path_of(copied))

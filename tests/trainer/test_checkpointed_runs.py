@@ -20,8 +20,8 @@ import trainer.checkpoint.commits
 from trainer.base.events import Checkpointed, CheckpointFailed, Row, Started, Warned
 from trainer.base.store import Entry, LocalStore
 from trainer.checkpoint.commits import Commit, FileReceipt
-from trainer.checkpoint.pieces import SHARDING, HostCopy, Piece
-from trainer.config.errors import NoSoundCommit, StaleAttempt, ending_of
+from trainer.checkpoint.pieces import SHARDING, HostCopy
+from trainer.config.errors import NoSoundCommit, ending_of
 
 
 def test_the_rows_of_many_commits_are_few_objects(runner: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,25 +211,6 @@ def test_no_exception_in_the_thread_of_a_save_passes_for_a_commit_or_ends_the_ru
     assert run.commits() == [step for step in range(12, 0, -1) if step != 5]
     assert {e.step for e in run.events_of(Checkpointed)} == set(run.commits())
     assert len(run.rows()) == 13
-
-
-def test_a_superseded_attempt_commits_nothing_and_deletes_nothing(runner: Runners) -> None:
-    run = runner(checkpoint_minutes=EVERY_STEP)
-    answers = iter([False] * 6 + [True])  # asked before the rows are put, and before and after the commit
-    with pytest.raises(StaleAttempt, match="attempt 1 of run was superseded: step 3 not committed"):
-        run.attempt(superseded=lambda: next(answers))
-    assert run.commits() == [2, 1]
-
-
-def test_the_copy_of_many_tensors_takes_few_allocations() -> None:
-    """torch rounds each pinned one up to a power of two."""
-    tensors = [torch.randn(100 + i).to((torch.float32, torch.bfloat16)[i % 2]) for i in range(50)]
-    copy = HostCopy({f"{i}": Piece(one, 0, tuple(one.shape), False) for i, one in enumerate(tensors)}, 0, 1)
-    copy.take()
-    _, *parts = copy.safetensors()
-    for tensor, part in zip(tensors, parts, strict=True):
-        assert torch.equal(torch.frombuffer(part, dtype=tensor.dtype), tensor)
-    assert len({host.untyped_storage().data_ptr() for host, _ in copy._host.result()[1]}) == 1
 
 
 class LateCopy(HostCopy):

@@ -20,25 +20,10 @@ from trainer.checkpoint.commits import (
     segments,
     series,
 )
-from trainer.checkpoint.health import Health
 from trainer.config.errors import UserError
 
 FOLDER = "run/checkpoints/step-00000003-a0001"
 FILE = asdict(FileReceipt.of("rank-00000-of-00001.safetensors", 9, ["ab" * 32]))
-
-
-@pytest.mark.usefixtures("no_garbage")
-def test_a_damaged_commit_is_detected() -> None:
-    health = Health(losses=(4.5, 4.25))
-    state = TrainState(step=3, val_loss=1.25, health=health)
-    file = FileReceipt.of("rank-00000-of-00001.safetensors", 9, ["ab" * 32])
-    commit = Commit(3, 1, 2, 1.5e9, state, "metrics/step-00000003-a0001.jsonl", (file,))
-    body = commit.encode()
-    assert Commit.decode(body, FOLDER) == commit
-    damaged = [b"", b"null", b"[]", b"{}", body[:-1], body.replace(b"3", b"4", 1), b'{"sha256": null}']
-    for wrong in [*damaged, b"[" * 100_000, b'{"a":' * 100_000]:
-        with pytest.raises(DamagedRecord):
-            Commit.decode(wrong, FOLDER)
 
 
 def sealed(values: dict[str, Any]) -> bytes:
@@ -88,27 +73,6 @@ def test_names_that_are_not_ours_are_ignored_with_a_warning(tmp_path: Path, capl
     for name in ("step-00000003-a0001.jsonl", "notes.txt", "step-3.jsonl"):
         store.put(f"run/metrics/{name}", b'{"step": 1, "time": 1.0}')
     assert list(segments(store, "run")) == [[{"step": 1, "time": 1.0}]]
-
-
-def test_a_redone_step_counts_with_the_later_attempts_values(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    segments = {
-        "step-00000002-a0001": [{"step": 1, "time": 1.0, "a": 1}, {"step": 2, "time": 1.0, "a": 2, "b": 3}],
-        "step-00000004-a0001": [{"step": 3, "time": 1.0, "a": 4}, {"step": 4, "time": 1.0, "a": 5}],  # never committed
-        "step-00000003-a0002": [
-            {"step": 2, "time": 1.0, "c": 6},
-            {"step": 3, "time": 1.0, "a": 7},
-        ],  # resumed at 2, and evaluated
-        "step-00000004-a0002": [{"step": 4, "time": 1.0, "a": 8}],
-    }
-    for name, rows in segments.items():
-        store.put(f"run/metrics/{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-    assert series(store, "run") == [
-        {"step": 1, "time": 1.0, "a": 1},
-        {"step": 2, "time": 1.0, "a": 2, "b": 3, "c": 6},
-        {"step": 3, "time": 1.0, "a": 7},
-        {"step": 4, "time": 1.0, "a": 8},
-    ]
 
 
 @pytest.mark.usefixtures("no_garbage")

@@ -171,21 +171,17 @@ def naive_losses(model: LanguageModel, data: TokenData, folder: Path) -> tuple[T
     return torch.stack(losses), torch.stack(targets)
 
 
-def test_bits_per_byte_are_the_mean_over_bytes_of_text_without_special_tokens(tmp_path: Path) -> None:
-    data, model = val_data(tmp_path, [100, 0, 16, 150]), model_of(SMALL)
-    sizes = torch.arange(SMALL.vocab_size) % 5
-    losses, targets = naive_losses(model, data, tmp_path)
-    expected = float(losses[sizes[targets] > 0].sum() / np.log(2) / sizes[targets].sum())
-    for batch_size in (1, 4, 64):
-        loss, bits_per_byte = validation(model.losses, data, 10**9, batch_size, ALONE, sizes)
-        assert bits_per_byte == pytest.approx(expected, rel=1e-6)
-        assert loss == pytest.approx(validation_loss(model.loss, data, 10**9, batch_size, ALONE), rel=1e-6)
-    assert validation(model.losses, data, 10**9, 4, ALONE, 0 * sizes)[1] == np.inf
-
-
 @pytest.mark.parametrize(("max_tokens", "windows"), [(10**9, 15), (16 * 7 + 15, 7), (1, 1)])
-def test_val_loss_is_the_mean_over_the_first_tokens(tmp_path: Path, max_tokens: int, windows: int) -> None:
+def test_val_loss_and_bits_per_byte_are_means_over_the_first_tokens_and_their_text(
+    tmp_path: Path, max_tokens: int, windows: int
+) -> None:
     data, model = val_data(tmp_path, [100, 0, 16, 150]), model_of(SMALL)
-    expected = float(naive_losses(model, data, tmp_path)[0][:windows].mean())
+    sizes = torch.arange(SMALL.vocab_size) % 5  # bytes of text; a special token has none
+    losses, targets = (found[:windows] for found in naive_losses(model, data, tmp_path))
+    bits = float(losses[sizes[targets] > 0].sum() / np.log(2) / sizes[targets].sum())
+    expected = pytest.approx(float(losses.mean()), rel=1e-6)
     for batch_size in (1, 4, 64):
-        assert validation_loss(model, data, max_tokens, batch_size, ALONE) == pytest.approx(expected, rel=1e-6)
+        assert validation_loss(model, data, max_tokens, batch_size, ALONE) == expected
+        found = validation(model.losses, data, max_tokens, batch_size, ALONE, sizes)
+        assert found == (expected, pytest.approx(bits, rel=1e-6))
+    assert validation(model.losses, data, max_tokens, 4, ALONE, 0 * sizes)[1] == np.inf

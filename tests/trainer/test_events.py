@@ -7,18 +7,9 @@ import pytest
 from trainer_command import read_events
 
 from trainer.base.events import (
-    KINDS,
-    Checkpointed,
-    CheckpointFailed,
-    Event,
     EventLog,
-    Measuring,
     PhaseChanged,
     Row,
-    Started,
-    Warned,
-    event_from_json,
-    event_to_json,
 )
 from trainer.base.metrics import PhaseClock
 
@@ -43,19 +34,3 @@ def test_a_clock_that_steps_moves_no_row(monkeypatch: pytest.MonkeyPatch, jump: 
     monkeypatch.setattr(time, "time", lambda: real() + jump)
     log.row(2, {"train/loss": 4.25})
     assert 0 <= log.uncommitted[1]["time"] - log.uncommitted[0]["time"] < 60
-
-
-EVENTS: tuple[Event, ...] = (
-    Row(3, 1.25, {"train/loss": 4.5, "data/checksum": 7}, {"setup": 1.5}, "train", ["a", "b"]),
-    PhaseChanged({"setup": 1.5, "train": 2.0}, "train"),
-    Started(0, 2, "cpu", "eager, on cpu", "fp32", 9, 4, "as configured"),
-    Checkpointed(3, 0.5),
-    CheckpointFailed(3, "b"),
-    Warned("slower than possible"),
-    Measuring("val loss: batch 3 of 20"),
-)
-
-
-def test_an_event_is_a_line_of_json_and_back() -> None:
-    assert [event_from_json(event_to_json(event)) for event in EVENTS] == list(EVENTS)
-    assert {type(event) for event in EVENTS} == set(KINDS.values())

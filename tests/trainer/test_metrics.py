@@ -1,24 +1,9 @@
-"""Seconds by phase and model FLOPs utilization."""
+"""Model FLOPs utilization."""
 
 import pytest
 
-from trainer.base import metrics
-from trainer.base.metrics import PhaseClock, mfu, peak_flops
+from trainer.base.metrics import mfu, peak_flops
 from trainer.models.gpt2 import Gpt2Config
-
-
-def test_the_clock_gives_every_second_to_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(metrics, "steady_time", lambda: now)
-    clock = PhaseClock("setup", started=90.0)
-    clock.enter("train")
-    now = 107.0
-    with clock.phase("evaluate"):
-        now = 110.0
-        assert clock.so_far() == {"setup": 10.0, "train": 7.0, "evaluate": 3.0}
-        now = 111.0
-    now = 113.0
-    assert clock.so_far() == {"setup": 10.0, "train": 9.0, "evaluate": 4.0}
 
 
 def test_mfu_is_tokens_times_flops_over_the_peak_of_all_gpus() -> None:

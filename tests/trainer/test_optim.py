@@ -21,9 +21,9 @@ def with_(**changes: object) -> TrainConfig:
     return TrainConfig(**(CONFIG.model_dump() | changes))
 
 
-def small_model(seed: int = 0) -> GPT:
+def small_model() -> GPT:
     model = GPT(MODEL)
-    model.initialize(seed)
+    model.initialize(0)
     return model
 
 

@@ -1,34 +1,9 @@
-"""Threads report the error that ended them, and a rank ends with its peers."""
+"""A rank ends with its peers."""
 
 import subprocess
 import sys
 
 import pytest
-from waiting import LONG_SECONDS
-
-from trainer.base.process import BOOTED, Background, steady_time
-from trainer.config.errors import UserError
-
-
-@pytest.mark.parametrize("error", [ValueError("odd"), SystemExit(3), MemoryError()])
-def test_a_background_thread_reports_the_error_that_ended_it(error: BaseException) -> None:
-    def work() -> None:
-        raise error
-
-    reported: list[Background] = []
-    thread = Background("odd jobs", work, reported.append)
-    thread.start()
-    thread.join(LONG_SECONDS)
-    assert reported == [thread] and thread.error is error
-
-
-@pytest.mark.parametrize("text", ["abc", "nan", "-1", "1e300"])
-def test_an_impossible_time_of_the_boot_is_a_mistake_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    monkeypatch.setenv(BOOTED, text)
-    with pytest.raises(UserError, match=f"^SKYTRAIN_BOOTED={text}: must be the unix seconds of the boot; unset it"):
-        steady_time()
 
 
 @pytest.mark.parametrize("leaves", [False, True])

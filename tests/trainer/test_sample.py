@@ -1,7 +1,5 @@
 """Text from a model: the cache changes no logit, and the other texts of a prompt change no text."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,9 +19,9 @@ def model() -> GPT:
     return model_of(SMALL).eval()
 
 
-def texts(model: GPT, seeds: list[int], how: Sampling, ends: Any = lambda n, token: False) -> list[list[int]]:
+def texts(model: GPT, seeds: list[int], how: Sampling) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in seeds]
-    for step in stream(Decoder(model), [1, 2, 3], 40, seeds, how, ends):
+    for step in stream(Decoder(model), [1, 2, 3], 40, seeds, how):
         for number, token in step:
             found[number].append(token)
     return found

@@ -220,16 +220,13 @@ class Checkpointer:
 
     def _upload_and_commit(self, save: Save, copy: HostCopy) -> None:
         """In the thread: upload this rank's file and its receipt. Rank 0 commits."""
-        failpoint("upload")
         parts, name = copy.safetensors(), self._file_name()
         size = sum(len(part) for part in parts)
         receipt = FileReceipt.of(name, size, self.store.write(parts, f"{save.folder}/{name}", part_length(size)))
-        failpoint("uploaded")
         self.store.put(self._receipt_key(save), json.dumps(asdict(receipt)).encode())
         if self.world.rank == 0:
             receipts = self._receipts(save, receipt.size)
             save.upload_seconds = time.monotonic() - save.started
-            failpoint("receipts")
             self._commit(save, receipts)
         save.seconds = time.monotonic() - save.started
 

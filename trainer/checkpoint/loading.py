@@ -20,7 +20,6 @@ from torch import Tensor
 
 from trainer.base.parallel import World
 from trainer.base.places import Place
-from trainer.base.process import failpoint
 from trainer.base.record import MOST_COUNT, DamagedRecord
 from trainer.base.store import Store, Take, read_again, side_by_side
 from trainer.checkpoint.commits import FileReceipt
@@ -170,7 +169,6 @@ class Source:
 
     def _verify(self, chunk: Chunk, count: int, digest: Any) -> None:
         receipt = self.files[chunk.file]
-        failpoint("download")
         if count != chunk.end - chunk.start or digest.hexdigest() != receipt.chunks[chunk.number]:
             raise DamagedPieces(
                 f"{receipt.name}: bytes {chunk.start:,} to {chunk.end:,} do not have the sha256 in COMMIT.json"

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from trainer.base.places import Place
-from trainer.base.process import failpoint
 from trainer.optim.adamw import AdamW
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -145,7 +144,6 @@ class HostCopy:
     def _copy(self, non_blocking: bool) -> None:
         for host, live in self._host.result()[1]:
             host.copy_(live, non_blocking=non_blocking)
-            failpoint("copy")
 
     def before_update(self) -> None:
         """Make the GPU finish the copy before it changes the live pieces. The host does not wait."""

@@ -48,7 +48,6 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.base.install import how_to_install
 from trainer.base.parallel import World, precision_on
-from trainer.base.process import failpoint
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece, Place, tensor_of
 from trainer.config.config import RuntimeConfig, TrainConfig
@@ -173,7 +172,6 @@ class ShardedEngine(Engine):
             if number in (0, most - 1):  # those between are as large as the first one, on every rank
                 sizes = self._sizes(tokens)
             loss = self.model(padded(tokens, sizes), padded(targets, sizes, NO_TARGET)) * share
-            failpoint("mid-step")
             loss.backward()
             total += loss.detach()
         gradients = {name: shard_of(p.grad) for name, p in self.shards.whole.items() if p.grad is not None}

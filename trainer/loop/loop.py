@@ -16,7 +16,7 @@ import torch
 from trainer.base.events import EventLog, Started, Warned
 from trainer.base.metrics import mfu, peak_flops
 from trainer.base.parallel import Agreement, World
-from trainer.base.process import StopSignal, failpoint, log_line
+from trainer.base.process import StopSignal, log_line
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.health import diagnosis
@@ -133,7 +133,6 @@ class Training:
     def repeat(self) -> None:
         """Measure, save and step, from the state to the last step or a stop."""
         self.log.clock.enter("compile")  # kernels, allocations and the compiler delay the first step
-        failpoint("first-step")
         while True:
             self.checkpointer.settle(self.log)
             self.save_clock.upload_seconds = self.checkpointer.upload_seconds
@@ -175,7 +174,6 @@ class Training:
             self.save(proven=True)
         self.agreed = replace(self.agreed, save=False)
         with self.log.clock.phase("evaluate"):
-            failpoint("scores")
             try:
                 scores = self.evaluation.scores(self.engine, self.world, self.check_stop)
                 texts = self.evaluation.texts(self.engine, self.world, self.check_stop)

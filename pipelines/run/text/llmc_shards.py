@@ -16,7 +16,6 @@ from pipelines.run.text.shard_writer import SplitShard, rows_in
 from pipelines.store.manifest import File
 from pipelines.store.s3_store import S3Store, open_store
 from pipelines.store.secrets import redacted
-from trainer.base.process import failpoint
 from trainer.base.store import Entry, LocalStore, Store, sha256_of
 from trainer.config.errors import UserError
 
@@ -137,7 +136,6 @@ def adopted_shards(
                 file = upload(path, name)
             else:
                 file = File(name, key, path.stat().st_size, sha256_of(path), place.uri)
-            failpoint("tokenize")
             return SplitShard(file, len(tokens), max_id, rows), int((tokens == eot).sum())
         finally:
             if not here:

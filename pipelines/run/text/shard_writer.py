@@ -28,7 +28,6 @@ from pipelines.run.text.sources import text_of
 from pipelines.run.text.tokenizer import tokenizer_of
 from pipelines.store.layout import receipt_key
 from pipelines.store.manifest import ArtifactPlan, File
-from trainer.base.process import failpoint
 from trainer.base.store import Store
 from trainer.config.errors import UserError
 
@@ -144,7 +143,6 @@ def store_shard(job: ShardsJob, index: int, shard: NewShard, before: Future[Shar
         job.check()  # another attempt made the same shard first; a newer attempt ends this one
         if receipt_in(job.store, key) is None:
             job.store.put(key, body)  # in place of a damaged one
-    failpoint("tokenize")
     return receipt
 
 

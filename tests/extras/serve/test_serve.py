@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,11 @@ from browser import COMPLAINTS, Browser, open_browser
 from in_process import clean_environment
 from tiny_models import model_of
 
-from pipelines.extras.serve import app as serve
 from pipelines.extras.serve import limits
 from pipelines.extras.serve.app import make_app, turn
 from pipelines.extras.serve.limits import MAX_BYTES, ImpatientProtocol
 from pipelines.extras.serve.openai_api import MAX_TEXTS, Refused
-from pipelines.run.sample import Fragment, GrowingText, TextModel
+from pipelines.run.sample import GrowingText, TextModel
 from pipelines.run.text.chat import ChatTokens
 from pipelines.run.text.tokenizer import tokenizer, tokenizer_files
 from pipelines.user.verbs.serve import listen
@@ -177,32 +176,7 @@ def test_echo_and_logprobs_are_those_of_the_whole_text_in_one_pass(endpoint: End
         assert found["token_logprobs"][1:-3] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "made", "text", "offsets", "last"),
-    [
-        ("\U0001f389\U0001f389 abc", b"", "", [0, 0, 0, 0, 1, 1, 1, 1, 2, 3, 4, 5], "c"),
-        ([0xF0, 0x9F, 65, 0x89, END, 0xC3], b"", "", [0, 0, 1, 2, 3, 16], "bytes:\\xc3"),
-        ("x", b"ab! cd", "ab", [0, 1, 2], "b"),
-        ("", "é!".encode(), "é", [0, 0], "bytes:\\xa9"),
-        ("x", [97, 0xC3, END], "a\ufffd", [0, 1, 2, 3], "<|endoftext|>"),
-    ],
-    ids=["emoji", "bytes", "stop", "stop after a character", "end of text"],
-)
-def test_a_token_of_the_text_has_the_offset_of_its_first_character(
-    endpoint: Endpoint, prompt: Any, made: Sequence[int], text: str, offsets: list[int], last: str
-) -> None:
-    growing = GrowingText(tokenizer("bytes"), ["!"])
-    assert any(map(growing.add, made)) == bool(made) and growing.take() == text
-    asked = serve.CompletionRequest(prompt=prompt, echo=True, logprobs=0)
-    ids = endpoint.model.ids_of(prompt) if isinstance(prompt, str) else prompt
-    whole, end = (
-        endpoint.model.text_of(ids[serve.unseen(asked) :])[0] + text,
-        Fragment(0, text, "stop", growing.tokens, growing.ids),
-    )
-    found = serve.Writer(endpoint.model, 1.0, 1.0).logprobs(asked, ids, whole, end)
-    assert (found["text_offset"], found["tokens"][-1], len(found["tokens"])) == (offsets, last, len(offsets))
-
-
+@pytest.mark.slow
 def test_lm_evals_model_of_completions_scores_through_the_endpoint(endpoint: Endpoint, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="needs lm-eval (pip)")
     pytest.importorskip("tenacity", reason="needs lm-eval[api] (pip)")
@@ -222,13 +196,6 @@ def test_lm_evals_model_of_completions_scores_through_the_endpoint(endpoint: End
         expected = [logits[n - 1, ids[n]].item() for n in range(begin, len(ids))]
         assert loglikelihood == pytest.approx(sum(expected), abs=1e-4)
         assert greedy == all(int(logits[n - 1].argmax()) == ids[n] for n in range(begin, len(ids)))
-
-
-def test_a_stop_string_ends_a_text_before_it(endpoint: Endpoint) -> None:
-    whole = text_of(endpoint, "a", 40, 1, ALL)
-    stop = whole[10:12]
-    answer = endpoint.ask(body={"prompt": "a", "max_tokens": 40, "seed": 1, "stop": [stop, "never"]})[1]["choices"][0]
-    assert (answer["text"], answer["finish_reason"]) == (whole.partition(stop)[0], "stop")
 
 
 # --- bounds

@@ -210,34 +210,25 @@ def test_a_crash_of_a_workers_command_is_counted_by_node_0(of_node_0: Workers, a
 
 
 @pytest.mark.parametrize(
-    ("environment", "address"),
+    ("environment", "found"),
     [
         ({}, NodeAddress()),
         (TWO | {"SKYPILOT_NUM_NODES": "1"}, NodeAddress()),
         (TWO | {"SKYPILOT_TASK_ID": "sky-7"}, NodeAddress(1, 2, "10.0.0.1", "sky-7 10.0.0.1 10.0.0.2")),
+        (TWO | {"SKYPILOT_NUM_NODES": "two"}, "SKYPILOT_NUM_NODES: 'two' is not a whole number"),
+        (TWO | {"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK: 2 of SKYPILOT_NUM_NODES=2"),
+        (TWO | {"SKYPILOT_NODE_IPS": ""}, "SKYPILOT_NODE_IPS: not set"),
     ],
 )
-def test_the_environment_names_this_node(
-    environment: dict[str, str], address: NodeAddress, monkeypatch: pytest.MonkeyPatch
+def test_the_environment_names_this_node_or_is_a_mistake(
+    environment: dict[str, str], found: NodeAddress | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.environ", environment)
-    assert this_node() == address
-
-
-@pytest.mark.parametrize(
-    ("environment", "wrong"),
-    [
-        ({"SKYPILOT_NUM_NODES": "two"}, "SKYPILOT_NUM_NODES: 'two' is not a whole number"),
-        ({"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK: 2 of SKYPILOT_NUM_NODES=2"),
-        ({"SKYPILOT_NODE_IPS": ""}, "SKYPILOT_NODE_IPS: not set"),
-    ],
-)
-def test_an_impossible_environment_is_a_mistake(
-    environment: dict[str, str], wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.environ", TWO | environment)
-    with pytest.raises(UserError, match=wrong):
-        this_node()
+    if isinstance(found, NodeAddress):
+        assert this_node() == found
+    else:
+        with pytest.raises(UserError, match=found):
+            this_node()
 
 
 def test_the_interface_is_the_one_that_leads_to_node_0() -> None:

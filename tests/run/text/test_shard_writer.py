@@ -15,7 +15,6 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_disk import small_disk
 from texts import ODD_TEXTS, FourFiles, made, shards_in
 
 from pipelines.run.text import files as text_files
@@ -172,21 +171,6 @@ def test_a_damaged_receipt_is_named_and_its_shards_are_made_again(
     (told,) = (note for note in notes if "damaged (" in note)
     assert told.startswith(f"  file://{record}: ") and again[0] == whole[0]
     assert made(files.job(tmp_path / "store", 3))[1] == 0  # the record is good again
-
-
-def test_a_full_disk_is_one_line_and_with_room_again_the_shards_are_those_of_a_run_without_it(
-    files: FourFiles, tmp_path: Path
-) -> None:
-    with small_disk(tmp_path / "disk", "12k") as disk:
-        small = files.job(tmp_path / "store", folder=disk)
-        (disk / "ballast").write_bytes(bytes(8192))  # one page is left: a shard takes 4,024 bytes, three are in scratch
-        with pytest.raises(OSError, match="No space left on device"):
-            list(make_shards(small))
-        assert [path.name for path in disk.iterdir()] == ["ballast"]
-        (disk / "ballast").unlink()
-        list(make_shards(small))
-    made(files.job(tmp_path / "undisturbed"))
-    assert shards_in(tmp_path / "store") == shards_in(tmp_path / "undisturbed")
 
 
 def test_a_stop_ends_the_work_between_two_batches(files: FourFiles, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -315,35 +316,22 @@ def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
 # Remote sources, from a small server with the Hub's protocol
 
 
-@pytest.fixture
-def hub(rows: Path) -> Hub:
-    """A Hub that has `rows` as the dataset org/name with the subset "small" (its first two files)."""
-    subset = {"config_name": "small", "data_files": [{"split": "train", "path": "part-[01].parquet"}]}
-    card = {"README.md": f"---\nconfigs: {json.dumps([subset])}\n---\n".encode()}
-    return Hub("datasets", "org/name", COMMIT, {path.name: path.read_bytes() for path in rows.iterdir()} | card)
-
-
-def read_apart(hub: Hub, home: Path, *calls: tuple[Any, ...]) -> list[list[str]]:
-    """`documents(*call)` of each, in a process of its own: the Hub's address is fixed on import.
-
-    A UserError takes the place of the documents.
-    """
+def read_apart(hubs: Sequence[Hub], home: Path, *calls: tuple[Any, ...]) -> list[list[Any]]:
+    """The documents of each source, or a column of its rows, in a process of its own: the Hub's address is fixed on
+    import."""
     code = (
         "import json, os, sys\n"
-        "from pipelines.run.text.sources import first_documents, open_source; "
-        "from trainer.config.errors import UserError\n"
+        "from pipelines.run.text.sources import first_documents, open_source\n"
         "from pipelines.extras.tune.conversations import read_rows\n"
-        "def documents(*call):\n"
-        "    source = open_source(*call)\n"
-        "    if call[2] == 'text': return first_documents(source)\n"
-        "    return (row[call[2]] for row in read_rows(source.resolved()))\n"
         "for call in json.loads(sys.argv[1]):\n"
-        "    try: print(json.dumps(list(documents(*call))))\n"
-        "    except UserError as error: print(json.dumps([f'UserError: {error}']))\n"
+        "    source = open_source(*call)\n"
+        "    text = call[2] == 'text'\n"
+        "    found = first_documents(source) if text else (row[call[2]] for row in read_rows(source.resolved()))\n"
+        "    print(json.dumps(list(found)))\n"
         "sys.stdout.flush(); os._exit(0)"  # threads of pyarrow may abort an interpreter that ends
     )
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    with answering(hub.answer) as address:
+    with answering(lambda request: next(hub for hub in hubs if hub.name in request.path).answer(request)) as address:
         run = subprocess.run(
             [sys.executable, "-c", code, json.dumps(calls)],
             cwd=Path(__file__).parents[3],
@@ -355,24 +343,31 @@ def read_apart(hub: Hub, home: Path, *calls: tuple[Any, ...]) -> list[list[str]]
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: Hub, tmp_path: Path) -> None:
-    source = "hf://datasets/org/name"
-    everything = [f"document {part}.{row}" for part in range(3) for row in range(5)]
-    assert read_apart(
-        hub,
-        tmp_path / "home",
-        (f"{source}@{COMMIT}", "small", "text"),
-        (f"{source}/part-*.parquet@{COMMIT}", None, "text"),
-    ) == [everything[:10], everything]
-    lines_of = {f"{name}.jsonl": "".join(f'{{"text": "line {name}.{n}"}}\n' for n in range(2)) for name in range(3)}
-    hub.files = {"README.md": b"", **{name: text.encode() for name, text in lines_of.items()}}  # found as parquet is
-    (lines,) = read_apart(hub, tmp_path / "another home", (f"{source}@{COMMIT}", None, "text"))
-    assert lines == [f"line {name}.{n}" for name in range(3) for n in range(2)]
+def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(rows: Path, tmp_path: Path) -> None:
+    subset = {"config_name": "small", "data_files": [{"split": "train", "path": "part-[01].parquet"}]}
+    card = {"README.md": f"---\nconfigs: {json.dumps([subset])}\n---\n".encode()}
+    lines = {
+        f"{name}.jsonl": "".join(f'{{"text": "line {name}.{n}"}}\n' for n in range(2)).encode() for name in range(3)
+    }
     chats = [{"messages": [{"role": "user", "content": f"{n}+1"}], "source": "sums"} for n in range(3)]
     pq.write_table(pa.Table.from_pylist(chats), tmp_path / "chats.parquet")
-    hub.files = {"README.md": b"", "train-00000-of-00001.parquet": (tmp_path / "chats.parquet").read_bytes()}
-    (found,) = read_apart(hub, tmp_path / "a third home", (f"{source}@{COMMIT}", None, "messages"))
-    assert found == [chat["messages"] for chat in chats]
+    files_of = {
+        "name": card | {path.name: path.read_bytes() for path in rows.iterdir()},
+        "lines": {"README.md": b"", **lines},  # found as parquet is
+        "chats": {"README.md": b"", "train-00000-of-00001.parquet": (tmp_path / "chats.parquet").read_bytes()},
+    }
+    hubs, source = [Hub("datasets", f"org/{n}", COMMIT, found) for n, found in files_of.items()], "hf://datasets/org"
+    small, everything, of_lines, of_chats = read_apart(
+        hubs,
+        tmp_path / "home",
+        (f"{source}/name@{COMMIT}", "small", "text"),
+        (f"{source}/name/part-*.parquet@{COMMIT}", None, "text"),
+        (f"{source}/lines@{COMMIT}", None, "text"),
+        (f"{source}/chats@{COMMIT}", None, "messages"),
+    )
+    assert everything == [f"document {part}.{row}" for part in range(3) for row in range(5)]
+    assert small == everything[:10] and of_lines == [f"line {name}.{n}" for name in range(3) for n in range(2)]
+    assert of_chats == [chat["messages"] for chat in chats]
 
 
 # Tokenizer files
@@ -399,8 +394,8 @@ def test_transformers_gives_the_ids_of_tiktoken(name: str, shared_data: Path, tm
         assert loaded.decode(encoding.encode_ordinary(odd)) == odd
 
 
-LIMIT = "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))"
-FULL = "machine.free_memory = files.free_memory = lambda: 200 << 20"
+LIMIT = "most = psutil.Process().memory_info().vms + (64 << 20); resource.setrlimit(resource.RLIMIT_AS, (most, most))"
+FULL = "machine.free_memory = files.free_memory = lambda: 20 << 20"
 
 
 @pytest.mark.parametrize(
@@ -416,20 +411,20 @@ FULL = "machine.free_memory = files.free_memory = lambda: 200 << 20"
 def test_a_document_beyond_the_memory_of_the_machine_is_named_instead_of_a_kill(
     tmp_path: Path, name: str, limit: str
 ) -> None:
-    path, text = tmp_path / name, b"a word " * 40_000_000
+    path, text = tmp_path / name, b"a word " * 4_000_000
     if name == "long.parquet":
         pq.write_table(pa.table({"text": pa.array(["short", text.decode()], pa.large_string())}), path)
-    elif name == "words.parquet":  # 70 times the same value of 4 MB
-        value, rows = pa.array([text[: 4 << 20].decode()]), pa.array([0] * 70, pa.int32())
+    elif name == "words.parquet":  # 7 times the same value of 4 MB
+        value, rows = pa.array([text[: 4 << 20].decode()]), pa.array([0] * 7, pa.int32())
         pq.write_table(pa.table({"text": pa.DictionaryArray.from_arrays(rows, value)}), path)
     else:
         begin, end = (b'{"text": "', b'"}\n') if "json" in name else (b"", b"")
         with gzip.open(path, "wb", 1) as file:
             file.write(begin + text + end)
     script = (
-        "import resource, sys, pyarrow; from pipelines.run.text import files, machine; "
+        "import psutil, resource, sys, pyarrow; from pipelines.run.text import files, machine; "
         "from pipelines.run.text.sources import open_source; "
-        f"source = open_source(sys.argv[1], None, 'text'); {limit}; "
+        f"files.PIECE_BYTES = 4 << 20; source = open_source(sys.argv[1], None, 'text'); {limit}; "
         "[list(source.read(piece)) for piece in source.pieces()]"
     )
     done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True)

@@ -137,7 +137,7 @@ print("SHARED", kernel.metadata.shared)
     "kernel",
     [
         "relu2_input_grad_kernel bf16 0",
-        "rotary_linear_kernel bf16 32",
+        pytest.param("rotary_linear_kernel bf16 32", marks=pytest.mark.slow),
         "rotary_linear_kernel fp8e4nv 64",
     ],
 )

@@ -330,25 +330,3 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
 def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_three(ranks: Callable[..., None], world_size: int) -> None:
     ranks(2, SAVES, SAVES_MUON)  # Muon's bit for bit on the same ranks, too
     ranks(world_size, *RESUMES)
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 8])
-@pytest.mark.parametrize("n_embd", [24, 128])
-def test_every_parameter_has_its_own_aligned_slot_and_matrices_come_first(world_size: int, n_embd: int) -> None:
-    layout = Layout(MODEL.model_copy(update={"n_embd": n_embd}), world_size)
-    with torch.device("meta"):
-        shapes = {
-            n: tuple(p.shape) for n, p in plain_model(MODEL.model_copy(update={"n_embd": n_embd})).named_parameters()
-        }
-    assert {name: slot.shape for name, slot in layout.slots.items()} == shapes
-    taken = torch.zeros(layout.size)
-    for name, slot in layout.slots.items():
-        bucket = layout.buckets[slot.bucket]
-        assert slot.offset % 8 == bucket.start % 8 == 0
-        matrices = max(segment.end for segment in bucket.segments if segment.group != "vector")
-        assert (slot.end <= matrices) if len(slot.shape) == 2 else (slot.offset >= matrices), name
-        assert slot.end <= bucket.length
-        taken[bucket.start + slot.offset : bucket.start + slot.end] += 1
-    assert taken.max() == 1 and taken.sum() == sum(math.prod(shape) for shape in shapes.values())
-    assert all(bucket.length % (world_size * 128) == 0 for bucket in layout.buckets)
-    assert len({bucket.length for bucket in layout.buckets[:-1]}) == 1  # blocks are alike

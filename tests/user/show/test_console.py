@@ -4,7 +4,6 @@ import contextlib
 import logging
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -103,18 +102,3 @@ with quiet_if_unread():
         process.stderr.close()
         process.stdin.close()
         assert process.wait() == 75
-
-
-def test_a_line_of_progress_has_the_elapsed_time_and_the_estimated_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with TerminalScreen().bar("train", 1000) as bar:
-        for seconds, step in ((5, 0), (15, 500), (35, 600)):  # measures, and resumes at step 500: 5 steps a second
-            now[0] = 100.0 + seconds
-            bar.update(step, f"step {step}")
-    second, third = capsys.readouterr().err.splitlines()
-    assert second == "  train      50%  step 500  15.0 s"
-    end = time.strftime("%a %H:%M", time.localtime(time.time() + 80))
-    assert third == f"  train      60%  step 600  35.0 s, 1 min 20 s to go, until {end}"

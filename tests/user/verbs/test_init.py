@@ -108,15 +108,10 @@ def test_every_command_but_help_and_init_ends_with_2_on_a_wrong_file(tmp_path: P
     assert skytrain(tmp_path, "plan", "--help").returncode == 0
 
 
-def test_what_init_writes_is_what_every_command_reads(tmp_path: Path) -> None:
-    for project in (Project(), Project(store="s3://b/p", tracking="off", infra="aws/us-east-1", budget=2.5)):
-        assert Project.read(written(tmp_path, project.to_yaml())) == project
-    assert set(yaml.safe_load(Project(store="runs").to_yaml())) == {"store"}
-
-
 # --- the command
 
 
+@pytest.mark.slow
 def test_init_writes_the_file_checks_the_bucket_and_replaces_no_file_without_a_word(
     tmp_path: Path, moto_server: S3Account
 ) -> None:

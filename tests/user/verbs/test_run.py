@@ -11,8 +11,9 @@ from pipeline_runs import Project
 
 from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import STAGES, Start, check_stages, plans_of
+from pipelines.user.verbs.node import reporting
 from trainer.base.store import LocalStore
-from trainer.config.errors import UserError
+from trainer.config.errors import Interrupted, UserError
 
 HEAVY = (
     "torch",
@@ -72,3 +73,13 @@ def test_inputs_that_evaluate_cannot_read_are_refused_before_the_training(
             check_stages(start := Start(recipe, store, plans_of(recipe), todo, tmp_path, False, False))
         check_stages(replace(start, launched=True))
         check_stages(replace(start, todo=["evaluate", "export"]))
+
+
+def test_an_error_of_the_report_of_a_run_changes_no_ending(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Interrupted):
+        try:
+            raise Interrupted("SIGTERM")
+        finally:
+            with reporting():
+                raise KeyError("time")
+    assert "its report failed: KeyError: 'time'" in capsys.readouterr().err

@@ -26,6 +26,7 @@ from pipelines.run.text.tokenizer import tokenizer
 from pipelines.store.secrets import SECRETS, redacted
 
 AWS = {name for name in SECRETS if name.startswith("AWS_")}
+OWN = {name.replace("AWS_", "SKYTRAIN_S3_") for name in AWS}  # with these, AWS keys are for other uses
 MLFLOW = {name for name in SECRETS if name.startswith("MLFLOW_")} | {"MLFLOW_TRACKING_URI", "PGPASSWORD"}
 PASSWORD = "hunter2/canary é"  # noqa: S105
 
@@ -77,14 +78,22 @@ def test_each_process_that_a_run_starts_gets_the_secrets_of_its_services_alone(
     [
         ("file:///s", ["tokens.source=s3://b/*.txt"], set()),
         ("s3://bucket/p", [], AWS),
+        ("s3://bucket/p", [], OWN),
         ("file:///s", ["tokens.source=llmc://s3://bucket/p"], AWS),
         ("file:///s", [f"train.init_from=hf://openai-community/gpt2@{'0' * 40}"], {"HF_TOKEN"}),
         ("file:///s", [f"train.init_from=run:smoke-1@sha256:{'0' * 64}"], set()),
     ],
 )
 def test_ranks_get_the_keys_of_the_bucket_and_the_token_of_the_hub_only_where_they_read_there(
-    store: str, changes: list[str], expected: set[str], shell: dict[str, str], tmp_path: Path
+    store: str,
+    changes: list[str],
+    expected: set[str],
+    shell: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in OWN & expected:
+        monkeypatch.setenv(name, "canary")
     process = subprocess.Popen(["tee", tmp_path / "task"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     launcher_process._prepared.append((process, io.BytesIO()))  # a launcher that writes its task down
     recipe = load_recipe("smoke", changes)
@@ -92,17 +101,6 @@ def test_ranks_get_the_keys_of_the_bucket_and_the_token_of_the_hub_only_where_th
     start_ranks(task, tmp_path, tmp_path, 1.0, NodeAddress()).launcher.wait()
     *_, given = json.loads((tmp_path / "task").read_text())
     assert found(given) == expected
-
-
-def test_keys_of_the_stores_own_leave_those_of_aws_to_the_command(
-    shell: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = {name.replace("AWS_", "SKYTRAIN_S3_") for name in AWS}
-    for name in own:
-        monkeypatch.setenv(name, "canary")
-    test_ranks_get_the_keys_of_the_bucket_and_the_token_of_the_hub_only_where_they_read_there(
-        "s3://bucket/p", [], own, shell, tmp_path
-    )
 
 
 @pytest.mark.parametrize(

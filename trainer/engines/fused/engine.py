@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.base.parallel import World
-from trainer.base.process import Background, failpoint
+from trainer.base.process import Background
 from trainer.checkpoint.commits import TrainState
 from trainer.checkpoint.pieces import Piece
 from trainer.config.config import RuntimeConfig, TrainConfig
@@ -56,7 +56,6 @@ class FusedEngine(Engine):
         self.state.rehearsing = not number
         self.step.begin(number)
         for i, (tokens, targets) in enumerate(batches):
-            failpoint("mid-step")
             total += self.step.backward(tokens, targets, 1 / (mean_share * tokens.size(1)), last=i == count - 1)
         return self.state.finish(total)
 
