@@ -14,6 +14,7 @@ import pytest
 from pipeline_runs import SHIPPED_CLI, TINY, Project
 from safetensors.torch import load_file
 
+from pipelines.extras.bench.throughput import speed_on
 from pipelines.extras.tune.rewards import score_of
 from pipelines.recipe.recipe import Recipe, load_recipe
 from pipelines.run.stage import plans_of, stage_named
@@ -73,6 +74,11 @@ def test_a_reward_of_another_package_gets_the_answers_and_its_name_is_in_the_fin
     assert score(completions=answers, answer=["a"] * 2, trainer_state=None) == [1 / 3, 1.0]
     plans = {stage: ArtifactPlan(stage, "tiny", {"stage": stage}) for stage in STAGES}
     assert stage_named("tune.rl").plan(recipe, plans).identity["rewards"] == [{"kind": "brevity"}]
+
+
+def test_a_plan_expects_of_an_engine_that_was_never_measured_the_speed_of_compiled() -> None:
+    watched, compiled = (load_recipe("gpt2-124m", [f"runtime.engine={name}"]) for name in ("watched", "compiled"))
+    assert speed_on(watched, "H100:1") == speed_on(compiled, "H100:1")
 
 
 def test_the_entry_points_are_those_that_importlib_finds(installed: None) -> None:
