@@ -27,7 +27,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 class Engine(ABC):
     """The interface between the training loop and an implementation of its step, and what most of them share. A
     micro-batch is B sequences of T tokens. The ranks' shares of a step, and the micro-batches of a share, may differ in
-    size."""
+    size. Its class is called with (config, train, runtime, world, why), and raises UserError if it cannot run here."""
 
     why: str  # name of the engine, its device, and the reason for the choice
     precision: str

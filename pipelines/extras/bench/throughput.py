@@ -47,7 +47,8 @@ class Throughput:
 
 def nearest_step(model: ModelConfig, engine: str, gpu: str, gpus: int = 1) -> tuple[Speed, float]:
     """The measured step that is most like one on `gpus` GPUs, of those on no more than so many, and its MFU."""
-    engine = engine.replace("sharded", "compiled")  # assumed: its blocks are compiled alike
+    if engine not in {speed.step for speed in FIGURES.speeds}:
+        engine = "compiled"  # assumed: the blocks of sharded are compiled alike, and of others nothing is known
 
     def distance(speed: Speed) -> tuple[object, ...]:
         size, there = FIGURES.sizes[speed.size], gpu_of(speed.gpus)

@@ -5,7 +5,6 @@ its own conversion, vectors and positions stay in float32. A tied head has no te
 embedding.
 """
 
-import importlib.util
 import math
 import re
 from pathlib import Path
@@ -15,8 +14,7 @@ from pipelines.recipe.recipe import CHAT_TOKENS
 from pipelines.run.formats.export_weights import Format, Weights
 from pipelines.run.text.chat import TEMPLATE, ChatTokens
 from pipelines.run.text.tokenizer import vocabulary
-from trainer.base.install import how_to_install
-from trainer.config.errors import UserError
+from trainer.base.install import check_package
 from trainer.config.model_config import ModelConfig
 from trainer.models.llama import LlamaConfig
 
@@ -35,9 +33,7 @@ class Gguf(Format):
     families: ClassVar[tuple[str, ...]] = ("gpt2", "llama")
 
     def check(self) -> None:
-        if not importlib.util.find_spec("gguf"):
-            remedy = f"{how_to_install('formats')}, or leave the format out; then run the same command again"
-            raise UserError(f"export.formats: gguf needs the package gguf: {remedy}")
+        check_package("gguf", "formats", "export.formats: gguf", "or leave the format out")
 
     def write(self, weights: Weights, folder: Path) -> list[Path]:
         return [write_kind(weights, folder / f"{weights.name}-{kind}.gguf", kind) for kind in KINDS]

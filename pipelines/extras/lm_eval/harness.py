@@ -6,7 +6,6 @@ metrics have the prefix lm_eval/.
 """
 
 import importlib.metadata
-import importlib.util
 import json
 import re
 import subprocess
@@ -21,7 +20,7 @@ from pipelines.run.formats.export_weights import Weights
 from pipelines.run.stage import Work
 from pipelines.run.text.tokenizer import tokenizer_of
 from pipelines.store.secrets import HUB, environment_for
-from trainer.base.install import how_to_install
+from trainer.base.install import check_package
 from trainer.config.errors import UserError, cut
 
 PACKAGE = "lm_eval"
@@ -37,8 +36,7 @@ print(json.dumps([name for name in sys.argv[1:] if not manager.match_tasks([name
 
 def check(tasks: Sequence[str]) -> None:
     """UserError if the harness is not installed, or does not know one of the tasks."""
-    if importlib.util.find_spec(PACKAGE) is None:
-        raise UserError(f"evaluate.lm_eval: needs the package lm-eval: {how_to_install('eval')}, or set it to null")
+    check_package(PACKAGE, "eval", "evaluate.lm_eval:", "or set it to null")
     done = subprocess.run([sys.executable, "-c", UNKNOWN, *tasks], capture_output=True, text=True, env=environment())
     if done.returncode:
         raise UserError(f"evaluate.lm_eval: {cause_in(done.stderr)}")

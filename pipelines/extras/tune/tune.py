@@ -9,7 +9,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from pipelines.store.layout import STAGES
 from pipelines.store.ledger import latest_number
 from pipelines.store.manifest import ArtifactPlan, fetch_folder
 from pipelines.store.s3_store import open_store
-from trainer.base.install import how_to_install
+from trainer.base.install import check_package
 from trainer.base.process import StopSignal
 from trainer.base.store import Store
 from trainer.checkpoint.commits import series
@@ -51,8 +50,7 @@ def pinned(recipe: Recipe) -> Recipe:
 
 def check(start: Start) -> None:
     """UserError for data, code or a package that the missing steps would refuse."""
-    if not find_spec("trl"):
-        raise UserError(f"tune: needs the package trl: {how_to_install('tune')}; then run again")
+    check_package("trl", "tune", "tune:")
     checked_rows(start.recipe, start.store, start.plans["tokenize"])
     check_code([step for step in start.recipe.tune if f"{TUNE}.{step.name}" in start.todo], start.allow_code)
 

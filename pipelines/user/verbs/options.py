@@ -27,7 +27,8 @@ Last = Annotated[int, typer.Option("--last", metavar="N", min=1, help="Without R
 LastStage = Annotated[
     str | None,
     typer.Option(
-        "--stage", help="Stop after this stage: tokenize, train, evaluate, export or tune (or tune.NAME) [the last]"
+        "--stage",
+        help="Stop after this stage: tokenize, train, evaluate, export, tune (or tune.NAME) or custom.NAME [the last]",
     ),
 ]
 Changes = Annotated[

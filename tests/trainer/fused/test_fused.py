@@ -32,10 +32,10 @@ from trainer.models.modern_module import SCALARS
 from trainer.optim.rates import rates_of
 
 pytest.importorskip("triton", reason="needs triton (pip)")
+from trainer.config.extensions import FUSED_STEPS, extension  # noqa: E402
 from trainer.engines.fused import kernels  # noqa: E402
 from trainer.engines.fused.bf16 import Bf16Products  # noqa: E402
 from trainer.engines.fused.kernels import norm_warps  # noqa: E402
-from trainer.engines.fused.steps import step_of  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: here is a GPU, TRITON_INTERPRET=1 does without", allow_module_level=True)
@@ -137,7 +137,9 @@ def test_loss_and_every_gradient_are_as_close_to_float64_as_autocasts(
     )  # several chunks, the last one short
     state = FlatState(config, TRAIN, RuntimeConfig(), ALONE)
     state.load(weights)
-    step = step_of(config)(config, state, Bf16Products(ALONE.device, recompute), deterministic=False)
+    step = extension(FUSED_STEPS, config.family)(
+        config, state, Bf16Products(ALONE.device, recompute), deterministic=False
+    )
     for gradient in state.gradients.values():
         gradient.fill_(torch.nan)  # no old value may stay
     scale = 1 / (count * sequences * config.block_size)
