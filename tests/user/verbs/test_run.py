@@ -10,9 +10,9 @@ from pipeline_runs import Project
 
 from pipelines.recipe.loader import load_recipe
 from pipelines.run.stage import STAGES, plans_of
-from pipelines.user.verbs.run import refuse_what_ends_late
+from pipelines.user.verbs.run import refuse_what_ends_late, reporting
 from trainer.base.store import LocalStore
-from trainer.config.errors import UserError
+from trainer.config.errors import Interrupted, UserError
 
 HEAVY = (
     "torch",
@@ -72,3 +72,13 @@ def test_inputs_that_evaluate_cannot_read_are_refused_before_the_training(
             refuse_what_ends_late(recipe, store, plans_of(recipe), [*STAGES], launched=False)
         refuse_what_ends_late(recipe, store, plans_of(recipe), [*STAGES], launched=True)
         refuse_what_ends_late(recipe, store, plans_of(recipe), ["evaluate", "export"], launched=False)
+
+
+def test_an_error_of_the_report_of_a_run_changes_no_ending(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Interrupted):
+        try:
+            raise Interrupted("SIGTERM")
+        finally:
+            with reporting():
+                raise KeyError("time")
+    assert "its report failed: KeyError: 'time'" in capsys.readouterr().err
