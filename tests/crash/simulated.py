@@ -35,7 +35,7 @@ from pipelines.run.pipeline import Pipeline
 from pipelines.run.stage import Built, Work, artifacts, plans_of, run_name, stage_named
 from pipelines.run.stages import tokenize
 from pipelines.run.watch import Summary
-from pipelines.store import ledger
+from pipelines.store import ledger, meter, process_id
 from pipelines.store.manifest import read_manifest
 from pipelines.store.records import Billing, ProcessId
 from pipelines.store.run_record import record
@@ -553,11 +553,13 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "Background", Thread)
     patch.setattr(trainer.base.store, "READERS", 1)
     patch.setattr(ledger, "threading", SimpleNamespace(Event=Event, Lock=Lock))
-    patch.setattr(ledger, "this_process", this_process)
-    patch.setattr(ledger, "process_started", process_started)
-    patch.setattr(ledger, "process_began", lambda: the_world().now)
-    patch.setattr(ledger, "steady_time", Clock().time)
-    patch.setattr(ledger, "since_boot", Clock().monotonic)
+    for module in (ledger, process_id):
+        patch.setattr(module, "this_process", this_process)
+    patch.setattr(process_id, "process_started", process_started)
+    patch.setattr(meter, "process_began", lambda: the_world().now)
+    for module in (ledger, meter):
+        patch.setattr(module, "steady_time", Clock().time)
+        patch.setattr(module, "since_boot", Clock().monotonic)
     for name, value in vars(pipelines.store.runs.Run).items():
         if isinstance(value, cached_property) and hasattr(value, "lock"):  # Python 3.11: one for all processes here
             patch.setattr(vars(pipelines.store.runs.Run)[name], "lock", nullcontext())

@@ -66,7 +66,7 @@ class Source:
         elif separator:
             found = cls("s3", place, sha256=content)
             if scheme != "s3":
-                raise UserError(f"{field}: unknown scheme '{scheme}'; use {forms}")
+                raise UserError(f"{field}: '{text}': unknown scheme '{scheme}'; use {forms}")
         else:
             found = cls("path", rest, sha256=content)
             if MODEL_OF_0_2.fullmatch(rest):

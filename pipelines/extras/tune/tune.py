@@ -83,10 +83,6 @@ def build(work: Work) -> Built:
     """Tune to the last step. Raises the error of the rank that ended it early."""
     recipe = work.recipe
     step = next(step for step in recipe.tune if work.plan.label == f"{recipe.name}-{step.name}")
-    if content_of(step) != work.plan.identity["data"]:
-        raise UserError(
-            f"tune.{step.name}: {source_of(step).unpinned} changed after the step was planned; run the recipe again"
-        )
     work.clock.enter("download")
     before, cache = work.inputs[recipe.model_before(step)], work.home / "cache"
     for name in reward_models(step):
@@ -95,6 +91,9 @@ def build(work: Work) -> Built:
     work.check()
     encoding = tokenizer_of(recipe.tokens, work.store, work.inputs["tokenize"].prefix)
     rows = rows_of(step, ChatTokens(encoding), recipe.model.block_size)
+    if content_of(step) != work.plan.identity["data"]:  # after the rows were read, so that these are the planned ones
+        data = source_of(step).unpinned
+        raise UserError(f"tune.{step.name}: {data} changed after the step was planned; run the recipe again")
     datasets_library().Dataset.from_list(rows.train).save_to_disk(work.folder / ROWS)
     (work.folder / HELD_OUT).write_text(json.dumps(rows.held_out))
     facts = {"rows": len(rows.train), "cropped": rows.cropped}

@@ -18,7 +18,7 @@ from pipelines.store.account import nothing_priced
 from pipelines.store.manifest import Manifest
 from pipelines.store.runs import Run
 from trainer.config.amounts import tokens_before
-from trainer.config.source import Source
+from trainer.config.source import HUB, Source
 
 CARD = "README.md"
 SCORES = {
@@ -79,12 +79,12 @@ def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) ->
         "## Reproduce\n\n" + reproduction(recipe, made["train"]),
         "## Intended use and limits\n\n" + LIMITS,
     ]
-    sources = [Source.of(one.source, "tokens.source") for one in recipe.tokens.each() if not one.adopts]
+    on_hub = [Source.of(one.source, "tokens.source") for one in recipe.tokens.each() if one.source.startswith(HUB)]
     metadata = ModelCardData(  # of the Hub. The licence of the weights is left to their owner.
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=[model.hf_config()["model_type"], "skytrain"],
-        datasets=[one.name for one in sources if one.kind == "dataset"] or None,
+        datasets=[one.name for one in on_hub] or None,
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 

@@ -30,7 +30,7 @@ def is_remote(source: str) -> bool:
 def place_in(config: TokensConfig) -> Store:
     """The folder or prefix that holds the shards. UserError for any other source."""
     place = config.source.removeprefix(LLMC)
-    for field in ("subset", "revision", "max_tokens"):
+    for field in ("subset", "max_tokens"):
         if getattr(config, field) is not None:
             raise UserError(f"tokens.{field}: {config.source} is adopted as it is; set tokens.{field} to null")
     try:
