@@ -9,13 +9,13 @@ command ends with exit code 76, which no launcher restarts by itself.
 import math
 import threading
 
+from pipelines.run.runs import Run, find_run
 from pipelines.run.watch import Watch
 from pipelines.store.account import traffic_of
 from pipelines.store.layout import run_key
 from pipelines.store.meter import Meter
 from pipelines.store.records import HEARTBEAT_SECONDS, Billing, Heartbeat, Progress
 from pipelines.store.releases import RELEASE
-from pipelines.store.runs import Run, find_run
 from trainer.base.process import StopSignal, steady_time
 from trainer.base.store import Store
 from trainer.config.errors import Stopped, UserError

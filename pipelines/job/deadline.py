@@ -17,11 +17,11 @@ from collections.abc import Iterable
 
 from pipelines.job.prices import prices_from_environment
 from pipelines.recipe.recipe import Recipe
+from pipelines.run.runs import read_run
 from pipelines.run.stage import Work
 from pipelines.run.watch import Watch
 from pipelines.store.account import AttemptAccount, StoredHeartbeat, account, training_seconds
 from pipelines.store.records import HEARTBEAT_SECONDS, Heartbeat
-from pipelines.store.runs import read_run
 from trainer.base.process import StopSignal
 from trainer.checkpoint.commits import committed_state
 from trainer.config.amounts import tokens_before

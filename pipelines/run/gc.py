@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from pipelines.run.runs import Run, read_run, read_runs, usable_runs
 from pipelines.store.layout import (
     FOLDERS,
     RUNS,
@@ -41,7 +42,6 @@ from pipelines.store.ledger import (
 from pipelines.store.manifest import Manifest, read_manifest
 from pipelines.store.meter import Meter
 from pipelines.store.records import HEARTBEAT_SECONDS, Billing
-from pipelines.store.runs import Run, read_run, read_runs, usable_runs
 from trainer.base.store import PARTIAL, Entry, LocalStore, Store, side_by_side
 from trainer.checkpoint.layout import CHECKPOINT_FOLDER, COMMIT_FILE, COMMIT_KEY, commit_key, metrics_of, step_of
 from trainer.config.errors import StaleAttempt, UserError

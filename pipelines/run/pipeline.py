@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.recipe.recipe import Recipe
+from pipelines.run.run_record import RunRecord, record
+from pipelines.run.runs import Run, read_run
 from pipelines.run.screen import Screen
 from pipelines.run.stage import Built, Work, artifacts, run_name, stage_named
 from pipelines.run.text.tokenizer import keep_tokenizer
@@ -22,8 +24,6 @@ from pipelines.store.ledger import SILENT_SECONDS, Attempt, claim, is_alive, new
 from pipelines.store.manifest import ArtifactPlan, DamagedArtifact, Manifest, find
 from pipelines.store.provenance import provenance
 from pipelines.store.records import Billing, Heartbeat
-from pipelines.store.run_record import RunRecord, record
-from pipelines.store.runs import Run, read_run
 from trainer.base.process import StopSignal
 from trainer.base.store import WAITING, Store, Waiting
 from trainer.config.errors import (

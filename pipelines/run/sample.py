@@ -8,10 +8,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from pipelines.recipe.recipe import CHAT_TOKENS
+from pipelines.run.runs import Run, read_run, tuned_model
 from pipelines.run.text.chat import ChatTokens
 from pipelines.run.text.tokenizer import tokenizer_of
 from pipelines.store.manifest import fetch, fetch_folder, read_manifest
-from pipelines.store.runs import Run, read_run, tuned_model
 from trainer.base.record import DamagedRecord
 from trainer.base.store import Store
 from trainer.checkpoint.commits import committed_folders, read_commit

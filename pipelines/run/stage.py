@@ -14,6 +14,7 @@ from typing import Any
 from pipelines.recipe.loader import load_recipe
 from pipelines.recipe.recipe import Recipe
 from pipelines.run.nodes.ranks import RankTask
+from pipelines.run.runs import Run, read_run
 from pipelines.run.screen import Screen
 from pipelines.run.text.tokenizer import check_tokenizer
 from pipelines.run.weight_sources import check_sources, pinned
@@ -31,7 +32,6 @@ from pipelines.store.manifest import (
     upload,
 )
 from pipelines.store.records import Heartbeat
-from pipelines.store.runs import Run, read_run
 from trainer.base.metrics import PhaseClock
 from trainer.base.process import StopSignal
 from trainer.base.store import Store, side_by_side

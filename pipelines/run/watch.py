@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
+from pipelines.run.runs import Run, store_summary
 from pipelines.run.screen import Screen
 from pipelines.run.stage import Work
 from pipelines.store.manifest import Manifest
 from pipelines.store.records import Heartbeat
-from pipelines.store.runs import Run, store_summary
 from pipelines.store.stop_request import read_stop_request
 from trainer.base.process import StopSignal
 from trainer.base.record import DamagedRecord, NewerRecord

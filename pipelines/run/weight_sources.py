@@ -16,12 +16,12 @@ from typing import Any
 from pipelines.recipe.recipe import Recipe
 from pipelines.recipe.tokens_config import TokenizerFile
 from pipelines.run.fetch import check_content, hub_file, named, path_of
+from pipelines.run.run_record import full_names
+from pipelines.run.runs import Run, find_run
 from pipelines.run.text.hub import asked
 from pipelines.run.text.tokenizer import ids_in, tokenizer_file_bytes, tokenizer_files, tokenizer_of
 from pipelines.store.layout import TOKENIZER
 from pipelines.store.manifest import ArtifactPlan, File, fetch, read_manifest
-from pipelines.store.run_record import full_names
-from pipelines.store.runs import Run, find_run
 from trainer.base.record import decoded_at
 from trainer.base.store import Store, sha256_of
 from trainer.checkpoint.commits import committed_folders

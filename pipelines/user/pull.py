@@ -15,10 +15,10 @@ from pathlib import Path, PurePosixPath
 
 from pipelines.recipe.recipe import HF
 from pipelines.run.formats.hf import COMPONENTS
+from pipelines.run.run_record import read_records
+from pipelines.run.runs import tuned_model
 from pipelines.store.layout import manifest_key
 from pipelines.store.manifest import DamagedArtifact, File, Manifest, download_verified, read_manifest
-from pipelines.store.run_record import read_records
-from pipelines.store.runs import tuned_model
 from trainer.base.store import PARTIAL, Store, sha256_of
 from trainer.config import extensions
 from trainer.config.errors import StoreUnavailable, UserError, cut, is_full, shown

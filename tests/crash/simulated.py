@@ -24,21 +24,21 @@ import pytest
 import torch
 from stage_work import NoSignals
 
+import pipelines.run.run_record
+import pipelines.run.runs
 import pipelines.run.stages.follow  # before a patch of what it imports
-import pipelines.store.run_record
-import pipelines.store.runs
 import trainer.base.store
 import trainer.checkpoint.checkpointer
 from pipelines.recipe.recipe import Recipe
 from pipelines.run import gc, pipeline, watch
 from pipelines.run.pipeline import Pipeline
+from pipelines.run.run_record import record
 from pipelines.run.stage import Built, Work, artifacts, plans_of, run_name, stage_named
 from pipelines.run.stages import tokenize
 from pipelines.run.watch import Summary
 from pipelines.store import ledger, meter, process_id
 from pipelines.store.manifest import read_manifest
 from pipelines.store.records import Billing, ProcessId
-from pipelines.store.run_record import record
 from pipelines.user.show.console import TerminalScreen
 from trainer.base.events import EventLog
 from trainer.base.metrics import PhaseClock
@@ -547,7 +547,7 @@ def final_weights() -> bytes:
 def simulate(patch: pytest.MonkeyPatch) -> None:
     """Give this process the clocks, threads and stages of the simulated ones."""
     patch.delenv("SKYTRAIN_METER", raising=False)
-    for module in (ledger, gc, pipeline, watch, trainer.checkpoint.checkpointer, pipelines.store.run_record):
+    for module in (ledger, gc, pipeline, watch, trainer.checkpoint.checkpointer, pipelines.run.run_record):
         patch.setattr(module, "time", Clock())
     for module in (ledger, trainer.checkpoint.checkpointer):
         patch.setattr(module, "Background", Thread)
@@ -560,9 +560,9 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
     for module in (ledger, meter):
         patch.setattr(module, "steady_time", Clock().time)
         patch.setattr(module, "since_boot", Clock().monotonic)
-    for name, value in vars(pipelines.store.runs.Run).items():
+    for name, value in vars(pipelines.run.runs.Run).items():
         if isinstance(value, cached_property) and hasattr(value, "lock"):  # Python 3.11: one for all processes here
-            patch.setattr(vars(pipelines.store.runs.Run)[name], "lock", nullcontext())
+            patch.setattr(vars(pipelines.run.runs.Run)[name], "lock", nullcontext())
     patch.setattr(pipeline, "provenance", dict)
     stages = {"tokenize": tokenize, "train": SmallTraining()}
     patch.setattr(pipeline, "stage_named", lambda name: stages.get(name) or stage_named(name))

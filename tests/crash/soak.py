@@ -35,11 +35,11 @@ from pipeline_runs import TINY, Project, series_of, sums
 from servers import FOREIGN_AWS_VARIABLES, MotoServer, Radosgw, S3Account
 from small_disk import Disk, small_disk
 
+from pipelines.run.runs import read_runs
 from pipelines.run.stage import STAGES
 from pipelines.store.layout import manifest_key
 from pipelines.store.ledger import GC, attempts, latest_number
 from pipelines.store.manifest import read_manifest
-from pipelines.store.runs import read_runs
 from pipelines.store.s3_store import S3Store
 from trainer.checkpoint.layout import attempt_of, step_of
 from trainer.config.errors import FULL

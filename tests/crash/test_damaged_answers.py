@@ -19,9 +19,9 @@ from servers import S3Account
 from trainer_runs import ALONE
 
 from pipelines.run.gc import collect, needed_by_runs
+from pipelines.run.run_record import read_record
 from pipelines.store.layout import manifest_key, run_key
 from pipelines.store.ledger import attempts
-from pipelines.store.run_record import read_record
 from pipelines.store.s3_store import S3Store
 from trainer.base.events import EventLog, Warned
 from trainer.base.metrics import PhaseClock

@@ -21,11 +21,11 @@ from pipelines.job.budget import (
     stopping_seconds,
 )
 from pipelines.recipe.loader import load_recipe
+from pipelines.run.run_record import record
 from pipelines.run.stage import plans_of, run_name
 from pipelines.store.ledger import claim
 from pipelines.store.records import Billing, Machine, Progress
 from pipelines.store.releases import Release, write_releases
-from pipelines.store.run_record import record
 from trainer.base.process import FAILPOINTS
 from trainer.base.store import LocalStore
 from trainer.config.errors import Stopped, UserError

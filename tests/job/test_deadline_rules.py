@@ -19,11 +19,11 @@ from pipelines.job.deadline import (
     seconds_per_token,
 )
 from pipelines.recipe.loader import load_recipe
+from pipelines.run.run_record import record
 from pipelines.run.stage import Work
 from pipelines.store.account import StoredHeartbeat, account
 from pipelines.store.manifest import ArtifactPlan
 from pipelines.store.records import Billing, Heartbeat, Machine, Progress
-from pipelines.store.run_record import record
 from trainer.base.process import StopSignal
 from trainer.config.errors import HandedOver
 

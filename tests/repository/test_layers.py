@@ -18,8 +18,8 @@ LAYERS = (
     ("pipelines.job",),
     ("pipelines.extras",),
     ("pipelines.run",),
-    ("pipelines.store",),
     ("pipelines.recipe",),
+    ("pipelines.store",),
     ("pipelines",),  # its __init__.py
     ("trainer.__main__",),
     ("trainer.loop",),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from run_records import places
 
+from pipelines.run.run_record import RunRecord
 from pipelines.run.text.receipts import ShardReceipt
 from pipelines.store.manifest import Manifest
 from pipelines.store.records import Heartbeat
-from pipelines.store.run_record import RunRecord
 from pipelines.store.stop_request import StopRequest
 from pipelines.user.cloud.request import LaunchRecord
 from trainer.base.record import DamagedRecord, NewerRecord, decoded, decoded_at, record_in

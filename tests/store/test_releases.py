@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from run_records import RUN, attempted, recorded
 
+from pipelines.run.runs import read_run
 from pipelines.store.account import StoredHeartbeat, account
 from pipelines.store.records import Heartbeat, Machine, Progress
 from pipelines.store.releases import Release, until_release, write_releases
-from pipelines.store.runs import read_run
 from pipelines.user.show.bill import print_bill
 from trainer.base.store import LocalStore
 

@@ -18,9 +18,9 @@ import yaml
 from in_process import skytrain
 from trainer_command import kill_tree
 
+from pipelines.run.runs import read_runs
 from pipelines.store.layout import FOLDERS
 from pipelines.store.manifest import Manifest, read_manifest
-from pipelines.store.runs import read_runs
 from trainer.base.store import LocalStore, Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -8,13 +8,13 @@ from typing import Any
 
 from pipelines.recipe.loader import load_recipe
 from pipelines.recipe.recipe import Recipe
+from pipelines.run.run_record import RunRecord, record
 from pipelines.run.stage import STAGES, plans_of, run_name
 from pipelines.store.layout import manifest_key
 from pipelines.store.ledger import claim
 from pipelines.store.manifest import File, Manifest
 from pipelines.store.process_id import this_process
 from pipelines.store.records import Billing, Heartbeat, ProcessId
-from pipelines.store.run_record import RunRecord, record
 from trainer.base.store import Store
 from trainer.checkpoint.commits import Commit, TrainState
 

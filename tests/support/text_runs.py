@@ -6,10 +6,10 @@ from safetensors.torch import save_file
 from trainer_runs import ALONE
 
 from pipelines.recipe.loader import load_recipe
+from pipelines.run.run_record import record
 from pipelines.run.stage import plans_of, run_name
 from pipelines.store.layout import manifest_key
 from pipelines.store.manifest import Manifest, upload
-from pipelines.store.run_record import record
 from trainer.base.events import EventLog
 from trainer.base.metrics import PhaseClock
 from trainer.base.store import Store

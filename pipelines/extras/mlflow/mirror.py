@@ -18,9 +18,9 @@ from posixpath import normpath
 from typing import TYPE_CHECKING, Any
 
 from pipelines.extras.mlflow.settings import QUICK_MLFLOW, log
+from pipelines.run.runs import Run, read_run
 from pipelines.store.account import cost_metrics
 from pipelines.store.process_id import process_exists
-from pipelines.store.runs import Run, read_run
 from pipelines.store.secrets import redacted
 from trainer.base.answers import answered_within
 from trainer.base.store import Store

@@ -9,11 +9,11 @@ from typing import Any
 from pipelines.recipe.recipe import HF, Recipe
 from pipelines.run.formats import hf
 from pipelines.run.formats.export_weights import Format, Weights
+from pipelines.run.runs import find_run
 from pipelines.run.stage import Built, Stage, Start, Work
 from pipelines.run.stages.model_card import CARD, model_card
 from pipelines.run.text.tokenizer import tokenizer_of
 from pipelines.store.manifest import ArtifactPlan
-from pipelines.store.runs import find_run
 from trainer.base.process import failpoint
 from trainer.config.errors import UserError
 from trainer.config.extensions import FORMATS, extension

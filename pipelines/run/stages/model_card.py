@@ -14,9 +14,9 @@ import yaml
 
 from pipelines.recipe.recipe import Recipe
 from pipelines.run.formats import hf
+from pipelines.run.runs import Run
 from pipelines.store.account import nothing_priced
 from pipelines.store.manifest import Manifest
-from pipelines.store.runs import Run
 from trainer.config.amounts import tokens_before
 from trainer.config.source import HUB, Source
 

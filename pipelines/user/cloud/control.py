@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from pipelines.run.run_record import RunRecord
+from pipelines.run.runs import Run, Summary, store_summary, usable_runs
 from pipelines.store.account import Forecast
 from pipelines.store.ledger import SILENT_SECONDS
 from pipelines.store.records import HEARTBEAT_SECONDS, Heartbeat, Progress
 from pipelines.store.releases import Release, read_releases, write_releases
-from pipelines.store.run_record import RunRecord
-from pipelines.store.runs import Run, Summary, store_summary, usable_runs
 from pipelines.store.stop_request import StopRequest, request_stop
 from pipelines.user.cloud.request import LaunchRecord, last_launch, launched_runs, run_label
 from pipelines.user.cloud.skypilot import (

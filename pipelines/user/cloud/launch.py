@@ -15,6 +15,8 @@ from pipelines.extras.bench.throughput import trains_on_a_small_gpu
 from pipelines.extras.tune.tune import checked_rows
 from pipelines.recipe.recipe import Recipe
 from pipelines.run.plan import stage_plan
+from pipelines.run.run_record import record
+from pipelines.run.runs import find_run
 from pipelines.run.stage import STAGES, TUNE, missing
 from pipelines.run.text.tokenizer import keep_tokenizer
 from pipelines.store.layout import launch_claims, launch_key
@@ -22,8 +24,6 @@ from pipelines.store.ledger import Attempt, agreed_clock, claim, latest_number, 
 from pipelines.store.manifest import ArtifactPlan
 from pipelines.store.meter import Meter
 from pipelines.store.records import Billing
-from pipelines.store.run_record import record
-from pipelines.store.runs import find_run
 from pipelines.store.stop_request import stop_requests, withdraw_stop
 from pipelines.store.store_id import new_store_id, read_store_id, settled_store_id
 from pipelines.user.cloud.checks import Finding

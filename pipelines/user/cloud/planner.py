@@ -25,13 +25,13 @@ from pipelines.extras.bench.throughput import (
 from pipelines.job.deadline import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS, least_slack_seconds
 from pipelines.job.prices import price_of, prices_json
 from pipelines.recipe.recipe import Recipe
+from pipelines.run.runs import find_run
 from pipelines.run.stage import STAGES, missing, plans_of, run_name
 from pipelines.run.text.mixture import sources_planned
 from pipelines.store.crashes import STEADY_SECONDS_BETWEEN_FAILURES, prior_seconds_between_failures
 from pipelines.store.ledger import attempts
 from pipelines.store.manifest import ArtifactPlan, find
 from pipelines.store.records import Machine
-from pipelines.store.runs import find_run
 from pipelines.store.traffic import GB
 from pipelines.user.cloud.catalog import (
     CLOUDS,

@@ -4,8 +4,8 @@ import time
 
 from rich.table import Table
 
+from pipelines.run.runs import Run
 from pipelines.store.account import AttemptAccount, TrafficCost, market_of
-from pipelines.store.runs import Run
 from pipelines.store.traffic import GB
 from pipelines.user.show.console import cell, console, duration, money
 

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from pipelines.extras.tune.tune import TUNED_METRICS
 from pipelines.recipe.recipe import Recipe
+from pipelines.run.runs import Summary
 from pipelines.store.account import Account, total_cost
 from pipelines.store.manifest import Manifest
-from pipelines.store.runs import Summary
 from pipelines.user.show.console import columns, console, duration, money, several
 from trainer.config.config import TARGETS
 

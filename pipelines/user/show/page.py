@@ -21,9 +21,9 @@ from urllib.parse import quote
 import yaml
 
 from pipelines.recipe.recipe import Recipe
+from pipelines.run.runs import Run
 from pipelines.store.account import AttemptAccount, TrainingBill, market_of
 from pipelines.store.manifest import differences, flat
-from pipelines.store.runs import Run
 from pipelines.user.show.card import changes_by_tuning, reached_target
 from pipelines.user.show.console import say
 from pipelines.user.show.overlay import Overlay, read_overlay

@@ -6,7 +6,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from pipelines.store.runs import Summary
+from pipelines.run.runs import Summary
 from pipelines.user.show.console import cell, console, money, number
 
 

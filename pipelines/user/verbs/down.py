@@ -5,8 +5,8 @@ from pipelines.user.verbs.options import RunName, StoreUri, store_uri
 
 def down(run: RunName, store: StoreUri = None) -> None:
     """Cancel a run's job at once and remove its machines; its commits stay."""
-    from pipelines.store.run_record import read_records
-    from pipelines.store.runs import Run
+    from pipelines.run.run_record import read_records
+    from pipelines.run.runs import Run
     from pipelines.store.s3_store import open_store
     from pipelines.user.cloud import control
     from pipelines.user.cloud.request import last_launch

@@ -14,7 +14,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", help="Continue until the job ends.")] = False,
 ) -> None:
     """Print the log of a launched run's job."""
-    from pipelines.store.run_record import read_records
+    from pipelines.run.run_record import read_records
     from pipelines.store.s3_store import open_store
     from pipelines.user.cloud import control
     from pipelines.user.cloud.request import last_launch

@@ -11,8 +11,8 @@ import typer
 from trainer.config.errors import UserError
 
 if TYPE_CHECKING:
+    from pipelines.run.run_record import RunRecord
     from pipelines.run.sample import TextModel
-    from pipelines.store.run_record import RunRecord
     from trainer.base.store import Store
 
 
@@ -93,7 +93,7 @@ def store_uri(option: str | None) -> str:
 
 def named_run(run: str, store: str | None) -> "tuple[RunRecord, Store]":
     """The run with this name or beginning of a name, and its store. UserError if there is no such run, or several."""
-    from pipelines.store.run_record import read_records
+    from pipelines.run.run_record import read_records
     from pipelines.store.s3_store import open_store
 
     opened = open_store(store_uri(store))

@@ -12,7 +12,7 @@ from pipelines.user.verbs.options import Json, Last, RunNames, StoreUri, home, s
 from trainer.config.errors import UserError
 
 if TYPE_CHECKING:
-    from pipelines.store.runs import Run
+    from pipelines.run.runs import Run
 
 
 def report(
@@ -41,7 +41,7 @@ def report(
     ] = False,
 ) -> None:
     """Show state, attempts, tokens, val loss, hours and dollars of runs."""
-    from pipelines.store.runs import usable_runs, without_failed_trials
+    from pipelines.run.runs import usable_runs, without_failed_trials
     from pipelines.store.s3_store import open_store
     from pipelines.user.cloud.request import last_launch
     from pipelines.user.show.bill import print_bill

@@ -21,7 +21,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show step, speed, loss, attempts, recoveries, dollars so far and to come, and SkyPilot's job of runs."""
-    from pipelines.store.runs import Run, usable_runs, without_failed_trials
+    from pipelines.run.runs import Run, usable_runs, without_failed_trials
     from pipelines.store.s3_store import open_store
     from pipelines.store.stop_request import requested_stops
     from pipelines.user.cloud import control

@@ -20,7 +20,7 @@ def stop(
     ] = 300.0,
 ) -> None:
     """Stop a run on any machine: it commits and exits."""
-    from pipelines.store.runs import Run
+    from pipelines.run.runs import Run
     from pipelines.user.cloud import control
     from pipelines.user.cloud.request import last_launch
     from pipelines.user.show.console import say

@@ -1,7 +1,7 @@
 """A tracker: the losses of a run as a CSV file, once its command ends."""
 
+from pipelines.run.runs import read_run
 from pipelines.run.trackers import Tracker
-from pipelines.store.runs import read_run
 from pipelines.store.s3_store import open_store
 
 

@@ -25,13 +25,13 @@ from pipelines.extras.tune.tune import checked_rows
 from pipelines.extras.tune.tune_task import HELD_OUT, ROWS, TuneTask
 from pipelines.recipe.loader import load_recipe
 from pipelines.recipe.recipe import REWARDED, TRL_OPTIONS, Recipe, RewardConfig, TuneConfig
+from pipelines.run.runs import read_runs
 from pipelines.run.sample import load_text_model
 from pipelines.run.stages.rank import Joined
 from pipelines.run.text.chat import TEMPLATE, ChatTokens
 from pipelines.run.text.hub import datasets_library
 from pipelines.run.text.tokenizer import tokenizer, tokenizer_files
 from pipelines.store.manifest import ArtifactPlan
-from pipelines.store.runs import read_runs
 from trainer.base.events import EventLog
 from trainer.base.metrics import PhaseClock
 from trainer.base.parallel import World

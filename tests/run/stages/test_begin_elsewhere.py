@@ -11,10 +11,10 @@ from pipeline_runs import FOLDER_NAME, PRICE, SERIES, STEPS, Project, sums
 from pipelines.recipe.loader import load_recipe
 from pipelines.recipe.recipe import Recipe
 from pipelines.run.gc import collect
+from pipelines.run.runs import Run, read_run, read_runs
 from pipelines.run.weight_sources import pinned
 from pipelines.store.layout import run_key
 from pipelines.store.manifest import Manifest
-from pipelines.store.runs import Run, read_run, read_runs
 from trainer.checkpoint.commits import committed_folders
 from trainer.checkpoint.layout import step_of
 from trainer.config.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pipeline_runs import FOLDER_NAME, TINY, Project
 
-from pipelines.store.runs import read_runs
+from pipelines.run.runs import read_runs
 
 SCORE = "eval/hellaswag_acc_norm"
 ITEMS = [

@@ -13,10 +13,10 @@ from pipeline_runs import FOLDER_NAME, PRICE, RUN_FIELDS, STEPS, Project, flip_a
 from servers import LOOPBACK, S3Account, free_ports
 
 from pipelines.recipe.recipe import Recipe
+from pipelines.run.runs import read_runs
 from pipelines.run.stage import STAGES, plans_of
 from pipelines.run.stages import tokenize
 from pipelines.store.manifest import read_manifest
-from pipelines.store.runs import read_runs
 from pipelines.store.s3_store import S3Store
 from trainer.config.errors import ProcessKilled
 

@@ -11,12 +11,12 @@ from sky_server import SkyServer, job_record
 from waiting import LONG_SECONDS
 
 from pipelines.recipe.loader import load_recipe
+from pipelines.run.run_record import record
 from pipelines.run.stage import STAGES
 from pipelines.store.layout import launch_claims
 from pipelines.store.ledger import latest_number
 from pipelines.store.manifest import ArtifactPlan
 from pipelines.store.records import Heartbeat, ProcessId
-from pipelines.store.run_record import record
 from pipelines.store.store_id import read_store_id
 from pipelines.user.cloud.launch import Launch, claim_launch, settle_identity, submit
 from pipelines.user.cloud.request import LaunchRequest, last_launch

@@ -19,12 +19,12 @@ from local_cloud import PRICE, LocalCloud, what_is_missing
 from pipeline_runs import TINY, write_texts
 from servers import S3Account
 
+from pipelines.run.run_record import RunRecord, read_records
+from pipelines.run.runs import Run, Summary
 from pipelines.store.account import Account
 from pipelines.store.ledger import attempts
 from pipelines.store.manifest import read_manifest
 from pipelines.store.records import HEARTBEAT_SECONDS, Heartbeat
-from pipelines.store.run_record import RunRecord, read_records
-from pipelines.store.runs import Run, Summary
 from pipelines.store.s3_store import S3Store
 from trainer.base.process import FAILPOINTS
 

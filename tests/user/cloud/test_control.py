@@ -11,12 +11,12 @@ from pipeline_runs import FOLDER_NAME, TINY, Project
 from sky_server import SkyServer, job_record
 from stage_work import NoSignals
 
+from pipelines.run.run_record import RunRecord, read_records
+from pipelines.run.runs import Run, read_run
 from pipelines.run.watch import StopRequests
 from pipelines.store.ledger import claim
 from pipelines.store.records import Billing, Heartbeat, Machine, ProcessId, Progress
 from pipelines.store.releases import Release, read_releases, write_releases
-from pipelines.store.run_record import RunRecord, read_records
-from pipelines.store.runs import Run, read_run
 from pipelines.store.stop_request import (
     read_stop_request,
     request_stop,

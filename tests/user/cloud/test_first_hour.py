@@ -23,8 +23,8 @@ from in_process import clean_environment
 from servers import free_ports
 
 from pipelines.job.notice import Metadata
+from pipelines.run.run_record import record
 from pipelines.run.stage import STAGES, planned, run_name
-from pipelines.store.run_record import record
 from pipelines.user.cloud.catalog import CLOUDS, MachineRequest, shipped_machines, shipped_prices
 from pipelines.user.cloud.checks import mlflow_answers
 from pipelines.user.cloud.request import LaunchRecord, LaunchRequest, write_launch

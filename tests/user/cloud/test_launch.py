@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from pipelines.cli import app
 from pipelines.recipe.loader import load_recipe
+from pipelines.run.run_record import record
 from pipelines.run.stage import STAGES, planned, run_name
 from pipelines.store.manifest import find
-from pipelines.store.run_record import record
 from pipelines.user.cloud import launch
 from pipelines.user.cloud.launch import Launch, planned_launch
 from pipelines.user.cloud.preflight import tuning

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pipeline_runs import FOLDER_NAME, STEPS, Project, committed
 
+from pipelines.run.runs import read_runs
 from pipelines.store.account import Account
 from pipelines.store.records import HEARTBEAT_SECONDS
-from pipelines.store.runs import read_runs
 
 KILLS = 10
 PUT_SECONDS = 1.0  # that a heartbeat may take on its way, on a machine that is busy with everything else

@@ -13,8 +13,8 @@ from rich.text import Text
 from run_records import attempted, done_run
 
 from pipelines import cli
+from pipelines.run.runs import Run
 from pipelines.store.records import Machine, Progress
-from pipelines.store.runs import Run
 from pipelines.user.show.bill import print_bill
 from pipelines.user.show.console import JobLog, TerminalScreen, console, printable, say
 from pipelines.user.show.runs import print_runs, print_series

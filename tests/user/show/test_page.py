@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.recipe.loader import load_recipe
+from pipelines.run.run_record import RunRecord, record
+from pipelines.run.runs import Run
 from pipelines.run.stage import plans_of, run_name
 from pipelines.store.layout import manifest_key
 from pipelines.store.manifest import File, Manifest
 from pipelines.store.records import Heartbeat, ProcessId, Progress
-from pipelines.store.run_record import RunRecord, record
-from pipelines.store.runs import Run
 from pipelines.user.show.overlay import Overlay, read_overlay
 from pipelines.user.show.page import overlay_data, page_of, run_data, thin
 from pipelines.user.verbs.report import report

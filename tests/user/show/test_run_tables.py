@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from run_records import PLANS, RUN, attempted, done_run, row, segment
 
+from pipelines.run.runs import Summary, read_run
 from pipelines.store.records import Machine, Progress
-from pipelines.store.runs import Summary, read_run
 from pipelines.user.verbs.report import report
 from pipelines.user.verbs.status import status
 from trainer.base.store import LocalStore

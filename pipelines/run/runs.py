@@ -9,6 +9,7 @@ from typing import Any
 
 from pipelines.recipe.loader import recorded_recipe
 from pipelines.recipe.recipe import REWARD, Recipe
+from pipelines.run.run_record import RunRecord, full_names, read_record, read_records
 from pipelines.store.account import TRAFFIC, Account, Forecast, StoredHeartbeat, account, forecast
 from pipelines.store.layout import run_key, summary_key
 from pipelines.store.ledger import SILENT_SECONDS, attempt_entries, heartbeat_at, is_alive, is_over
@@ -16,7 +17,6 @@ from pipelines.store.manifest import DamagedArtifact, Manifest, read_manifest
 from pipelines.store.process_id import process_exists
 from pipelines.store.records import Heartbeat
 from pipelines.store.releases import Release, read_releases, until_release
-from pipelines.store.run_record import RunRecord, full_names, read_record, read_records
 from pipelines.store.stop_request import StopRequest, read_stop_request
 from trainer.base.record import DamagedRecord, NewerRecord, StoredRecord, reading, record_at
 from trainer.base.store import Store, side_by_side

@@ -24,13 +24,13 @@ from run_records import (
 from servers import S3Account
 from waiting import LONG_SECONDS
 
+from pipelines.run.run_record import full_names
+from pipelines.run.runs import Run, Summary, read_run, store_summary, usable_runs, without_failed_trials
 from pipelines.run.stage import STAGES, missing, planned
 from pipelines.store.ledger import attempts
 from pipelines.store.process_id import this_process
 from pipelines.store.records import Machine, Progress
 from pipelines.store.releases import Release, write_releases
-from pipelines.store.run_record import full_names
-from pipelines.store.runs import Run, Summary, read_run, store_summary, usable_runs, without_failed_trials
 from pipelines.store.s3_store import S3Store
 from pipelines.store.traffic import counted_together, traffic_here
 from pipelines.user.verbs.report import report
