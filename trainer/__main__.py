@@ -151,7 +151,7 @@ def print_event(max_steps: int, event: Event) -> None:
 
 
 def origin_of(config: TrainerConfig, store: LocalStore) -> "Callable[[World], Origin] | None":
-    """Where a new run begins. UserError for weights that do not fit, and for those of a run in a store."""
+    """Where a new run begins. UserError for weights that do not fit, and for a run in a store."""
     from trainer.checkpoint.commits import committed_folders
     from trainer.checkpoint.weights import Origin, open_weights
 

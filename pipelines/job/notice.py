@@ -37,7 +37,7 @@ class Metadata:
     """A metadata service. Requests go to it directly, so neither a proxy nor a redirect ever sees a token."""
 
     def __init__(self, endpoint: str | None = None) -> None:
-        """`endpoint`: by default that of the environment, or of every cloud."""
+        """`endpoint`: by default the environment's, or every cloud's."""
         endpoint = endpoint or os.environ.get("SKYTRAIN_NOTICE_ENDPOINT") or ENDPOINT
         form = re.fullmatch(r"http://((?:[\w.-]+|\[[\da-fA-F:.]+\])(?::\d{1,5})?)/?", endpoint)
         if not form:

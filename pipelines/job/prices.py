@@ -44,7 +44,7 @@ def prices_from_environment() -> list[Machine]:
 
 
 def billing_here(price_per_hour: float | None) -> Billing:
-    """The price of this machine: that of `--price-per-hour`, that of SKYTRAIN_PRICES, or 0 outside of every cloud.
+    """The price of this machine: from `--price-per-hour`, from SKYTRAIN_PRICES, or 0 outside of every cloud.
 
     Where several of the rows or their zones may be this machine, the dearest of them.
     """

@@ -122,7 +122,7 @@ def read_records(store: Store, names: Iterable[str] = ()) -> list[RunRecord]:
 def full_names(store: Store, names: Iterable[str] = ()) -> list[str]:
     """The full names of runs, by names or beginnings of names; of all runs by default, the newest last.
 
-    The name of a recipe is that of its newest run, by the records: a copy of a store has other dates. UserError if a
+    The name of a recipe means its newest run, by the records: a copy of a store has other dates. UserError if a
     name fits no run, or several.
     """
     entries = sorted(store.entries(RUNS), key=lambda entry: entry.modified)

@@ -332,7 +332,7 @@ def usable_runs(
     skip: Callable[[str], None],
     last: int | None = None,
 ) -> list[Run]:
-    """The runs with these names, or of all runs those of which `need` can be read; oldest first. Read side by side.
+    """The runs with these names, or all runs whose `need` can be read; oldest first. Read side by side.
 
     Without names, only the `last` runs that began or resumed. `skip` gets a message for each run that is left out, and
     one for all older ones. UserError for a run that was named and cannot be read.

@@ -1,4 +1,4 @@
-"""Text from the weights of a run: final ones, or those of a commit."""
+"""Text from the weights of a run: the final ones, or a commit's."""
 
 import codecs
 from collections.abc import Iterator, Sequence

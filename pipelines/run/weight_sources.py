@@ -122,7 +122,7 @@ def checked_path(source: Source, field: str) -> Source:
 
 
 def content_of(path: Path, where: str) -> str:
-    """The sha256 of a file, or of the weights in a folder; of several files, that of their sha256s."""
+    """The sha256 of a file, or of the weights in a folder; of several files, the sha256 of their sha256s."""
     if not path.exists():
         raise UserError(f"{where}: no such file or folder; `skytrain run run:NAME` resumes a run that began with it")
     files = (

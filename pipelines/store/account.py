@@ -268,7 +268,7 @@ def _phase_cost(attempt: AttemptAccount, phase: str) -> Cost:
 
 
 class TrainingBill:
-    """The cost of a run at each point of its training: that of tokenize, of all attempts at training before, and of the
+    """The cost of a run at each point of its training: of tokenize, of all attempts at training before, and of the
     attempt's own time until then. No two attempts' times are compared: the wall clock may step between them."""
 
     def __init__(self, account: Account) -> None:

@@ -66,8 +66,8 @@ class File(StoredRecord):
     """A file of an artifact: its name for users, its key below the artifact, its size in bytes and its sha256.
     Readers join the name and the key to paths.
 
-    `at` is the URI of another store: the file was there before, its key is that of this store, and it is not ours to
-    remove. HERE: the key is that of the artifact's own store, and the file belongs to another artifact."""
+    `at` is the URI of another store: the file was there before, its key is this store's, and it is not ours to
+    remove. HERE: the key is in the artifact's own store, and the file belongs to another artifact."""
 
     name: Key
     key: Key

@@ -1,7 +1,7 @@
 """The clients of boto3 for a bucket: endpoint, region, credentials, retries and checksums.
 
-Endpoint, region and credentials are those of every AWS tool (AWS_ENDPOINT_URL(_S3), AWS_REGION, AWS_ACCESS_KEY_ID,
-AWS_PROFILE, ~/.aws, the instance's role), unless SKYTRAIN_S3_* names others: those of AWS then stay for AWS.
+Endpoint, region and credentials are found as by every AWS tool (AWS_ENDPOINT_URL(_S3), AWS_REGION, AWS_ACCESS_KEY_ID,
+AWS_PROFILE, ~/.aws, the instance's role), unless SKYTRAIN_S3_* names others; AWS's then stay for AWS.
 """
 
 import os
@@ -12,7 +12,7 @@ from pipelines.store.s3_answers import refuse_odd_answer
 from pipelines.store.traffic import count_answer, count_request
 from trainer.config.errors import UserError
 
-# One connection to S3 gives about 100 MB/s, so those of a node fill a link of 50 Gbit/s. An upload holds a part in
+# One connection to S3 gives about 100 MB/s, so a node's connections fill a link of 50 Gbit/s. An upload holds a part in
 # memory for each.
 CONNECTIONS_OF_NODE = 64
 # The settings of a bucket that is not on AWS, as variables SKYTRAIN_S3_<name> and as boto3 calls them.

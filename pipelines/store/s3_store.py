@@ -426,7 +426,7 @@ def _local(uri: str, root: Path) -> LocalStore:
     try:
         nearest = next(folder for folder in (store.root, *store.root.parents) if folder.exists())
     except OSError as error:  # a name that is too long, a folder that may not be read
-        raise UserError(f"store {uri[:80]!r}: not a usable path ({error.strerror}); write that of a folder") from error
+        raise UserError(f"store {uri[:80]!r}: not a usable path ({error.strerror}); name a folder") from error
     if not nearest.is_dir():
         raise UserError(f"store {uri!r}: {nearest} is a file; a store is a folder")
     return store

@@ -1,8 +1,8 @@
 """The secrets in the environment: which process gets which, and texts without them.
 
-A command has all secrets of its shell. A process that it starts gets those of the services that it asks: a library
-that dumps its environment then shows no other. Whatever a server or a library writes into a message of ours passes
-`redacted`: a server may repeat the headers of a request, and libraries repeat URLs.
+A command has all secrets of its shell. A process that it starts gets the secrets of the services that it asks:
+a library that dumps its environment then shows no other. Whatever a server or a library writes into a message of ours
+passes `redacted`: a server may repeat the headers of a request, and libraries repeat URLs.
 """
 
 import os
@@ -36,7 +36,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def has_own_keys() -> bool:
-    """Whether the store has credentials of its own: those of AWS are then for renting machines alone."""
+    """Whether the store has credentials of its own; then AWS's only rent machines."""
     return bool(os.environ.get("SKYTRAIN_S3_ACCESS_KEY_ID"))
 
 
@@ -48,7 +48,7 @@ def services_of(*uris: str) -> tuple[str, ...]:
 
 
 def environment_for(services: tuple[str, ...] = ()) -> dict[str, str]:
-    """The environment of this process, of its secrets only those of `services`. The password of a proxy is for every
+    """The environment of this process, with the secrets of `services` alone. The password of a proxy is for every
     process."""
 
     def is_given(name: str, value: str) -> bool:

@@ -24,7 +24,7 @@ GB = 1 << 30  # as clouds bill it
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of bodies, without headers, and requests; with those of repeated requests."""
+    """Bytes of bodies, without headers, and requests. Repeated requests count each time."""
 
     sent: int = 0  # bytes to buckets
     received: int = 0  # bytes from buckets

@@ -176,7 +176,7 @@ def clip_(gradient: Tensor, norm: Tensor, max_norm: float | None) -> None:
 
 
 def collective_timeout(runtime: RuntimeConfig) -> timedelta:
-    """The timeout of a collective: later than the watchdog's longest limit (six times that of a step). The launcher
+    """The timeout of a collective: later than the watchdog's longest limit (six times a step's). The launcher
     recovers from the watchdog's exit, but treats a failed collective as a fault of the program."""
     if runtime.watchdog_minutes is None:
         return timedelta(minutes=10)

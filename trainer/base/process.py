@@ -62,7 +62,7 @@ def log_crash(thread: "Background") -> None:
 
 
 def steady_time() -> float:
-    """Unix seconds that never jump: those of the wall clock when a command begins, and the boot clock from then on.
+    """Unix seconds that never jump: the wall clock when a command begins, and the boot clock from then on.
 
     For durations and bills. The wall clock is for dates alone. UserError for an impossible SKYTRAIN_BOOTED."""
     text = os.environ.setdefault(BOOTED, repr(time.time() - since_boot()))  # the ranks inherit it

@@ -330,7 +330,7 @@ class Checkpointer:
                 delete_checkpoint(self.store, folder)
 
     def _not_newer(self, keys: Iterable[str]) -> list[str]:
-        """Keys of this attempt and earlier ones. This attempt must never delete those of a later one, which may
+        """Keys of this attempt and earlier ones. This attempt must never delete the keys of a later one, which may
         exist before this one knows of it."""
         return [key for key in keys if attempt_of(key) <= self.attempt]
 

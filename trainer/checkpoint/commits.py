@@ -157,7 +157,7 @@ class Commit(StoredRecord):
     files: tuple[FileReceipt, ...]
 
     def encode(self) -> bytes:
-        """The commit as JSON with the sha256 of its other fields, because no other file names that of COMMIT.json."""
+        """The commit as JSON, with the sha256 of its other fields: no other file has the sha256 of COMMIT.json."""
         values = asdict(self)
         return json.dumps({**values, "sha256": _digest(values)}, indent=1, allow_nan=False).encode()
 

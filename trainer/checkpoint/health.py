@@ -4,7 +4,7 @@
   weights and moments do not change.
 - *Divergence*: the loss is not finite many times in a row. The run stops with a diagnosis; its commits stay.
 
-All ranks judge the same numbers, those of `World.agree`, and Health is a frozen value inside the commit. So every rank
+All ranks judge the same numbers, from `World.agree`, and Health is a frozen value inside the commit. So every rank
 decides alike, and a resumed run decides like an undisturbed one.
 """
 
@@ -58,9 +58,9 @@ class Health(StoredRecord):
 def bounded(name: str, value: float, window: Sequence[float], limit: float | None) -> tuple[float, str | None]:
     """`value`, limited to `limit` standard deviations above the mean of the window, and a description if it is above.
 
-    The z-score is that of llm.c (-sl, -sg), over the values before. In llm.c an outlier enters the window unchanged, so
-    that one of 1e30 hides all others for 128 steps. If outliers never entered the window, a run could skip updates
-    forever. A limited outlier widens the window a little: the run accepts a lasting rise in the end.
+    The z-score is computed as in llm.c (-sl, -sg), over the values before. In llm.c an outlier enters the window
+    unchanged, so that one of 1e30 hides all others for 128 steps. If outliers never entered the window, a run could
+    skip updates forever. A limited outlier widens the window a little: the run accepts a lasting rise in the end.
     """
     if limit is None or len(window) < OUTLIER_WINDOW:
         return value, None

@@ -245,7 +245,7 @@ def refuse_pickle(path: Path, where: str) -> None:
     # torch.save writes a zip file, and once wrote a bare pickle of protocol 2 or later.
     if path.suffix in PICKLES or start[:2] == b"PK" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
         raise UserError(
-            f"{where}: a pickle, which could run any code; a pickle is never loaded: save the weights as safetensors"
+            f"{where}: a pickle file, which can execute code and is refused: save the weights as safetensors"
         )
 
 

@@ -164,7 +164,7 @@ class TrainConfig(Section):
         default=None,
         description="End the training before max_steps, once a measurement passes a target: {hellaswag: 0.2955} or "
         "{core: 0.1139}, at least, after every evaluate.every steps; {val_loss: 3.28}, at most, after every val_every "
-        "steps. The schedule stays that of max_steps; null: train max_steps",
+        "steps. The schedule still ends at max_steps; null: train max_steps",
     )
     precision: Literal["auto", "fp32", "bf16", "fp8", "fp8_head"] = Field(
         default="auto",
@@ -191,7 +191,7 @@ class TrainConfig(Section):
 
     @property
     def first_step(self) -> int:
-        """The step at which the run begins: 0, or that of the commit that it branches from."""
+        """The step at which the run begins: 0, or the step of the commit that it branches from."""
         return Source.of(self.branch_from, "branch_from").step or 0 if self.branch_from else 0
 
     @model_validator(mode="after")

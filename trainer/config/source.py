@@ -3,7 +3,7 @@
     hf://ORG/NAME@COMMIT                     a model of the Hugging Face Hub
     hf://datasets/ORG/NAME[/FILES]@COMMIT    a data set of the Hub, or its files of a folder or pattern
     s3://BUCKET/FILES                        objects
-    run:NAME[@STEP]                          a run of the same store: its final weights, or those of a commit
+    run:NAME[@STEP]                          a run of the same store: its final weights, or a commit's
     PATH                                     a file, folder or pattern of this machine
 
 A source is pinned by its COMMIT, of 40 hex digits, or by its content: a run records `PLACE@sha256:…`, and refuses

@@ -25,7 +25,7 @@ PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
 
 
 class TokenData:
-    """The tokens of one split. A shard is fetched when it is read; the next one, and those of the next step, are
+    """The tokens of one split. A shard is fetched when it is read; the next one, and the shards of the next step, are
     prefetched in the background.
 
     `weights` are those of the sources of a mixture, `eot` begins the documents of packed shards.

@@ -130,7 +130,7 @@ def _read_header(file: BinaryIO) -> tuple[int, int]:
 
 
 def local_shards(folder: Path, split: str) -> list[Shard]:
-    """The shards of a split in a folder, in order: those of tokenize, llm.c or nanoGPT. UserError without any."""
+    """The shards of a split in a folder, in order, as tokenize, llm.c or nanoGPT write them. UserError without any."""
     paths = sorted(path for path in folder.glob("*.bin") if split_of(path.name) == split)
     if not paths:
         raise UserError(f"{folder}: contains no {split}_*.bin shards; give a folder of tokenize, llm.c or nanoGPT")

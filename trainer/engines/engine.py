@@ -43,8 +43,8 @@ class Engine(ABC):
     @abstractmethod
     def accumulate(self, batches: Batches, count: int, mean_share: float, number: int = 0) -> Tensor:
         """Gradients of the mean loss over all sequences of a step, of which this rank has `count` micro-batches.
-        Returns [loss, norm of the gradient] (2,), float32 on the device. The norm is that of all ranks' gradient,
-        before clipping. The mean of the loss over all ranks is that of the step.
+        Returns [loss, norm of the gradient] (2,), float32 on the device. The norm is of all ranks' gradient together,
+        before clipping. The mean of the loss over all ranks is the loss of the step.
 
         `mean_share` is the number of sequences of a step, divided by the number of ranks. A micro-batch of B sequences
         has the weight B / mean_share, so the mean over ranks is the mean over sequences. `number` is the number of the

@@ -274,7 +274,7 @@ class Training:
         if state.health.diverged:
             self.diverge(state.health.diverged)
         if not state.health.not_finite:
-            self.checkpointer.prove()  # the loss of this step is that of the weights before it
+            self.checkpointer.prove()  # this step's loss was computed with the weights before it
         else:  # the weights may be ruined already
             self.agreed = replace(self.agreed, save=False)
 

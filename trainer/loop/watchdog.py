@@ -113,7 +113,7 @@ class Watchdog:
 def exit_stuck(reason: str) -> None:
     """Exit at once with the traceback of every thread: a process that hangs cannot clean up.
 
-    The exit code is that of an interruption: the same command resumes the run.
+    It exits as after an interruption: the same command resumes the run.
     """
     print(reason, file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.stderr)

@@ -195,7 +195,7 @@ def stream(
 def finite(logits: Tensor) -> Tensor:
     """The same logits. UserError if one is not finite."""
     if not bool(logits.isfinite().all()):
-        raise UserError("the weights give logits that are not finite; take those of another step")
+        raise UserError("the weights give logits that are not finite; take the weights of another step")
     return logits
 
 

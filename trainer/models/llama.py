@@ -57,7 +57,7 @@ class LlamaConfig(GroupedHeads):
     @property
     def why_not_fused(self) -> str | None:
         if self.qk_norm:
-            return "its norm of queries and keys has no weights, those of model.qk_norm have"
+            return "its norm of queries and keys has no weights, and model.qk_norm's has"
         return f"model.n_inner {self.inner} is not a multiple of 8" if self.inner % 8 else super().why_not_fused
 
     @property

@@ -84,7 +84,7 @@ def parts_of(name: str, rows: int, columns: int) -> list[int]:
 
 
 def factor_of(name: str, rows: int, columns: int) -> float:
-    """The f of a hidden weight: that of each matrix that it packs."""
+    """The f of a hidden weight, which is the f of each matrix that it packs."""
     return sqrt(max(1.0, parts_of(name, rows, columns)[0] / columns))
 
 

@@ -92,7 +92,7 @@ class Owners:
 
 
 class Exchange:
-    """An exchange that has begun. `finish` turns the buffer's slices of the momentum into those of the directions."""
+    """An exchange that has begun. `finish` turns the buffer's slices of the momentum into slices of the directions."""
 
     def __init__(self, owners: Owners, buffer: Tensor) -> None:
         self.owners, self.buffer = owners, buffer

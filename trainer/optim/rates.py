@@ -1,4 +1,4 @@
-"""The numbers that the schedule gives to an update, as functions of the step, and those of each group of parameters.
+"""The numbers that the schedule gives to an update, as functions of the step, and for each group of parameters.
 
 Where the batch grows, schedules follow the tokens read, and the warm-ups the steps.
 
@@ -103,7 +103,7 @@ def full_steps(step: int, config: TrainConfig) -> float:
 def peaks(config: TrainConfig, model: ModelConfig, batch_tokens: int | None = None) -> Rates:
     """The largest numbers of a run with Muon, in steps of `batch_tokens`; None: of the largest batch.
 
-    With `scale_rates` those of the configuration are for a batch of 2^19 tokens and 12 layers of 768. As nanochat does,
+    With `scale_rates` the configured rates are for a batch of 2^19 tokens and 12 layers of 768. As nanochat does,
     all rates and the decay are multiplied by the root of the batch's ratio; rates of embeddings and head also by the
     root of the inverse ratio of widths; the decay also by the inverse ratio of the weights in blocks and head, so that
     the time in which weights are forgotten stays a constant share of a training (Wang & Aitchison 2024). The rate of

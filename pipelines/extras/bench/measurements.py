@@ -51,7 +51,7 @@ class Speed(Setup):
     precision: str
     recompute: bool = False
     gpus: str  # "H200:4", on one node
-    batch_tokens: int | None = None  # None: that of the size
+    batch_tokens: int | None = None  # None: the size's
     tokens_per_second: int  # all GPUs together
     mfu: float | None = None
     memory_gib: float | None = None  # peak allocated

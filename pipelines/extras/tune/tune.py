@@ -2,7 +2,7 @@
 
 Each step of the recipe's list is a stage of its own, `tune.NAME`: its artifact is a folder for transformers with a chat
 template. It begins with the artifact of the step before it, the first one with the export. The ranks of this node
-(tune_rank.py) divide each batch (DDP); checkpoints, stops and the bill are those of train.
+(tune_rank.py) divide each batch (DDP); checkpoints, stops and the bill work as in train.
 """
 
 import json

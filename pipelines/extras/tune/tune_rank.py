@@ -212,7 +212,7 @@ class Tuning(transformers.TrainerCallback):
             raise Diverged(f"tune.{self.step.name}: {why}; lower learning_rate, and run again from the last commit")
         self.log.row(self.state.step, {f"tune/{self.step.name}/{name}": value for name, value in values.items()})
         self.together.watchdog.step_done(seconds)
-        self.checkpointer.prove()  # the loss of this step is that of the weights before it
+        self.checkpointer.prove()  # this step's loss was computed with the weights before it
         self.checkpointer.settle(self.log)
         due = self.world.rank == 0 and self.save_clock.due_now() and not self.checkpointer.busy
         stop, save = map(bool, self.world.sum(self.stop.asked, due))

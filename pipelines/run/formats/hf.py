@@ -90,7 +90,7 @@ def mlmodel(architecture: str, tokenizer: str, dtype: str, block_size: int) -> d
 
 
 def write_safetensors(weights: Weights, path: Path, names: dict[str, str], dtype: str) -> None:
-    """Write some tensors, a few at a time. `names`: ours, by those of the file."""
+    """Write some tensors, a few at a time. `names`: our name by the file's."""
     import torch
 
     from trainer.models.family import to_hf

@@ -161,7 +161,7 @@ class Ranks:
         self.launcher.wait()
 
     def wait_or_kill(self) -> int:
-        """End ranks that cannot continue without those of another node. NCCL does not always report the loss.
+        """End ranks that cannot continue without the ranks of another node. NCCL does not always report the loss.
 
         Returns the launcher's exit code; 1 if this process killed it.
         """

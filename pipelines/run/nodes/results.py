@@ -32,7 +32,7 @@ KILLED = "killed"  # kind: a signal ended a rank or the launcher
 GONE = "gone"  # kind: a signal ended a worker's command, so its node starts no ranks again
 STUCK = "stuck"  # kind: the watchdog ended ranks that made no progress
 FAULT = "fault"  # kind: any other error; it also names the ranks' error files
-# Of the results of several nodes, one of an earlier kind explains those of later ones.
+# Of the results of several nodes, one of an earlier kind explains the later kinds.
 KINDS = (*RERAISED, GPU, STUCK, GONE, KILLED, FAULT, PEER)
 Kind = Annotated[str, Field(pattern=f"^({'|'.join(KINDS)})$")]
 # Parts of the messages of CUDA and of the driver.

@@ -40,7 +40,7 @@ def run_worker(
     stop: StopSignal,
     screen: Screen,
 ) -> int:
-    """Work until the run is trained, or node 0 has ended. Returns this node's exit code: 0, because that of node 0
+    """Work until the run is trained, or node 0 has ended. Returns this node's exit code: 0, because node 0's
     counts, and srun would kill node 0 after another one. Raises Interrupted once node 0 is gone."""
     name = f"node {address.rank}"
     if until == "tokenize" or find(store, plans["train"]):

@@ -1,6 +1,6 @@
 """export: the trained weights as a Hugging Face checkpoint and in other formats.
 
-The files of Hugging Face lie at the top of the artifact, those of another format in a folder of its name.
+The files of Hugging Face lie at the top of the artifact, the files of another format in a folder of its name.
 """
 
 import shutil

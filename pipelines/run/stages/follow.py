@@ -122,8 +122,10 @@ def attempt_of(work: Work, ranks: Ranks) -> Iterator[None]:
 
 
 def pass_on_stop(work: Work, ranks: Ranks, nothing_to_lose: bool) -> bool:
-    """Let the ranks leave once this process is to stop. Whether it is. Ranks with `nothing_to_lose` are killed: while
-    they import torch or load a state, they would hear a signal only seconds later."""
+    """Ask the ranks to stop if this process must. Return whether it must.
+
+    Ranks with `nothing_to_lose` are killed: while they import torch or load a state, a signal takes seconds to act.
+    """
     if not (work.stop.asked or work.attempt.lost):
         return False
     if work.stop.reason:

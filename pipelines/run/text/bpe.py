@@ -1,7 +1,7 @@
 """A byte-level BPE of a user's own, trained by the library `tokenizers`.
 
-Its vocabulary is that of GPT-2 in kind: the 256 bytes, then a token for each merge, then <|endoftext|>; and the words
-that are merged are those of GPT-2's pattern. The same text gives the same file: the sample is the beginning of the text
+Its vocabulary has the form of GPT-2's: the 256 bytes, then a token for each merge, then <|endoftext|>; and the words
+that are merged are found by GPT-2's pattern. The same text gives the same file: the sample is the beginning of the text
 in the order of its source, and the library breaks ties by the ids of a pair.
 """
 

@@ -33,7 +33,7 @@ class ChatTokens:
         self.start, self.end = range(encoding.n_vocab, self.n_vocab)
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """The ids of a conversation, and for each whether supervised tuning learns it: those of answers and their
+        """The ids of a conversation, and for each whether supervised tuning learns it: the ids of answers and their
         ends, but for answers with weight 0."""
         ids, learned = [self.encoding.eot_token], [False]
         for message in messages:

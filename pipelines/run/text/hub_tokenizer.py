@@ -1,6 +1,6 @@
 """A tokenizer.json of another tool: a byte-level BPE with a normalizer and a pre-tokenizer of its own, as Llama 3 has.
 
-The library `tokenizers` encodes with it, so the ids are those of `transformers`; tiktoken decodes.
+The library `tokenizers` encodes with it, so the ids equal `transformers`'; tiktoken decodes.
 """
 
 import json

@@ -123,7 +123,7 @@ def encoded_shards(job: ShardsJob, receipts: list[ShardReceipt]) -> Generator[Ne
 
 
 def store_shard(job: ShardsJob, index: int, shard: NewShard, before: Future[ShardReceipt] | None) -> ShardReceipt:
-    """Write a shard to the store, then its receipt, after that of the shard before."""
+    """Write a shard to the store, then its receipt, after the receipt of the shard before."""
     from trainer.data.shards import write_shard
 
     eot, undecided = tokenizer_of(job.config, job.store, job.plan.prefix).eot_token, job.config.undecided_shards

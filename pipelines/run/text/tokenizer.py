@@ -91,7 +91,7 @@ def check_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
     if encoding.name.startswith(HUB_NAME) and (others := recipe.export.other_formats):
         raise UserError(
             f"export.formats: {others[0]} cannot carry the tokenizer '{recipe.tokens.tokenizer}', only GPT-2's, bytes "
-            "and those of `skytrain tokenizer train`; remove it, and use hf"
+            "and what `skytrain tokenizer train` makes; remove it, and use hf"
         )
     recipe.check_vocab_size(encoding.n_vocab)
     if recipe.model.vocab_size > 1.25 * encoding.n_vocab + 128:  # more than padding

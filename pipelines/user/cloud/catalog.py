@@ -1,4 +1,4 @@
-"""SkyPilot's prices: the machines of each cloud and region, and those of private clusters. They need no account.
+"""SkyPilot's prices: the machines of each cloud and region, and of private clusters. They need no account.
 
 Without a network, or without SkyPilot, a plan takes the prices of `prices.yaml`, which ships with this package. A job
 never gets those: its bill and its budget need the prices of the day.
@@ -74,7 +74,7 @@ def offers(wanted: MachineRequest, nodes: int = 1) -> dict[MachineRequest, Machi
     MOST_PLACES cheapest, of each type and region one. Empty if the cloud does not sell them, or has no
     network between nodes.
 
-    On spot the price is that of the region's cheapest zone, which SkyPilot tries first; `usd_by_zone` has all of them.
+    On spot it is the price in the region's cheapest zone, which SkyPilot tries first; `usd_by_zone` has all of them.
     UserError without SkyPilot, for an unknown cloud, or without a catalog.
     """
     require_skypilot()

@@ -1,6 +1,6 @@
 """Checks that find a problem before it costs money. Each examines the real store or server, and names a remedy.
 
-`doctor` makes the checks of a machine, `launch` those of a job. A check returns a finding; it never raises because it
+`doctor` checks a machine, `launch` a job. A check returns a finding; it never raises because it
 found a problem. It does not retry, so it takes seconds.
 """
 

@@ -126,7 +126,7 @@ def no_job(run: str) -> str:
 
 
 def on_another_server(launched: LaunchRecord) -> str | None:
-    """A message if the last launch went to another API server than that of this shell, which can't see its job."""
+    """A message if the last launch went to another API server, and this shell's can't see its job."""
     if is_this_server(launched.server):
         return None
     job = f"job {launched.jobs[-1]}" if launched.jobs else "a job"

@@ -157,11 +157,11 @@ def cloud_plan(
     installs: bool = False,
     network: float | None = None,
 ) -> CloudPlan:
-    """Candidates for the rest of a run, on spot and on demand, with shipped prices where those of the day can't be
+    """Candidates for the rest of a run, on spot and on demand, with shipped prices where today's can't be
     fetched. UserError without prices, or without a machine that can train it.
 
-    Without `nodes`: the fewest that have the memory. Without `train_nodes`: TRAIN_NODES, or those of a launch for a
-    small training and for private clusters. `network`: Gbit/s between nodes, in each direction; None: those of TCP.
+    Without `nodes`: the fewest that have the memory. Without `train_nodes`: TRAIN_NODES, or what a launch takes for a
+    small training and for private clusters. `network`: Gbit/s between nodes, in each direction; None: TCP's.
     """
     plans, places, small = plans or plans_of(recipe), list(places), trains_on_a_small_gpu(recipe)
     stages = missing(store, plans, [*plans][-1])
@@ -359,7 +359,7 @@ def priced_job(
 ) -> tuple[ManagedJob, float]:
     """Report the job's plan, and pin its machines' types and regions, in the order in which SkyPilot is to try them.
 
-    Each task gets their prices in SKYTRAIN_PRICES, those of traffic with the store included. Train keeps the machines
+    Each task gets their prices in SKYTRAIN_PRICES, with the prices of traffic with the store. Train keeps the machines
     that are expected to meet the deadline and the budget, the cheapest training first. UserError if there is none, for
     a task without a machine, or for a budget if a price is unknown. Returns the expected dollars, too. `shipped`: for a
     dry run, which submits no prices.

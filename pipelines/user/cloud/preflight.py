@@ -53,7 +53,7 @@ def preflight(
     yield from slow_cards([job])
     yield from texts_reachable(recipe, job.stages, remote)
     weights = Source.of(init, INIT) if (init := recipe.train.init_from) else None
-    # The plan of the run has found those of the Hub and of runs.
+    # The plan of the run has found the weights on the Hub and in runs.
     if weights and weights.kind == "path" and "train" in job.stages:
         remedy = f"{INIT}: name {FORMS['run']} of this store, or {FORMS['model']}"
         yield on_this_machine("weights for train", str(path_of(weights)), remote, remedy)
@@ -186,7 +186,7 @@ def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str])
         return broken("credentials", f"only {given[0]} is set", f"export {' and '.join(names)}, or neither")
     if given:
         session = any(name.endswith("SESSION_TOKEN") for name in secrets)
-        expire = "; those of a session end the run when they expire" if session else ""
+        expire = "; a session's credentials end the run when they expire" if session else ""
         seen = f"the job gets {' and '.join(names)} as secrets{expire}"
         if names == aws and "aws" in clouds and (endpoint := os.environ.get("AWS_ENDPOINT_URL")):
             reach = f"AWS_ENDPOINT_URL={endpoint} and these keys reach SkyPilot's requests to AWS, too"

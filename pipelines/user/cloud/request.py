@@ -124,7 +124,7 @@ def variables_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
 
 
 def of_a_job(names: Iterable[str]) -> list[str]:
-    """The names that are set in this shell. With credentials of the store's own, those of AWS rent machines only."""
+    """The names that are set in this shell. If the store has credentials of its own, AWS's only rent machines."""
     return [name for name in names if os.environ.get(name) and not (has_own_keys() and name.startswith("AWS_"))]
 
 

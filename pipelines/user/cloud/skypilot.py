@@ -239,8 +239,8 @@ class TaskStatus:
 
     @property
     def exit_code(self) -> int:
-        """Of a task that is over: that of its command, of the first node with another than 0. One that was cancelled
-        can be resumed."""
+        """The exit code of the command of a task that is over, on the first node where it is not 0. A task that was
+        cancelled can be resumed."""
         if self.status in ("SUCCEEDED", "CANCELLED"):
             return EXIT_DONE if self.status == "SUCCEEDED" else EXIT_INTERRUPTED
         code = re.search(r"exit codes? \[?(?:0, )*(\d+)", self.why or "")

@@ -1,6 +1,6 @@
 """From the YAMLs in sky/ to the managed job of one launch.
 
-The files are the only description of a task. `managed_job` reads those of the missing stages and adds the request:
+The files are the only description of a task. `managed_job` reads the files of the missing stages and adds the request:
 where, on which machines, how many, with which image and variables. Secrets are no part of a task: SkyPilot gets them
 separately, as from `--secret`, so no dump of a task can hold one.
 """

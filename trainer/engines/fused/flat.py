@@ -192,7 +192,7 @@ class FlatState:
         self._moments: dict[Group, Moments] = {group: moments_of(group, train) for group in moved}
 
     def initialize(self, seed: int) -> None:
-        """Set the weights that the plain module draws; each rank draws only those of its shards."""
+        """Set the weights that the plain module draws; each rank draws only its shards."""
         weights = {name: torch.empty(self.layout.slots[name].shape) for name in self._pieces(self.master, "all")}
         self.layout.model.draw(weights, self.config, seed)
         self.load(weights)

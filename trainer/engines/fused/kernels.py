@@ -21,7 +21,7 @@ At GPT-2's 124M and 65,536 tokens that is 0.1 ms a norm and 3.1 ms of cross-entr
 4.1 TB/s, and 2.5 in cross_entropy8, which is bound by its arithmetic.
 
 Column sums over M rows are made by P programs, each adding into its own row of `sums`; the caller adds the P rows once
-a step. There are no floating-point atomics but a maximum, so the same input gives the same bits again.
+a step. The only floating-point atomic is a maximum, so results are reproducible bit for bit.
 
 fp8 halves the bytes and the time of a matrix product. Values are multiplied by a scale before the cast (e4m3 for
 weights and activations, up to 448; e5m2 for gradients, up to 57,344) and saturate. `amax` keeps the largest magnitude

@@ -127,7 +127,7 @@ class FusedStep(Generic[Operand]):
 
     @classmethod
     def layer_names(cls, config: ModelConfig) -> list[list[str]]:
-        """The linear layers, group by group: those of each block, and last the head."""
+        """The linear layers, group by group: each block's, and last the head."""
         blocks = [[f"h.{i}.{name}" for name in cls.BLOCK_LAYERS] for i in range(config.n_layer)]
         return [*blocks, ["lm_head" if "lm_head.weight" in config.shapes else "wte"]]
 
@@ -164,7 +164,7 @@ class FusedStep(Generic[Operand]):
         return None
 
     def mlp(self, p: Products[Operand], block: Block, y: Operand) -> tuple[Operand, SavedMlp[Operand]]:
-        """The input of the MLP's last layer, from that of its first one."""
+        """The input of the MLP's last layer, from the input of its first one."""
         kept, act = p.linear_activated(block.up, y, block.down, self.ACTIVATION)
         return act, SavedMlp(kept, None if p.recompute_activation else p.saved(act))
 
