@@ -26,7 +26,7 @@ SOURCE = f"hf://{MODEL}@{COMMIT}"
 CODE = """
 import json, os, sys
 from stage_work import SMALL
-from pipelines.recipe.recipe import load_recipe
+from pipelines.recipe.loader import load_recipe
 from pipelines.recipe.tokens_config import TokenizerFile
 from pipelines.run.text.tokenizer import own_tokenizer, tokenizer_file_bytes
 from pipelines.run.weight_sources import fetched_from_hub, hub_weights, tokenizer_beside
