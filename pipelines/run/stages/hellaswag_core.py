@@ -52,7 +52,10 @@ def core_identity(source: str | None) -> str | None:
     """sha256 of the tasks, wherever the bundle lies; None for none. UserErrors as in `core_tasks`."""
     from trainer.eval.core import bundle_digest
 
-    return source and f"sha256:{bundle_digest(core_tasks(source))}"
+    if source is None:
+        return None
+    named = Source.of(source, "evaluate.core", BENCHMARKS)
+    return f"sha256:{check_content(named, bundle_digest(core_tasks(source)), 'evaluate.core').sha256}"
 
 
 def fetch_inputs(recipe: Recipe, cache: Path, seconds: float | None = None) -> None:

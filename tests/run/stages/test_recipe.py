@@ -364,5 +364,9 @@ def test_the_content_of_a_hellaswag_file_counts_and_its_path_does_not(tmp_path: 
         for n in ("a.jsonl", "b.jsonl", "c.jsonl")
     )
     assert a == b != c
+    for field, file in (("hellaswag", tmp_path / "a.jsonl"), ("core", make_bundle(tmp_path / "bundle"))):
+        other = load_recipe("gpt2-124m", [f"evaluate.{field}={file}@sha256:{'0' * 64}"])
+        with pytest.raises(UserError, match=rf"^evaluate\.{field}: .*: its sha256 is \w+, and the recipe has 0000"):
+            plans_of(other)
     with pytest.raises(UserError, match=r"^evaluate\.hellaswag: .*/d\.jsonl: no such file; use hf://"):
         plans_of(load_recipe("gpt2-124m", [f"evaluate.hellaswag={tmp_path / 'd.jsonl'}"]))
