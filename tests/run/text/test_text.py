@@ -241,6 +241,18 @@ def test_csv_and_arrow_files_are_refused_with_the_line_that_converts_them_and_an
         assert read(tmp_path / "text.parquet") == ["two\nlines", "x"]
 
 
+@pytest.mark.parametrize("kind", ["nested", "repeated", "dictionary", "plain"])
+def test_the_size_of_a_parquet_column_is_that_of_its_text(tmp_path: Path, kind: str) -> None:
+    texts = (
+        ["a text " * 100, "another one " * 50] * 2000 if kind == "dictionary" else [f"{n} " * 300 for n in range(4000)]
+    )
+    before = {"nested": [{"text": "a"}] * 4000, "repeated": [["x"] * 9] * 4000}.get(kind, list(range(4000)))
+    pq.write_table(pa.table({"before": before, "text": texts}), tmp_path / "a.parquet", row_group_size=400)
+    source = open_source(f"{tmp_path}/a.parquet", None, None, "text").resolved()
+    assert source.text_bytes() == pytest.approx(sum(map(len, texts)), rel=0.02)
+    assert [piece.documents for piece in source.pieces()] == [4000]
+
+
 def test_of_two_columns_of_one_name_none_is_taken_for_the_text(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(table, tmp_path / "two.parquet")
