@@ -1,9 +1,21 @@
-"""A rank ends with its peers."""
+"""A rank ends with its peers, and by the clock of the boot."""
 
 import subprocess
 import sys
 
 import pytest
+
+from trainer.base.process import BOOTED, steady_time
+from trainer.config.errors import UserError
+
+
+@pytest.mark.parametrize("text", ["abc", "nan", "-1", "1e300"])
+def test_an_impossible_time_of_the_boot_is_a_mistake_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv(BOOTED, text)
+    with pytest.raises(UserError, match=f"^SKYTRAIN_BOOTED={text}: must be the unix seconds of the boot; unset it"):
+        steady_time()
 
 
 @pytest.mark.parametrize("leaves", [False, True])

@@ -156,6 +156,12 @@ def test_a_wrong_tokenizer_file_is_refused_in_a_line(
     assert "\n" not in str(error.value)
 
 
+def test_far_more_rows_than_ids_are_reported(recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wide = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": 2 * IDS})})
+    check_tokenizer(wide, plans_of(wide)["tokenize"], LocalStore(tmp_path / "store"))
+    assert "model.vocab_size 1400: the tokenizer has 700 ids" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_run_with_its_own_tokenizer_is_exported_with_it(tmp_path: Path) -> None:
     from transformers import AutoTokenizer

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -269,6 +270,12 @@ def test_results_go_to_stdout_as_one_object_and_messages_to_stderr(folder: Path)
     assert again == result | {"artifacts": {"tokenize": tokens | {"skipped": True}}}
     shown = skytrain(folder, "status").stdout.splitlines()  # without a step: it does not train
     assert len(shown) == 2 and shown[0].endswith("done") and shown[1].endswith("so far, in 1 attempt")
+
+
+def test_the_list_of_recipes_has_a_size_for_each_that_trains(folder: Path) -> None:
+    _, *rows = skytrain(folder, "recipes").stdout.splitlines()
+    assert len(rows) > 15 and not re.search(r" 0\.0(M|B|e| min)", "".join(rows))
+    assert [row.split()[0] for row in rows if "tunes a given model" in row] == ["gpt2-124m-chat"]
 
 
 def test_the_secret_key_is_in_no_output_and_no_object(

@@ -13,7 +13,7 @@ from run_records import PLANS, RUN, finished, recorded
 from pipelines.store.manifest import DamagedArtifact, File, upload
 from pipelines.user.pull import pull_run
 from trainer.base.store import LocalStore
-from trainer.config.errors import UserError
+from trainer.config.errors import StoreUnavailable, UserError
 
 CONTENTS = {"config.json": b"{}", "model.safetensors": b"weights", "gguf/a-f16.gguf": b"half", "gguf/a-q8_0.gguf": b"8"}
 
@@ -135,6 +135,15 @@ def test_the_next_pull_removes_what_a_killed_one_left_and_refuses_to_work_beside
         next(pull_run(store, run, out, None))
     assert len(list(pulling)) == 3 and files_in(out) == CONTENTS
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "gguf", "model.safetensors"]
+
+
+def test_an_outage_during_a_pull_is_an_outage(store: LocalStore, run: str, tmp_path: Path) -> None:
+    class Silent(LocalStore):
+        def download(self, key: str, path: Path) -> str:
+            raise StoreUnavailable("no answer")
+
+    with pytest.raises(StoreUnavailable):
+        list(pull_run(Silent(store.root), run, tmp_path / "out", None))
 
 
 def test_the_command_pulls_a_real_run_and_refuses_a_format_that_it_lacks(
