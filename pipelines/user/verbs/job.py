@@ -14,14 +14,18 @@ if TYPE_CHECKING:
 
 
 def job(
-    recipe: Annotated[str, typer.Argument(envvar="SKYTRAIN_RECIPE", help="As of run; a launch names run:NAME.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(envvar="SKYTRAIN_RECIPE", metavar="RECIPE", help="A recipe, as for run; a launch: run:NAME."),
+    ],
     stage: Annotated[str | None, typer.Option(envvar="SKYTRAIN_STAGE", help="Stop after this stage.")] = None,
     store: StoreUri = None,
     budget: Annotated[
-        float | None, typer.Option(envvar="SKYTRAIN_BUDGET", min=0.001, metavar="USD", help="As of run.")
+        float | None,
+        typer.Option(envvar="SKYTRAIN_BUDGET", min=0.001, metavar="USD", help="Stop before the run costs more."),
     ] = None,
 ) -> None:
-    """Run a recipe on a rented machine, as sky/*.yaml do: again after a crash, and never after a stop."""
+    """Run a recipe on a rented machine, as sky/*.yaml do; start again after a crash."""
     from pipelines.job.supervisor import supervise
 
     supervise(lambda stop, crash: work_of_job(recipe, stage, store, budget, stop, crash))
