@@ -9,10 +9,11 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from trainer.config.config_errors import explain
 from trainer.config.errors import UserError, shown
 from trainer.config.model_config import Section
-from trainer.config.source import HUB, Source, unpinned
+from trainer.config.source import HUB, Kind, Source, unpinned
 
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
 LLMC = "llmc://"  # before the place of shards that exist
+TOKENIZERS: tuple[Kind, ...] = ("model", "path")
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 
 
@@ -28,14 +29,15 @@ class TokenizerFile(Section):
         default=None, description="Token that begins each document; null: <|endoftext|>, <|end_of_text|> or </s>"
     )
 
-    @model_validator(mode="after")
-    def _is_named(self) -> Self:
-        assert self.named
-        return self
+    @field_validator("file")
+    @classmethod
+    def _is_a_source(cls, file: str) -> str:
+        Source.of(file, "", TOKENIZERS)
+        return file
 
     @property
     def named(self) -> Source:
-        return Source.of(self.file, "tokens.tokenizer", ("model", "path"))
+        return Source.of(self.file, "tokens.tokenizer", TOKENIZERS)
 
     @property
     def digest(self) -> str:

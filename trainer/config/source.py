@@ -51,40 +51,40 @@ class Source:
 
     @classmethod
     def of(cls, text: str, field: str, kinds: Sequence[Kind] = tuple(FORMS), moving: bool = False) -> Self:
-        """The source of one of these kinds that a text names. UserError, which begins with the field of the recipe, for
-        any other text, and for a source of the Hub without its commit, unless it may be `moving`."""
-        forms = ", ".join(FORMS[kind] for kind in kinds)
+        """The source of one of these kinds that a text names. UserError for any other text, and for a source of the Hub
+        without its commit, unless it may be `moving`. The error begins with the field of the recipe, if it is given."""
+        at, forms = f"{field}: " if field else "", ", ".join(FORMS[kind] for kind in kinds)
         pinned = CONTENT.fullmatch(text)
         rest, content = (pinned["rest"], pinned["sha256"]) if pinned else (text, None)
         scheme, separator, place = rest.partition("://")
         if rest.startswith(RUN):
             if not (run := OF_RUN.fullmatch(rest)):
-                raise UserError(f"{field}: {text}: not a run; write {FORMS['run']}")
+                raise UserError(f"{at}{text}: not a run; write {FORMS['run']}")
             found = cls("run", run["name"], step=int(run["step"]) if run["step"] else None, sha256=content)
         elif rest.startswith(HUB):
-            found = cls._on_hub(rest, field, forms, moving, content)
+            found = cls._on_hub(rest, at, forms, moving, content)
         elif separator:
             found = cls("s3", place, sha256=content)
             if scheme != "s3":
-                raise UserError(f"{field}: '{text}': unknown scheme '{scheme}'; use {forms}")
+                raise UserError(f"{at}'{text}': unknown scheme '{scheme}'; use {forms}")
         else:
             found = cls("path", rest, sha256=content)
             if MODEL_OF_0_2.fullmatch(rest):
-                raise UserError(f"{field}: {text}: write {HUB}{text}")
+                raise UserError(f"{at}{text}: write {HUB}{text}")
         if found.kind not in kinds:
-            raise UserError(f"{field}: {found.place}: use {forms}")
+            raise UserError(f"{at}{found.place}: use {forms}")
         return found
 
     @classmethod
-    def _on_hub(cls, text: str, field: str, forms: str, moving: bool, content: str | None) -> Self:
+    def _on_hub(cls, text: str, at: str, forms: str, moving: bool, content: str | None) -> Self:
         found = ON_HUB.fullmatch(text)
         if not found or ".." in text or (found["files"] and not found["datasets"]):
-            raise UserError(f"{field}: {text}: not a place on the Hub; use {forms}")
+            raise UserError(f"{at}{text}: not a place on the Hub; use {forms}")
         name, commit, datasets = found["name"], found["commit"], found["datasets"] or ""
         if not (COMMIT.fullmatch(commit or "") or (moving and commit is None)):
             why = f"'{commit}' can move" if commit else "lacks its commit"
             raise UserError(
-                f"{field}: {text}: {why}; write {text.partition('@')[0]}@ and the 40 hex digits that "
+                f"{at}{text}: {why}; write {text.partition('@')[0]}@ and the 40 hex digits that "
                 f"`git ls-remote https://huggingface.co/{datasets}{name} main` prints"
             )
         return cls("dataset" if datasets else "model", name, found["files"] or "", commit, sha256=content)
