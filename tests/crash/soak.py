@@ -78,8 +78,8 @@ class LastRow:
     @classmethod
     def of(cls, host: Host) -> "LastRow":
         files = {}
-        for path in host.project.home.glob("work/**/events.jsonl"):
-            with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # a stage that ends removes its folders, also below a glob
+            for path in host.project.home.glob("work/**/events.jsonl"):
                 files[path] = path.stat().st_mtime
         for path in sorted(files, key=lambda one: -files[one]):
             with suppress(FileNotFoundError), path.open("rb") as file:
