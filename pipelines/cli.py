@@ -59,7 +59,7 @@ GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --hel
 
 
 # One answer shows whether a bucket exists. A run retries for two minutes; these commands do not.
-BRIEF = {verb.__name__ for verb in (report, status, logs, launch, resume, stop, down, plan)}
+SHORT_RETRIES = {verb.__name__ for verb in (report, status, logs, launch, resume, stop, down, plan)}
 
 
 class Verb(TyperCommand):
@@ -71,7 +71,7 @@ class Verb(TyperCommand):
             from pipelines.recipe.project import project
 
             project().set_in(os.environ)
-        if ctx.info_name not in BRIEF:
+        if ctx.info_name not in SHORT_RETRIES:
             return super().invoke(ctx)
         os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
         try:

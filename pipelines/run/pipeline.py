@@ -16,7 +16,7 @@ from pipelines.run.run_record import RunRecord, record
 from pipelines.run.runs import Run, read_run
 from pipelines.run.screen import Screen
 from pipelines.run.stage import Built, Work, artifacts, run_name, stage_named
-from pipelines.run.text.tokenizer import keep_tokenizer
+from pipelines.run.text.tokenizer import store_tokenizer
 from pipelines.run.watch import Watch, watching
 from pipelines.store.crashes import UNFIT, after_crash
 from pipelines.store.layout import attempts_of
@@ -68,7 +68,7 @@ class Pipeline:
         """Make the missing artifacts up to the stage `until`, and account for them. `found`: the artifacts of these
         stages, if the caller has decided something by them; the store may say something else now."""
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
-        keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
+        store_tokenizer(self.recipe, self.plans["tokenize"], self.store)
         found = found or artifacts(self.store, self.plans, until)
         with nullcontext() if all(found.values()) else watching(self.watches, self.screen):
             self._make_all(found)

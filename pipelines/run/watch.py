@@ -1,4 +1,4 @@
-"""The watches of a run: what looks on while a pipeline works, at named moments.
+"""The watches of a run: observers that a pipeline calls at named moments.
 
 Stop requests, budget, deadline, preemption notices, trackers and the summary are watches. Each is one class that
 overrides the moments it needs. A pipeline starts its watches in their order, and ends them in the reverse order.

@@ -18,7 +18,7 @@ from pipelines.store.traffic import GB
 RECOVERY_PHASES = ("provision", "start", "setup", "download", "compile", "idle")
 TRAFFIC = "traffic"  # a phase of the bill, of no time
 TRAINING_PHASES = ("train", "redone", "checkpoint", "evaluate")  # they make steps, or steps wait for them
-TAKEN_AWAY = ("interrupted", "stale", "lost")  # states of an attempt after which the run waits for a machine
+INTERRUPTED_STATES = ("interrupted", "stale", "lost")  # states of an attempt after which the run waits for a machine
 WASTED_PHASES = ("redone", "lost")
 
 
@@ -153,7 +153,7 @@ def _interruption_costs(attempts: list[AttemptAccount]) -> Iterator[Cost]:
         for phase in WASTED_PHASES + (RECOVERY_PHASES if interrupted else ()):
             yield _phase_cost(attempt, phase)
         if not attempt.waited:  # a wait belongs to the interruption before it, if there was one
-            interrupted = attempt.state in TAKEN_AWAY
+            interrupted = attempt.state in INTERRUPTED_STATES
 
 
 def settled_phases(beat: Heartbeat) -> dict[str, float]:
@@ -330,7 +330,7 @@ def forecast(attempts: Iterable[AttemptAccount], steps_left: float) -> Forecast 
     lives = math.fsum(a.time - a.started for a in trained)
     first, last = trained[0], trained[-1]
     billed = lives - (first.time - first.started - training_seconds(first))
-    waits = (max(0.0, b.started - a.time) for a, b in pairwise(trained) if a.state in TAKEN_AWAY)
+    waits = (max(0.0, b.started - a.time) for a, b in pairwise(trained) if a.state in INTERRUPTED_STATES)
     usd = None if last.price_per_hour is None else math.fsum(a.bill.usd for a in trained) * billed / lives
     share = steps_left / steps
     return Forecast(share * (billed + math.fsum(waits)) / 3600, None if usd is None else share * usd)

@@ -183,7 +183,7 @@ def claim(
     """
     now, meter = steady_time(), meter or Meter.here()
     here = this_process()
-    billed = max((here_at(b) for b in earlier if b.process.machine == here.machine), default=0.0)
+    billed = max((heartbeat_time_here(b) for b in earlier if b.process.machine == here.machine), default=0.0)
     before = meter.unbilled(now, idle, billed, began if billing.since is None else None)
     heartbeat = Heartbeat(
         run,
@@ -207,7 +207,7 @@ def claim(
 
 def close_attempt(store: Store, prefix: str, beat: Heartbeat, state: str, cause: str) -> None:
     """Write the last heartbeat of an attempt whose processes a signal has ended on this machine, billed up to now."""
-    silent = max(0.0, steady_time() - here_at(beat))
+    silent = max(0.0, steady_time() - heartbeat_time_here(beat))
     now = beat.time + silent
     lost = min(silent, HEARTBEAT_SECONDS)  # it may have worked until just before its next heartbeat
     phases = sum_by_key([beat.phases, {"lost": lost, "idle": silent - lost}])
@@ -217,7 +217,7 @@ def close_attempt(store: Store, prefix: str, beat: Heartbeat, state: str, cause:
     Meter.here().forward(steady_time(), "idle")
 
 
-def here_at(beat: Heartbeat) -> float:
+def heartbeat_time_here(beat: Heartbeat) -> float:
     """The time of a heartbeat of this machine by the clock of this process: the wall clock may have jumped since."""
     booted = beat.progress.booted
     return beat.time if booted is None else steady_time() - (since_boot() - booted)

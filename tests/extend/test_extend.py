@@ -4,9 +4,11 @@ import importlib.metadata
 import json
 import os
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from pipelines.run.stage import plans_of, stage_named
 from pipelines.run.trackers import Guarded, Tracker
 from pipelines.store.layout import STAGES
 from pipelines.store.manifest import ArtifactPlan
+from pipelines.store.records import Heartbeat
 from trainer.config import extensions
 from trainer.config.errors import UserError
 
@@ -138,20 +141,29 @@ def test_the_first_package_of_a_name_on_the_path_counts(tmp_path: Path, monkeypa
     assert "here" in extensions.names(extensions.TRACKERS) and "gone" not in extensions.names(extensions.TRACKERS)
 
 
-def test_a_tracker_that_raises_costs_the_run_a_line() -> None:
-    class Failing(Tracker):
-        started = 0
+def test_a_tracker_that_raises_or_hangs_costs_the_run_a_line() -> None:
+    seen, hold = list[str](), threading.Event()
+
+    class Wrong(Tracker):
+        end_seconds = 0.5
 
         def start(self) -> None:
-            self.started += 1
-            raise ConnectionError("no server")
+            seen.append("start")
+            if self.run == "raises":
+                raise ConnectionError("no server")
+            hold.wait()
 
-    failing = Failing("file://store", "tiny", Path())
-    guarded = Guarded("mine", failing)
-    guarded.start()
-    guarded.start()
-    warning = "the tracker mine failed (ConnectionError: no server); the run went on without it"
-    assert (guarded.end(None), failing.started) == (warning, 1)
+        def heartbeat(self, beat: Heartbeat) -> None:
+            seen.append("heartbeat")
+
+    for run, what in (("raises", "failed (ConnectionError: no server)"), ("hangs", "did not end within 0.5 s")):
+        guarded = Guarded("mine", Wrong("file://store", run, Path()))
+        guarded.start()
+        for _ in range(3):
+            guarded.heartbeat(mock.Mock())
+        assert guarded.end(None) == f"the tracker mine {what}; the run went on without it"
+    hold.set()
+    assert seen.count("heartbeat") <= 1
 
 
 def test_the_guide_shows_each_example_as_it_is() -> None:

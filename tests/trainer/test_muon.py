@@ -16,7 +16,7 @@ from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
 from trainer.models.modern import ModernConfig
 from trainer.optim import muon
-from trainer.optim.adamw import optimizer_for
+from trainer.optim.optimizers import optimizer_for
 from trainer.optim.rates import BESIDE_MUON, Group, Rates, group_of, peaks, rates_at
 
 MODEL = Gpt2Config(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=50)

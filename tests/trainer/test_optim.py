@@ -10,7 +10,7 @@ from trainer.base.parallel import clip_, flat_gradients
 from trainer.config.config import TrainConfig
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.gpt2_module import GPT
-from trainer.optim.adamw import AdamW
+from trainer.optim.optimizers import AdamW
 from trainer.optim.rates import learning_rate_at
 
 CONFIG = TrainConfig(batch_tokens=64, max_steps=100, learning_rate=0.5, warmup_steps=10)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainer.base.places import Place
-from trainer.optim.adamw import AdamW
+from trainer.optim.optimizers import AdamW
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # torch.distributed.checkpoint.hf_storage reads each tensor's "saved_offsets" under this key; "shape" is our addition.

@@ -7,7 +7,7 @@ import errno
 from dataclasses import dataclass
 
 EXIT_DONE = 0
-EXIT_FAILED = 1  # a fault of ours, or a run that diverged or died again and again
+EXIT_FAILED = 1  # a fault of ours, or a run that diverged or crashed repeatedly
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 75  # the same command resumes the run; a managed job does that by itself
 EXIT_STOPPED = 76  # nothing restarts the run automatically

@@ -17,12 +17,12 @@ from trainer.config.model_config import ModelConfig
 from trainer.engines.engine import Batches, Engine
 from trainer.models.family import plain_model
 from trainer.models.language_model import LanguageModel
-from trainer.optim.adamw import optimizer_for
+from trainer.optim.optimizers import optimizer_for
 from trainer.optim.rates import Rates
 
 
 class PlainEngine(Engine):
-    """The plain module of a family with autocast, an optimizer of `trainer/optim/adamw.py` and one all-reduce."""
+    """The plain module of a family with autocast, an optimizer of `trainer/optim/optimizers.py` and one all-reduce."""
 
     compiled: ClassVar[bool] = False
 

@@ -57,7 +57,7 @@ from trainer.engines.engine import Engine
 from trainer.engines.memory import gathers_once
 from trainer.models.family import plain_model
 from trainer.models.language_model import ChunkedLoss
-from trainer.optim.adamw import AdamW, Muon
+from trainer.optim.optimizers import AdamW, Muon
 from trainer.optim.owners import slices_of
 from trainer.optim.rates import Rates, group_of
 

@@ -1,5 +1,5 @@
-"""A rank that no longer progresses: a hung collective, a dead peer, a frozen disk. Its process exits, and its launcher
-starts it again."""
+"""A rank that no longer progresses: a hung collective, a dead peer, a frozen disk. Its process exits, and its command
+begins a new attempt."""
 
 import faulthandler
 import math

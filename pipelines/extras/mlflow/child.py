@@ -30,6 +30,7 @@ from trainer.base.events import EVENTS_FILE, Row, events_after
 
 MODULE = "pipelines.extras.mlflow.child"
 POLL_SECONDS, RETRY_SECONDS, REFRESH_SECONDS, RESTART_SECONDS = 1.0, 5.0, 30.0, 30.0
+KILL_SECONDS = 5.0  # for the child to end after SIGKILL
 MEMORY_BYTES = 2 << 30
 # One thread for numpy and one arena for malloc: on a machine of 100 cores, theirs alone would reach the limit.
 SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONUTF8": "1"}
@@ -41,6 +42,7 @@ class MirrorProcess(Tracker):
     def __init__(self, store: str, run: str, home: Path) -> None:
         super().__init__(store, run, home)
         self.flush_seconds, self.uri = flush_seconds(), tracking_uri(home)
+        self.end_seconds = self.flush_seconds + KILL_SECONDS
         self.log = home / "tracking" / run / "mlflow.log"
         self._child: subprocess.Popen[bytes] | None = None
         self._started = -math.inf

@@ -13,7 +13,7 @@ from pipelines.run.text.mixture import mixed_facts, mixed_files, plan_of_text, r
 from pipelines.run.text.receipts import ShardReceipt
 from pipelines.run.text.shard_writer import ShardsJob, SplitShard, make_shards, rows_in, split_text
 from pipelines.run.text.sources import estimated_tokens
-from pipelines.run.text.tokenizer import kept_tokenizer, tokenizer_of
+from pipelines.run.text.tokenizer import stored_tokenizer, tokenizer_of
 from pipelines.store.layout import TOKENIZER, receipt_key
 from pipelines.store.manifest import ArtifactPlan, Manifest, fetch, find, upload
 from trainer.config.errors import UserError
@@ -29,7 +29,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 
 def build(work: Work) -> Built:
     """Make the shards. UserError for a text that is too small."""
-    texts = [works_on(work, *text) for text in texts_of(work.recipe, work.plan)]
+    texts = [work_for_source(work, *text) for text in texts_of(work.recipe, work.plan)]
     work.clock.enter("tokenize")
     if work.recipe.tokens.sources:
         return mix(work, texts)
@@ -41,7 +41,7 @@ def build(work: Work) -> Built:
     return built
 
 
-def works_on(work: Work, recipe: Recipe, plan: ArtifactPlan) -> Work:
+def work_for_source(work: Work, recipe: Recipe, plan: ArtifactPlan) -> Work:
     """The work on one text: all of it, or a source of a mixture."""
     if plan == work.plan:
         return work
@@ -63,7 +63,7 @@ def finish(work: Work, receipts: list[ShardReceipt]) -> Built:
         partial(rows_in, eot, work.recipe.row_tokens),
     )
     check_splits(work.recipe, shards)
-    files = [shard.file for shard in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
+    files = [shard.file for shard in shards] + stored_tokenizer(config, work.store, work.plan.prefix)
     # With the document that max_tokens cuts.
     documents = receipts[-1].document + bool(receipts[-1].offset) if receipts else 0
     facts = facts_of(shards, documents) | packing_facts(shards, eot, work.recipe.row_tokens)
@@ -77,7 +77,7 @@ def mix(work: Work, texts: list[Work]) -> Built:
     names = [text.recipe.tokens.named for text in texts]
     facts = mixed_facts(made, names)
     work.report(tokens=facts["tokens"])
-    files = mixed_files(made) + kept_tokenizer(work.recipe.tokens, work.store, work.plan.prefix)
+    files = mixed_files(made) + stored_tokenizer(work.recipe.tokens, work.store, work.plan.prefix)
     return Built(files, facts)
 
 
@@ -110,7 +110,7 @@ def adopt(work: Work) -> Built:
                 documents, done = documents + begun, done + shard.file.size
                 bar.update(done, f"{short_number(done)} bytes")
     check_splits(recipe, shards)
-    files = [one.file for one in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
+    files = [one.file for one in shards] + stored_tokenizer(config, work.store, work.plan.prefix)
     return Built(files, facts_of(shards, documents) | packing_facts(shards, encoding.eot_token, recipe.row_tokens))
 
 

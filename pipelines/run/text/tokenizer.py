@@ -99,14 +99,14 @@ def check_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
         logging.getLogger(__name__).warning(message, recipe.model.vocab_size, encoding.n_vocab, encoding.n_vocab)
 
 
-def keep_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
+def store_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
     """Put the file of the tokenizer below the tokens' artifact: other machines have the store alone."""
     own, key = recipe.tokens.tokenizer, f"{plan.prefix}/{TOKENIZER}"
     if isinstance(own, TokenizerFile) and store.get(key) is None:
         store.create(key, tokenizer_file_bytes(own))
 
 
-def kept_tokenizer(config: TokensConfig, store: Store, prefix: str) -> list[File]:
+def stored_tokenizer(config: TokensConfig, store: Store, prefix: str) -> list[File]:
     """The file of the tokenizer as a part of the tokens' artifact; none for a tokenizer with a name."""
     if isinstance(config.tokenizer, str):
         return []

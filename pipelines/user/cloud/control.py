@@ -194,15 +194,15 @@ def print_log(name: str, follow: bool, output: io.TextIOBase) -> int:
         before = newest_job(managed_tasks(name))
         goes_on = tail_logs(before[0].job, follow, output)
         tasks = newest_job(managed_tasks(name))
-        while goes_on and begun(tasks) <= begun(before) and not all(task.over for task in tasks):
+        while goes_on and started_count(tasks) <= started_count(before) and not all(task.over for task in tasks):
             time.sleep(POLL_SECONDS)
             tasks = newest_job(managed_tasks(name))
-        if not goes_on or begun(tasks) <= begun(before):
+        if not goes_on or started_count(tasks) <= started_count(before):
             over = all(task.over for task in tasks)
             return next((task.exit_code for task in tasks if over and task.exit_code), EXIT_DONE)
 
 
-def begun(tasks: list[TaskStatus]) -> int:
+def started_count(tasks: list[TaskStatus]) -> int:
     """How many machines, or sets of them, a job's tasks have had, with one that a task waits for."""
     had = [task for task in tasks if task.status not in ("PENDING", "CANCELLED")]
     return sum(1 + task.recoveries + (task.status == "RECOVERING") for task in had)

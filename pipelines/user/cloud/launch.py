@@ -1,7 +1,7 @@
 """`skytrain launch`: check everything that the job needs, then submit it to SkyPilot as one managed job.
 
-The job gets only the run's name and store (`skytrain run run:NAME --store …`): the recipe is in `runs/<run>.json`. The
-launch is in `launches/<run>.json`, from which `resume` launches it again.
+The job gets only the run's name and store (`skytrain job` with SKYTRAIN_RECIPE and SKYTRAIN_STORE): the recipe is in
+`runs/<run>.json`. The launch is in `launches/<run>.json`, from which `resume` launches it again.
 """
 
 import math
@@ -18,7 +18,7 @@ from pipelines.run.plan import stage_plan
 from pipelines.run.run_record import record
 from pipelines.run.runs import find_run
 from pipelines.run.stage import STAGES, TUNE, missing
-from pipelines.run.text.tokenizer import keep_tokenizer
+from pipelines.run.text.tokenizer import store_tokenizer
 from pipelines.store.layout import launch_claims, launch_key
 from pipelines.store.ledger import Attempt, agreed_clock, claim, latest_number, working_attempt
 from pipelines.store.manifest import ArtifactPlan
@@ -176,7 +176,7 @@ def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
 # Submission
 
 
-def settle_identity(launch: Launch) -> None:
+def write_store_id(launch: Launch) -> None:
     """Write the store's id, which the job's name has, before anything else is written."""
     if settled_store_id(launch.store, launch.request.store_id) != launch.request.store_id:
         raise UserError(f"launch: another command has just made {launch.store.uri} its own; launch again")
@@ -191,7 +191,7 @@ def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
     make_work_tree()
     with claim_launch(store, request):
         record(store, request.run, launch.recipe, launch.plans, request.until)
-        keep_tokenizer(launch.recipe, launch.plans["tokenize"], store)
+        store_tokenizer(launch.recipe, launch.plans["tokenize"], store)
         withdraw_stop(store, request.run, launch.stops)  # otherwise the job would end at once
         launched = LaunchRecord(request, launch.stages, [], sorted(launch.secrets), time.time(), server_name())
         # Written before the submission too: if this machine fails during it, `status` and `down` still know the job.

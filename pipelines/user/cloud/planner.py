@@ -215,7 +215,7 @@ def offers_of(jobs: Iterable[ManagedJob], work: Workload, shipped: bool) -> tupl
             several = f", or not {task.num_nodes} that share a network" if task.num_nodes > 1 else ""
             unsold = (failed.get(one.cloud, f"{one.infra} sells no {one}{several}") for one in task.machines)
             raise UserError(f"no machine for {task.name}: {'; '.join(dict.fromkeys(unsold))}")
-    large = {one: sold for one, sold in offered.get("evaluate", {}).items() if holds(sold, work.recipe)}
+    large = {one: sold for one, sold in offered.get("evaluate", {}).items() if fits_in_memory(sold, work.recipe)}
     return offered | ({"evaluate": large} if large else {}), notes
 
 
@@ -238,7 +238,7 @@ def plan_run(
         if not (sold := offered.get("evaluate" if is_up else stage)):
             continue
         cheapest = min(sold.values(), key=price_of)
-        if stage == "evaluate" and not holds(cheapest, recipe):
+        if stage == "evaluate" and not fits_in_memory(cheapest, recipe):
             found_notes["evaluate is left out: no GPU here holds all weights in float32"] = None
         else:
             others[stage] = estimate_stage(stage, work, cheapest, node_counts.get(stage, 1), is_up)
@@ -272,7 +272,7 @@ def plan_run(
     return CloudPlan(candidates, chosen, list(found_notes), (*ASSUMED, scale))
 
 
-def holds(machine: Machine, recipe: Recipe) -> bool:
+def fits_in_memory(machine: Machine, recipe: Recipe) -> bool:
     """Whether a GPU holds all float32 weights, as evaluate does. An unknown one may."""
     return 4 * recipe.model.parameters <= (memory_on(machine.accelerators or "") or math.inf)
 

@@ -65,7 +65,7 @@ def work_of_job(
             raise ending
         screen.warn(f"{ending}; starting again on this machine")
     check_home()
-    node.refuse_what_ends_late(run, allow_code=False, launched=True)
+    node.check_before_training(run, allow_code=False, launched=True)
     check_not_stopped(opened, run.name)
     if address.rank:
         node.work_for_node_0(run, stop, screen)

@@ -122,7 +122,7 @@ def print_dry_run(prepared: "Launch", out: TextIO) -> None:
 
 def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> None:
     """Print the findings and the plan, ask, submit, and print the next commands."""
-    from pipelines.user.cloud.launch import checked_job, settle_identity, submit
+    from pipelines.user.cloud.launch import checked_job, submit, write_store_id
     from pipelines.user.show.cloud_plan import print_launch_report
     from pipelines.user.show.console import say
     from pipelines.user.show.findings import print_note_on_stderr
@@ -130,7 +130,7 @@ def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> Non
     _, dag, usd, _ = checked_job(prepared, print_launch_report, print_note_on_stderr)
     assert dag, "only a dry run has none"
     if agree(prepared.question(usd)):
-        settle_identity(prepared)
+        write_store_id(prepared)
         for stage in prepared.here:
             run_here(prepared, stage)
         launched = submit(prepared, dag)

@@ -65,13 +65,13 @@ def plan_run(recipe: str, stage: str | None, changes: list[str], store: Store) -
     return PlannedRun(loaded, plans, store, stages_until(plans, stage or [*plans][-1])[-1])
 
 
-def refuse_what_ends_late(run: PlannedRun, allow_code: bool, launched: bool) -> None:
+def check_before_training(run: PlannedRun, allow_code: bool, launched: bool) -> None:
     """UserError, before hours of training, for an input or a package that a missing stage would refuse after it.
     `launch` has checked the inputs of evaluate before it rented a machine."""
     check_stages(Start(run.recipe, run.store, run.plans, run.todo, home() / "cache", launched, allow_code))
 
 
-def note_other_training(run: PlannedRun, screen: Screen) -> None:
+def explain_new_training(run: PlannedRun, screen: Screen) -> None:
     """Show why this recipe trains anew where the store has another training of its name."""
     if (training := stage_plan(run.store, run.plans["train"])).other:
         screen.note(f"{run.name}: {training.why}")

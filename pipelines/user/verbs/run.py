@@ -50,8 +50,8 @@ def run(
     stops = stop_requests(opened)  # to withdraw: one that comes from now on counts
     planned = node.plan_run(recipe, stage, set_ or [], opened)
     check_home()
-    node.refuse_what_ends_late(planned, allow_code, launched=address.rank > 0)
-    node.note_other_training(planned, screen)
+    node.check_before_training(planned, allow_code, launched=address.rank > 0)
+    node.explain_new_training(planned, screen)
     withdraw_stop(opened, planned.name, stops)
     if address.rank:
         node.work_for_node_0(planned, stop, screen)

@@ -152,7 +152,7 @@ def test_simulated_kills_of_a_process_that_tokenizes_end_the_run_after_four(
     def killed(*_: Any, **__: Any) -> None:
         raise ProcessKilled("a process of tokenize was killed")
 
-    monkeypatch.setattr(tokenize, "works_on", killed)
+    monkeypatch.setattr(tokenize, "work_for_source", killed)
     endings = [project.run("run", "tiny.yaml", expect=code).stderr.splitlines()[-1] for code in (75, 75, 75, 1)]
     assert "a process of tokenize was killed; attempts 1, 2, 3 also crashed" in endings[-1]
 

@@ -23,8 +23,8 @@ from pipelines.run.text.encode import Encoder
 from pipelines.run.text.tokenizer import (
     check_tokenizer,
     encoding_of,
-    keep_tokenizer,
     own_tokenizer,
+    store_tokenizer,
     tokenizer_files,
 )
 from pipelines.store.layout import TOKENIZER
@@ -125,7 +125,7 @@ def test_the_ids_of_a_large_vocabulary_of_ones_own_go_into_uint32_shards(
     own = recipe_with(tmp_path / "own.json", sha256(content).hexdigest(), tmp_path, ids)
     mine.recipe = own.model_copy(update={"tokens": own.tokens.model_copy(update={"shard_tokens": 1000})})
     mine.plan = plans_of(mine.recipe)["tokenize"]
-    keep_tokenizer(mine.recipe, mine.plan, mine.store)
+    store_tokenizer(mine.recipe, mine.plan, mine.store)
     built = tokenize.build(mine)
     shards = [file for file in built.files if file.name.endswith(".bin")]
     found = [read_shard(fetch(mine.store, mine.plan.prefix, file, tmp_path / "cache")) for file in shards]

@@ -21,7 +21,7 @@ from pipelines.run.stage import Work, plans_of
 from pipelines.run.stages import tokenize
 from pipelines.run.text import encode
 from pipelines.run.text.encode import Encoder
-from pipelines.run.text.tokenizer import check_tokenizer, keep_tokenizer, own_tokenizer, tokenizer, tokenizer_files
+from pipelines.run.text.tokenizer import check_tokenizer, own_tokenizer, store_tokenizer, tokenizer, tokenizer_files
 from pipelines.run.weight_sources import check_sources, pinned
 from trainer.base.store import LocalStore
 from trainer.config.errors import UserError
@@ -98,7 +98,7 @@ def test_a_path_is_pinned_by_content_and_the_shards_have_its_ids(
     mine.plan = plans_of(mine.recipe)["tokenize"]
     assert mine.plan.identity["tokenizer"] == {"sha256": own.digest}
     check_tokenizer(mine.recipe, mine.plan, mine.store)
-    keep_tokenizer(mine.recipe, mine.plan, mine.store)
+    store_tokenizer(mine.recipe, mine.plan, mine.store)
     (tmp_path / "llama.json").unlink()
     built = tokenize.build(mine)
     encoding = own_tokenizer(body, "it")

@@ -31,7 +31,7 @@ from trainer.engines.fused.flat import FlatState, Layout
 from trainer.models.family import plain_model
 from trainer.models.gpt2 import Gpt2Config
 from trainer.models.modern import ModernConfig
-from trainer.optim.adamw import optimizer_for
+from trainer.optim.optimizers import optimizer_for
 from trainer.optim.rates import VECTORS, Group, Rates, group_of
 
 # A width that leaves gaps between parameters, and a vocabulary with padding.

@@ -18,7 +18,7 @@ from pipelines.store.ledger import latest_number
 from pipelines.store.manifest import ArtifactPlan
 from pipelines.store.records import Heartbeat, ProcessId
 from pipelines.store.store_id import read_store_id
-from pipelines.user.cloud.launch import Launch, claim_launch, settle_identity, submit
+from pipelines.user.cloud.launch import Launch, claim_launch, submit, write_store_id
 from pipelines.user.cloud.request import LaunchRequest, last_launch
 from pipelines.user.cloud.tasks import ManagedJob
 from trainer.base.store import LocalStore
@@ -77,11 +77,11 @@ def test_a_launch_is_refused_until_the_one_before_it_is_over(store: LocalStore, 
 
 def test_a_launch_under_an_id_that_the_store_does_not_have_is_refused(store: LocalStore) -> None:
     request, job = LaunchRequest(RUN, store.uri, store_id="0123abcd"), ManagedJob(RUN, ())
-    settle_identity(Launch(request, load_recipe("smoke"), PLANS, store, {}, ["train"], job))
+    write_store_id(Launch(request, load_recipe("smoke"), PLANS, store, {}, ["train"], job))
     assert read_store_id(store) == "0123abcd"
     other = replace(request, store_id="4567abcd")  # planned before that
     with pytest.raises(UserError, match="launch again"):
-        settle_identity(Launch(other, load_recipe("smoke"), PLANS, store, {}, ["train"], job))
+        write_store_id(Launch(other, load_recipe("smoke"), PLANS, store, {}, ["train"], job))
 
 
 def test_the_job_of_another_api_server_holds_the_run_until_the_store_shows_its_end(

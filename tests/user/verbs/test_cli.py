@@ -15,7 +15,7 @@ from pipeline_runs import Project
 from servers import S3Account
 from typer.testing import CliRunner
 
-from pipelines.cli import BRIEF, app
+from pipelines.cli import SHORT_RETRIES, app
 from trainer.base.store import Store
 from trainer.config.errors import Interrupted, Stopped, StoreUnavailable, UserError
 
@@ -301,7 +301,7 @@ def test_the_secret_key_is_in_no_output_and_no_object(
     assert SECRET not in output and not any(SECRET.encode() in body for body in [*objects, *left])
 
 
-@pytest.mark.parametrize("verb", sorted(BRIEF))
+@pytest.mark.parametrize("verb", sorted(SHORT_RETRIES))
 def test_a_command_that_only_asks_gives_up_a_silent_store_soon_and_names_what_works_without_it(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
