@@ -49,7 +49,7 @@ class Meter:
         """Record that the machine is billed up to `time` (unix seconds), and the phase after it."""
         if self.path is not None:
             fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            fresh.write_text(f"{time} {phase} {since_boot()}\n")
+            fresh.write_text(f"{time} {phase} {since_boot() - steady_time() + time}\n")
             fresh.replace(self.path)
 
     def unbilled(

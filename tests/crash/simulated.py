@@ -30,7 +30,7 @@ import pipelines.run.stages.follow  # before a patch of what it imports
 import trainer.base.store
 import trainer.checkpoint.checkpointer
 from pipelines.recipe.recipe import Recipe
-from pipelines.run import gc, pipeline, watch
+from pipelines.run import gc, pipeline
 from pipelines.run.pipeline import Pipeline
 from pipelines.run.run_record import record
 from pipelines.run.stage import Built, Work, artifacts, plans_of, run_name, stage_named
@@ -547,7 +547,7 @@ def final_weights() -> bytes:
 def simulate(patch: pytest.MonkeyPatch) -> None:
     """Give this process the clocks, threads and stages of the simulated ones."""
     patch.delenv("SKYTRAIN_METER", raising=False)
-    for module in (ledger, gc, pipeline, watch, trainer.checkpoint.checkpointer, pipelines.run.run_record):
+    for module in (ledger, gc, pipeline, trainer.checkpoint.checkpointer, pipelines.run.run_record):
         patch.setattr(module, "time", Clock())
     for module in (ledger, trainer.checkpoint.checkpointer):
         patch.setattr(module, "Background", Thread)

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizers import adamw
+from torch.optim.adamw import adamw
 
 from trainer.base.places import Place
 from trainer.config.config import TrainConfig

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from in_process import clean_environment, skytrain
 from run_records import RUN
+from waiting import until
 
 from pipelines.extras.lm_eval.harness import environment
 from pipelines.extras.mlflow.child import MirrorProcess
@@ -49,18 +50,24 @@ def found(environment: dict[str, str]) -> set[str]:
     return names - {"https_proxy"}
 
 
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """The environment of a process, which the kernel shows as empty until its program has begun."""
+    until(process.environ, "the process has begun")
+    return dict(process.environ())
+
+
 def test_each_process_that_a_run_starts_gets_the_secrets_of_its_services_alone(
     shell: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher, _ = launcher_process.new_launcher()
-    assert found(psutil.Process(launcher.pid).environ()) == set()  # its ranks' come with their task
+    assert found(environment_of(psutil.Process(launcher.pid))) == set()  # its ranks' come with their task
     launcher.communicate()
     assert found(environment()) == {"HF_TOKEN"}  # of lm-eval
 
     for store, expected in ((f"file://{tmp_path}/s", MLFLOW), ("s3://bucket", MLFLOW | AWS)):
         mirror = MirrorProcess(store, RUN, tmp_path / "home")
         mirror.start()
-        assert mirror._child and found(psutil.Process(mirror._child.pid).environ()) == expected
+        assert mirror._child and found(environment_of(psutil.Process(mirror._child.pid))) == expected
         mirror._child.kill()
         mirror.end(None)
 
@@ -70,7 +77,7 @@ def test_each_process_that_a_run_starts_gets_the_secrets_of_its_services_alone(
     with closing(tokens_of(source, Encoder(tokenizer("bytes")), 0, tmp_path / "scratch", processes=2)) as stream:
         next(stream)
         (pool,) = [one for one in psutil.Process().children() if "pipelines.run.text.pool" in one.cmdline()]
-        assert found(pool.environ()) == set()
+        assert found(environment_of(pool)) == set()
 
 
 @pytest.mark.parametrize(
