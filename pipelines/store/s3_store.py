@@ -76,6 +76,7 @@ class S3Store:
         self._accepted: set[str] = set()  # kinds of requests that the server has accepted from this process
         self._line_at = -math.inf  # by time.monotonic
         self._etags_are_md5 = False  # as far as this process has seen
+        self._unverified: dict[str, str] = {}  # the MD5 of a body that differed from its ETag before that was known
         self._connect()
 
     def _connect(self) -> None:
@@ -295,20 +296,24 @@ class S3Store:
             answer = self._client.get_object(**self._where(key))
             refuse_huge(self._uri_of(key), answer.get("ContentLength", 0))
             body = bytes(answer["Body"].read())
-            self._check_md5(body, answer)
+            self._check_md5(key, body, answer)
             return body
         except self._client.exceptions.ClientError as error:
             if code_of(error) == "NoSuchKey":
                 return None
             raise
 
-    def _check_md5(self, body: bytes, answer: Mapping[str, Any]) -> None:
+    def _check_md5(self, key: str, body: bytes, answer: Mapping[str, Any]) -> None:
         """OddAnswer for a body that is not the one that was stored. The ETag of an object that was sent in one part is
-        its MD5, unless a key of KMS encrypts it or the server has ETags of its own."""
+        its MD5, unless a key of KMS encrypts it or the server has ETags of its own: then a second read gives the same
+        body."""
         tag, digest = answer["ETag"].strip('"'), hashlib.md5(body, usedforsecurity=False).hexdigest()
         self._etags_are_md5 |= tag == digest
         encrypted = answer.get("ServerSideEncryption", "AES256") != "AES256"
-        if self._etags_are_md5 and tag != digest and re.fullmatch("[0-9a-f]{32}", tag) and not encrypted:
+        if tag == digest or encrypted or not re.fullmatch("[0-9a-f]{32}", tag):
+            return
+        before, self._unverified[key] = self._unverified.get(key), digest
+        if self._etags_are_md5 or before != digest:
             raise OddAnswer("the body does not have the MD5 of its ETag")
 
     def _until_answered(self, what: str, request: Callable[[], T]) -> T:

@@ -51,6 +51,7 @@ STORE_POLL_SECONDS = 0.5
 LEAST_SECONDS = 20.0  # for a further run
 EARLY_SECONDS = 8.0  # from a disturbance to an early one
 ORPHAN_SECONDS = 2.0  # of ranks without a launcher
+ARTIFACT_SECONDS = 45.0  # for a takeover, which waits for 20 s, and an artifact
 # Generous: a machine may be busy with everything else.
 HANG_SECONDS = 300.0  # without a new commit or artifact
 STOP_SECONDS = 120.0  # from SIGTERM to the end of the command; the grace is 30 s
@@ -202,9 +203,12 @@ class DisturbedRun:
 
     @property
     def calm(self) -> bool:
-        """Whether the run has trained and committed since the last disturbance."""
+        """Whether the run has trained and committed since the last disturbance; once it is trained, whether it has had
+        the time to take a dead attempt over and to make the next artifact."""
         last = self.disturbances[-1] if self.disturbances else None
-        return last is None or self.trained or last.is_over(self.row, len(self.commits))
+        if last and self.trained:
+            return time.time() > last.at + ARTIFACT_SECONDS
+        return last is None or last.is_over(self.row, len(self.commits))
 
     def training_host(self) -> Host:
         host = self.row.host

@@ -464,6 +464,8 @@ class TestS3StoreAndAServerThatFails:
         self, behind_proxy: S3Store, proxy: FaultyProxy
     ) -> None:
         behind_proxy.put("a", b'{"usd": 12}')
+        proxy.change = lambda request, answer: (answer[0], answer[1].replace(b"12", b"92", next(once, 0)), answer[2])
+        once = iter([True])  # the first answer that this process gets
         assert behind_proxy.get("a") == b'{"usd": 12}'
         damaged = iter([True, True])
         proxy.change = lambda request, answer: (answer[0], answer[1].replace(b"12", b"92", next(damaged, 0)), answer[2])
