@@ -169,6 +169,7 @@ def saving_task(work: Work, processes: int) -> dict[str, Any]:
 
 def store_result(work: Work, state: TrainState) -> Built:
     """Upload the final weights."""
+    work.report(step=state.step)  # a full disk may have kept the last rows of rank 0 from this process
     rows = series(work.store, work.plan.prefix)
     speeds = sorted(row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row)
     final = {name: value for row in rows for name, value in row.items()}
